@@ -1,0 +1,299 @@
+// Gathering: a unit is gathered as a whole, in place, from the masters; the value lives for one use or for one step.
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/version.h>
+
+#include <algorithm>
+
+#include "runtime.h"
+
+namespace zerocompile {
+
+namespace {
+
+WorkPtr all_gather(c10d::ProcessGroup& group, std::vector<Tensor>& outputs, std::vector<Tensor>& inputs) {
+  c10d::AllgatherOptions options;
+  options.asyncOp = outputs.front().device().is_cpu();  // on a device the lane's stream is the asynchrony
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  return group.all_gather_single_coalesced(outputs, inputs, options);
+#else
+  return group.allgather_into_tensor_coalesced(outputs, inputs, options);
+#endif
+}
+
+}  // namespace
+
+Tensor Runtime::resident_value(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto& p = parameter(index);
+  TORCH_CHECK(p.unit >= 0 && units_[p.unit].lifetime == Lifetime::Step, "zerocompile: `", p.name,
+              "` has no resident value: its lifetime is one use");
+  return p.value;
+}
+
+// Whether the unit is gathered, what is gathered is what the masters hold, and `needed` (-1: any) is still in it.
+bool Runtime::current(const Unit& unit, int64_t needed) const {
+  if (!unit.resident || (needed >= 0 && !parameters_[needed].full.defined())) return false;
+  return std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
+    const auto& p = parameters_[i];
+    return !p.full.defined() || p.gathered_version == p.version();
+  });
+}
+
+// [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
+// runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
+void Runtime::launch_gather(Unit& unit) {
+  c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
+  at::NoGradGuard no_grad;
+  for (auto i : unit.parameters) {
+    auto& p = parameters_[i];
+    if (p.full.defined()) continue;
+    p.full = at::empty(padded_size(p), p.local.options().dtype(p.dtype).requires_grad(false));
+    p.value = p.replicated ? p.full.view({}) : p.full.narrow(0, 0, p.size[0]);
+  }
+  Lane::Launch launch(gather_lane_);
+  std::vector<Tensor> own, local;
+  std::map<at::ScalarType, std::pair<std::vector<Tensor>, std::vector<Tensor>>> calls;
+  unit.bytes = 0;
+  for (auto i : unit.parameters) {
+    auto& p = parameters_[i];
+    if (p.local.numel() > 0) {
+      own.push_back(own_rows(p, p.full));
+      local.push_back(p.local.detach());
+    }
+    if (!p.replicated && p.full.numel() > 0) {
+      auto& [outputs, inputs] = calls[p.dtype];
+      outputs.push_back(p.full);
+      inputs.push_back(p.full.narrow(0, rank_ * p.rows, p.rows));
+    }
+    p.gathered_version = p.version();
+    p.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see that it changed
+    unit.bytes += static_cast<int64_t>(p.full.nbytes());
+    by_storage_[p.full.storage().unsafeGetStorageImpl()] = i;
+  }
+  if (!own.empty()) at::_foreach_copy_(own, local);
+  for (auto& [dtype, call] : calls) {
+    stats_.gathers += 1;
+    for (const auto& t : call.first) stats_.gather_bytes += static_cast<int64_t>(t.nbytes());
+    if (world_ > 1) launch.add(all_gather(*gather_group_, call.first, call.second));
+  }
+  unit.gathering = launch.finish();
+  if (!unit.resident) {
+    unit.resident = true;
+    stats_.resident_bytes += unit.bytes;
+    stats_.peak_resident_bytes = std::max(stats_.peak_resident_bytes, stats_.resident_bytes);
+  }
+}
+
+void Runtime::drop(Unit& unit) {
+  if (!unit.resident || unit.lifetime == Lifetime::Step) return;
+  unit.gathering.wait(device_);  // its memory goes back to the stream that allocated it
+  for (auto i : unit.parameters) {
+    auto& p = parameters_[i];
+    if (!p.full.defined()) continue;
+    write_back(p);
+    by_storage_.erase(p.full.storage().unsafeGetStorageImpl());
+    p.full.reset();
+    p.value.reset();
+  }
+  unit.resident = false;
+  unit.graph_uses = 0;
+  stats_.resident_bytes -= unit.bytes;
+}
+
+// The units that should be gathered after the one in use: the order of the last step is the prediction.
+std::vector<int64_t> Runtime::predicted() const {
+  std::vector<int64_t> units;
+  Token before = before_last_, token = last_;
+  for (int64_t step = 0; step < prefetch_; ++step) {
+    auto next = successor_.find({before, token});
+    if (next == successor_.end()) break;
+    const bool over_the_step = token.first == static_cast<int64_t>(Phase::Backward) &&
+                               next->second.first != static_cast<int64_t>(Phase::Backward);
+    if (over_the_step) break;  // the optimizer may run in between
+    before = token;
+    token = next->second;
+    units.push_back(token.second);
+  }
+  return units;
+}
+
+// [Note: order of gathers] Which unit is gathered, dropped or started ahead depends on nothing but the sequence of
+// units that the program asked for, never on timing or on what a graph happens to contain: so all ranks launch the
+// same collectives in the same order, compiled or not.
+void Runtime::demanded(Token token) {
+  if (token == last_) return;
+  successor_[{before_last_, last_}] = token;
+  before_last_ = last_;
+  last_ = token;
+  const auto next = predicted();
+  for (auto& u : units_) {
+    const int64_t index = &u - units_.data();
+    const bool wanted = index == token.second || std::find(next.begin(), next.end(), index) != next.end();
+    if (u.resident && !wanted && u.open_modules == 0 && u.graph_uses == 0) drop(u);
+  }
+  for (auto index : next) {
+    auto& u = units_[index];
+    if (u.resident || u.lifetime == Lifetime::Step) continue;
+    launch_gather(u);
+    stats_.prefetched += 1;
+  }
+}
+
+void Runtime::acquire(int64_t index, Phase phase, int64_t needed) {
+  abort_failed_backward();
+  if (phase == Phase::Backward) arm();
+  auto& unit = units_[index];
+  if (phase == Phase::Forward && !seen_forward_[index]) {
+    seen_forward_[index] = 1;
+    forward_order_.push_back(index);
+  }
+  if (!current(unit, needed)) {
+    drop(unit);
+    launch_gather(unit);
+  }
+  if (unit.lifetime == Lifetime::Use) demanded({static_cast<int64_t>(phase), index});
+}
+
+Tensor Runtime::read(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto& p = parameter(index);
+  const auto before = stats_.gathers;
+  acquire(p.unit, phase(), index);
+  units_[p.unit].gathering.wait(device_);
+  stats_.eager_reads += 1;
+  stats_.eager_gathers += stats_.gathers - before;
+  p.read_eagerly = true;
+  return p.value;
+}
+
+void Runtime::open(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), "zerocompile: no unit ", index);
+  acquire(index, phase(), -1);
+  units_[index].open_modules += 1;
+}
+
+void Runtime::close(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (shut_down_) return;
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), "zerocompile: no unit ", index);
+  units_[index].open_modules -= 1;
+}
+
+// A graph asks for values. It keeps them until its `release`, so their memory is not reused while they are shared.
+std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expects_grad) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto now = phase();
+  if (expects_grad && now != Phase::Backward) now = Phase::Forward;  // autograd disables grad mode inside its functions
+  std::vector<Tensor> values;
+  values.reserve(indices.size());
+  for (auto i : indices) {
+    auto& p = parameter(i);
+    acquire(p.unit, now, i);
+    units_[p.unit].gathering.wait(device_);
+    if (units_[p.unit].lifetime == Lifetime::Use) units_[p.unit].graph_uses += 1;
+    if (now == Phase::Forward) {
+      p.forward_version = p.version();
+      if (expects_grad && p.master.requires_grad()) p.graph_outstanding += 1;
+    } else if (now == Phase::Backward) {
+      TORCH_CHECK(p.forward_version < 0 || p.forward_version == p.version(), "zerocompile: parameter `", p.name,
+                  "` was modified between its forward and its backward (by an optimizer step or an in-place write), "
+                  "so the gradients would be wrong. Run the backward before the modification");
+    }
+    stats_.graph_uses += 1;
+    values.push_back(p.value.alias());
+  }
+  return values;
+}
+
+// The graph's last use of these values is behind it. `last`: the graph ends here; otherwise it may reuse their memory.
+void Runtime::release(const std::vector<int64_t>& indices, bool last) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto i : indices) {
+    auto& p = parameter(i);
+    auto& unit = units_[p.unit];
+    if (unit.lifetime == Lifetime::Step || !unit.resident) continue;
+    unit.graph_uses = std::max<int64_t>(0, unit.graph_uses - 1);
+    if (last || !p.full.defined()) continue;
+    by_storage_.erase(p.full.storage().unsafeGetStorageImpl());
+    p.full.reset();
+    p.value.reset();
+    const bool empty = std::none_of(unit.parameters.begin(), unit.parameters.end(),
+                                    [&](int64_t k) { return parameters_[k].full.defined(); });
+    if (empty) drop(unit);
+  }
+}
+
+// The optimizer wrote: resident values are gathered anew, unit by unit in the order of the forward.
+void Runtime::masters_changed(const std::vector<int64_t>& units) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::vector<char> changed(units_.size(), 0);
+  for (auto index : units) changed.at(index) = 1;
+  auto order = forward_order_;
+  for (int64_t index = 0; index < static_cast<int64_t>(units_.size()); ++index) {
+    if (!seen_forward_[index]) order.push_back(index);
+  }
+  for (auto index : order) {
+    if (!changed[index]) continue;
+    auto& unit = units_[index];
+    if (unit.lifetime == Lifetime::Step) {
+      launch_gather(unit);
+    } else if (unit.open_modules == 0) {
+      drop(unit);
+    }
+  }
+}
+
+// [Note: write back] User code may write to a value that it read from a module (`weight.data.mul_`, a codebook update).
+// Every rank runs the same code, so each takes its own rows from what it wrote; elements that still are the cast of
+// the master stay as they are, so a low-precision value never rounds the master. No host synchronisation.
+void Runtime::write_back(Parameter& p) {
+  if (!p.read_eagerly) return;
+  p.read_eagerly = false;
+  if (p.gathered_version != p.version() || p.local.numel() == 0) return;
+  c10::InferenceMode normal_tensors(false);
+  at::AutoDispatchBelowADInplaceOrView no_version_change;
+  const auto own = own_rows(p, p.full);
+  const auto written = own.ne(p.local.to(own.scalar_type()));
+  p.local.copy_(at::where(written, own.to(p.local.scalar_type()), p.local));
+}
+
+void Runtime::write_back() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto& u : units_) {
+    if (!u.resident) continue;
+    u.gathering.wait(device_);
+    for (auto i : u.parameters) {
+      if (parameters_[i].full.defined()) write_back(parameters_[i]);
+    }
+  }
+}
+
+// Nothing stays gathered for a backward that will not come.
+void Runtime::end_forward() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto& u : units_) {
+    u.open_modules = 0;
+    drop(u);
+  }
+  before_last_ = last_ = {-1, -1};
+}
+
+int64_t Runtime::parameter_of(const Tensor& value) const {
+  if (!value.has_storage()) return -1;
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto found = by_storage_.find(value.storage().unsafeGetStorageImpl());
+  return found == by_storage_.end() ? -1 : found->second;
+}
+
+Tensor Runtime::value_in_backward(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto& p = parameter(index);
+  acquire(p.unit, phase(), index);
+  units_[p.unit].gathering.wait(device_);
+  return p.full;
+}
+
+}  // namespace zerocompile

@@ -1,0 +1,124 @@
+// What Python sees. Every call releases the GIL: the runtime calls back into Python when a backward ends.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/extension.h>
+
+#include "ops.h"
+#include "runtime.h"
+
+namespace py = pybind11;
+
+namespace zerocompile {
+
+namespace {
+
+// What autograd keeps instead of a saved tensor: see [Note: saved tensors].
+struct Saved {
+  Tensor tensor;            // an activation, detached; undefined for a gathered parameter
+  int64_t version = 0;
+  int64_t parameter = -1;
+  std::vector<int64_t> size, stride;
+  int64_t offset = 0;
+};
+
+// [Note: saved tensors] A gathered weight that eager code saves for backward is kept as its identity and gathered
+// again when backward asks for it. Hooks switch torch's own check for in-place writes off, so it is repeated here.
+Saved pack(Runtime& runtime, const Tensor& tensor) {
+  Saved saved;
+  saved.parameter = runtime.parameter_of(tensor);
+  if (saved.parameter >= 0) {
+    saved.version = runtime.master_version(saved.parameter);
+    saved.size = tensor.sizes().vec();
+    saved.stride = tensor.strides().vec();
+    saved.offset = tensor.storage_offset();
+  } else {
+    saved.tensor = tensor.detach();
+    saved.version = tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+  }
+  return saved;
+}
+
+Tensor unpack(Runtime& runtime, const Saved& saved) {
+  if (saved.parameter < 0) {
+    TORCH_CHECK(saved.tensor.is_inference() || saved.version == static_cast<int64_t>(saved.tensor._version()),
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
+                saved.tensor.toString(), " of sizes ", saved.tensor.sizes(), " is at version ", saved.tensor._version(),
+                "; expected version ", saved.version, " instead");
+    return saved.tensor;
+  }
+  TORCH_CHECK(saved.version == runtime.master_version(saved.parameter), "zerocompile: parameter `",
+              runtime.parameter_name(saved.parameter),
+              "` was modified between its forward and its backward (by an optimizer step or an in-place write), so the "
+              "gradients would be wrong. Run the backward before the modification");
+  return runtime.value_in_backward(saved.parameter).as_strided(saved.size, saved.stride, saved.offset);
+}
+
+using Release = py::call_guard<py::gil_scoped_release>;
+
+}  // namespace
+
+}  // namespace zerocompile
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace zerocompile;
+
+  py::enum_<Lifetime>(m, "Lifetime").value("USE", Lifetime::Use).value("STEP", Lifetime::Step);
+
+  py::class_<Saved>(m, "Saved");
+
+  py::class_<Stats>(m, "Stats")
+      .def_readonly("gathers", &Stats::gathers)
+      .def_readonly("gather_bytes", &Stats::gather_bytes)
+      .def_readonly("reductions", &Stats::reductions)
+      .def_readonly("reduce_bytes", &Stats::reduce_bytes)
+      .def_readonly("prefetched", &Stats::prefetched)
+      .def_readonly("eager_reads", &Stats::eager_reads)
+      .def_readonly("eager_gathers", &Stats::eager_gathers)
+      .def_readonly("graph_uses", &Stats::graph_uses)
+      .def_readonly("graph_reductions", &Stats::graph_reductions)
+      .def_readonly("padded_copies", &Stats::padded_copies)
+      .def_readonly("resident_bytes", &Stats::resident_bytes)
+      .def_readonly("peak_resident_bytes", &Stats::peak_resident_bytes)
+      .def_readonly("backwards", &Stats::backwards);
+
+  py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
+      .def(py::init([](const std::string& gather_group, const std::string& reduce_group, const std::string& device) {
+        return std::make_shared<Runtime>(gather_group, reduce_group, c10::Device(device));
+      }))
+      .def("add_parameter",
+           [](Runtime& self, std::string name, std::vector<int64_t> size, at::ScalarType dtype,
+              std::optional<at::ScalarType> grad_dtype, std::optional<at::ScalarType> reduce_dtype,
+              std::optional<at::ScalarType> bound_dtype, Tensor master, Tensor local, Tensor handle) {
+             ParameterSpec spec{std::move(name), std::move(size), dtype, grad_dtype.has_value(),
+                                grad_dtype.value_or(dtype), reduce_dtype, bound_dtype};
+             return self.add_parameter(std::move(spec), std::move(master), std::move(local), std::move(handle));
+           },
+           Release())
+      .def("add_unit", &Runtime::add_unit, Release())
+      .def("set_callbacks", &Runtime::set_callbacks)
+      .def("shutdown", &Runtime::shutdown)  // holds the GIL: it drops the callbacks
+      .def("identity", &Runtime::identity)
+      .def("resident_value", &Runtime::resident_value, Release())
+      .def("read", [](const std::shared_ptr<Runtime>& self, int64_t parameter, const Tensor& handle,
+                      bool requires_grad) { return zerocompile::read(self, parameter, handle, requires_grad); },
+           Release())
+      .def("open", &Runtime::open, Release())
+      .def("close", &Runtime::close, Release())
+      .def("masters_changed", &Runtime::masters_changed, Release())
+      .def("write_back", py::overload_cast<>(&Runtime::write_back), Release())
+      .def("end_forward", &Runtime::end_forward, Release())
+      .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
+      .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())
+      .def("arm", &Runtime::arm, Release())
+      .def("finish_backward", &Runtime::finish_backward, Release())
+      .def("set_deferred", &Runtime::set_deferred)
+      .def("deferred", &Runtime::deferred)
+      .def("flush", &Runtime::flush, Release())
+      .def("drop_gradients", &Runtime::drop_gradients, Release())
+      .def("deferred_bytes", &Runtime::deferred_bytes)
+      .def("bound", &Runtime::bound, Release())
+      .def("forget_outstanding", &Runtime::forget_outstanding, Release())
+      .def("stats", &Runtime::stats)
+      .def("resident_units", &Runtime::resident_units)
+      .def("set_gradient_divisor", &Runtime::set_gradient_divisor)
+      .def("set_prefetch", &Runtime::set_prefetch);
+}

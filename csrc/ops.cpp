@@ -1,0 +1,192 @@
+// The operators that the model's program contains. `gather` and `reduce_grad` are traced; the others are what our
+// passes lower them to. None carries a number that names a parameter: identity is the value of the handle, so equal
+// blocks share one graph (DESIGN.md section 3, rule 1).
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "ops.h"
+#include "runtime.h"
+
+namespace zerocompile {
+
+namespace {
+
+struct Uses {
+  std::shared_ptr<Runtime> runtime;
+  std::vector<int64_t> parameters;
+};
+
+Uses find_all(at::TensorList handles) {
+  Uses uses;
+  for (const auto& handle : handles) {
+    auto record = find(handle);
+    TORCH_CHECK(uses.runtime == nullptr || uses.runtime == record.runtime,
+                "zerocompile: one graph uses parameters of two strategies; compile them separately");
+    uses.runtime = std::move(record.runtime);
+    uses.parameters.push_back(record.parameter);
+  }
+  return uses;
+}
+
+// ---- traced ----
+
+Tensor gather(const Tensor& source, const Tensor& handle, at::IntArrayRef size) {
+  auto [runtime, parameter] = find(handle);
+  auto value = runtime->read(parameter);
+  TORCH_CHECK(value.sizes() == size, "zerocompile: gather asks for sizes ", size, ", the parameter has ", value.sizes());
+  // The schema is functional: a resident value that is the argument itself must not be the result too.
+  return value.is_alias_of(source) ? value.clone() : value.alias();
+}
+
+Tensor reduce_grad(const Tensor& grad, const Tensor& handle) {
+  auto [runtime, parameter] = find(handle);
+  runtime->contribute(parameter, grad, /*from_graph=*/true);
+  return at::zeros_like(handle);
+}
+
+Tensor call_gather(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("zerocompile::gather", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef)>();
+  return op.call(source, handle, size);
+}
+
+Tensor call_reduce_grad(const Tensor& grad, const Tensor& handle) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("zerocompile::reduce_grad", "")
+                             .typed<Tensor(const Tensor&, const Tensor&)>();
+  return op.call(grad, handle);
+}
+
+// Saves the handle, never the weight. While tracing, the dummy gradient keeps `reduce_grad` alive by dataflow; when
+// it runs for real the handle must not receive a gradient.
+struct GatherFunction : torch::autograd::Function<GatherFunction> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& source, const Tensor& handle,
+                        c10::SymIntArrayRef size) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({handle});
+    return call_gather(source, handle, size);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    const auto handle = ctx->get_saved_variables()[0];
+    auto dummy = call_reduce_grad(grads[0], handle);
+    const bool tracing = grads[0].unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python) ||
+                         grads[0].unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Functionalize);
+    return {Tensor(), tracing ? dummy : Tensor(), Tensor()};
+  }
+};
+
+Tensor gather_autograd(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size) {
+  return GatherFunction::apply(source, handle, size);
+}
+
+// ---- lowered ----
+
+std::vector<Tensor> gather_unit(at::TensorList sources, at::TensorList handles, at::IntArrayRef, bool expects_grad) {
+  TORCH_CHECK(sources.size() == handles.size(), "zerocompile: gather_unit takes one handle per source");
+  auto uses = find_all(handles);
+  return uses.runtime->use(uses.parameters, expects_grad);
+}
+
+void wait_(at::TensorList fulls, at::TensorList handles, bool expects_grad) {
+  TORCH_CHECK(fulls.size() == handles.size(), "zerocompile: wait_ takes one handle per value");
+  auto uses = find_all(handles);
+  uses.runtime->use(uses.parameters, expects_grad);
+}
+
+void release_(at::TensorList fulls, at::TensorList handles, bool last) {
+  TORCH_CHECK(fulls.size() == handles.size(), "zerocompile: release_ takes one handle per value");
+  auto uses = find_all(handles);
+  uses.runtime->release(uses.parameters, last);
+}
+
+void reduce_unit_(at::TensorList grads, at::TensorList handles) {
+  TORCH_CHECK(grads.size() == handles.size(), "zerocompile: reduce_unit_ takes one handle per gradient");
+  auto uses = find_all(handles);
+  for (size_t i = 0; i < grads.size(); ++i) uses.runtime->contribute(uses.parameters[i], grads[i], true);
+}
+
+void reduce_fence_(at::TensorList grads, at::TensorList handles, bool last) {
+  TORCH_CHECK(grads.size() == handles.size(), "zerocompile: reduce_fence_ takes one handle per gradient");
+  auto uses = find_all(handles);
+  uses.runtime->fence(uses.parameters, last);
+}
+
+// ---- eager ----
+
+// Counts a read whose gradient is still to come, until that gradient arrives or its graph is freed.
+struct ReadToken : torch::CustomClassHolder {
+  ReadToken(const std::shared_ptr<Runtime>& runtime, int64_t parameter) : runtime(runtime), parameter(parameter) {
+    runtime->read_started(parameter);
+  }
+  void finish() {
+    if (finished) return;
+    finished = true;
+    if (auto owner = runtime.lock()) owner->read_finished(parameter);
+  }
+  ~ReadToken() override { finish(); }
+  std::weak_ptr<Runtime> runtime;
+  int64_t parameter;
+  bool finished = false;
+};
+
+struct ReadFunction : torch::autograd::Function<ReadFunction> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& handle, const Tensor& value,
+                        const c10::intrusive_ptr<ReadToken>& token) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->saved_data["token"] = c10::IValue::make_capsule(token);
+    return value.alias();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    auto token = c10::static_intrusive_pointer_cast<ReadToken>(ctx->saved_data["token"].toCapsule());
+    auto runtime = token->runtime.lock();
+    TORCH_CHECK(runtime != nullptr, "zerocompile: backward through a model whose strategy was torn down");
+    token->finish();
+    if (grads[0].defined()) runtime->contribute(token->parameter, grads[0], /*from_graph=*/false);
+    return {Tensor(), Tensor(), Tensor()};
+  }
+};
+
+}  // namespace
+
+// [Note: eager read] The same gather and the same reduction as in a graph, without the operator: an eager value may
+// alias what is resident, which a functional schema forbids.
+Tensor read(const std::shared_ptr<Runtime>& runtime, int64_t parameter, const Tensor& handle, bool requires_grad) {
+  auto value = runtime->read(parameter);
+  if (!requires_grad || !at::GradMode::is_enabled()) return value.detach();
+  const bool in_backward = runtime->in_backward();
+  auto token = c10::make_intrusive<ReadToken>(runtime, parameter);
+  if (in_backward) token->finish();  // a recomputation: its graph gives no gradient, or gives it at once
+  return ReadFunction::apply(handle, value, token);
+}
+
+TORCH_LIBRARY(zerocompile, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("gather(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
+  m.def("reduce_grad(Tensor grad, Tensor handle) -> Tensor", tags);
+  m.def("gather_unit(Tensor[] sources, Tensor[] handles, int[] sizes, bool expects_grad) -> Tensor[]", tags);
+  m.def("wait_(Tensor(a!)[] fulls, Tensor[] handles, bool expects_grad) -> ()", tags);
+  m.def("release_(Tensor(a!)[] fulls, Tensor[] handles, bool last) -> ()", tags);
+  m.def("reduce_unit_(Tensor(a!)[] grads, Tensor[] handles) -> ()", tags);
+  m.def("reduce_fence_(Tensor(a!)[] grads, Tensor[] handles, bool last) -> ()", tags);
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("gather", gather);
+  m.impl("reduce_grad", reduce_grad);
+  m.impl("gather_unit", gather_unit);
+  m.impl("wait_", wait_);
+  m.impl("release_", release_);
+  m.impl("reduce_unit_", reduce_unit_);
+  m.impl("reduce_fence_", reduce_fence_);
+}
+
+TORCH_LIBRARY_IMPL(zerocompile, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(zerocompile, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(zerocompile, Autograd, m) { m.impl("gather", gather_autograd); }
+
+}  // namespace zerocompile

@@ -1,0 +1,431 @@
+// Reduction: gradients are taken as they are produced, a unit is reduced as a whole when its last one is there, and
+// what is left is flushed when the outermost backward ends.
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/version.h>
+
+#include <algorithm>
+
+#include "runtime.h"
+
+namespace zerocompile {
+
+namespace {
+
+WorkPtr reduce_scatter(c10d::ProcessGroup& group, std::vector<Tensor>& outputs, std::vector<Tensor>& inputs,
+                       const c10d::ReduceOp& op) {
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op;
+  options.asyncOp = outputs.front().device().is_cpu();
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  return group.reduce_scatter_single_coalesced(outputs, inputs, options);
+#else
+  return group.reduce_scatter_tensor_coalesced(outputs, inputs, options);
+#endif
+}
+
+int64_t row_numel(const Parameter& p) {
+  int64_t n = 1;
+  for (size_t d = 1; d < p.size.size(); ++d) n *= p.size[d];
+  return n;
+}
+
+}  // namespace
+
+// ---- the backward that runs ----
+
+// [Note: end of backward] An engine callback, not a graph node, ends a backward: it is the same for any number of
+// graphs, breaks and recompilations. It is armed by the first thing that happens in a backward. In a nested backward
+// (reentrant checkpoint, GradCache) some node of the outer one is still being evaluated when the callback runs: then
+// it leaves everything to the outer backward, which arms again at its next event or is finished by the strategy.
+void Runtime::arm() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (armed_ || torch::autograd::get_current_graph_task_id() == -1) return;
+  armed_ = true;
+  if (!backward_) {
+    backward_ = true;
+    next_reduction_ = 0;
+    for (auto& u : units_) u.reduced = false;
+  }
+  agree_on_order();
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (auto self = weak.lock()) self->backward_ended();
+  });
+}
+
+void Runtime::backward_ended() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  armed_ = false;
+  if (torch::autograd::get_current_node() != nullptr) return;  // nested
+  finish_backward();
+}
+
+void Runtime::finish_backward() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!backward_ || shut_down_) return;
+  backward_ = armed_ = false;
+  stats_.backwards += 1;
+  if (!deferred_) reduce_everything();
+  for (auto& u : units_) {
+    u.graph_uses = 0;
+    if (u.open_modules == 0) drop(u);
+  }
+}
+
+// A use outside any backward while one is open: that backward raised. Its gradients are incomplete on this rank.
+void Runtime::abort_failed_backward() {
+  if (!armed_ || torch::autograd::get_current_graph_task_id() != -1) return;
+  backward_ = armed_ = false;
+  retire(0);
+  drop_gradients();
+}
+
+void Runtime::drop_gradients() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto& p : parameters_) {
+    p.grad.reset();
+    p.grad_owned = p.contributed = false;
+    p.graph_outstanding = 0;
+  }
+  reduced_.clear();
+}
+
+// [Note: order of reductions] One fixed order on all ranks: the reverse of the order in which rank 0 first used the
+// units in a forward. A unit that is ready early waits for its turn; one that is not ready when backward ends is
+// reduced then. Gathers have a process group of their own, so only this order has to agree.
+void Runtime::agree_on_order() {
+  if (!reduce_order_.empty() || units_.empty()) return;
+  auto order = forward_order_;
+  for (int64_t index = 0; index < static_cast<int64_t>(units_.size()); ++index) {
+    if (!seen_forward_[index]) order.push_back(index);
+  }
+  std::reverse(order.begin(), order.end());
+  reduce_order_ = agree_ != nullptr && world_ > 1 ? agree_(order) : order;
+  TORCH_CHECK(reduce_order_.size() == units_.size(), "zerocompile: rank 0 has ", reduce_order_.size(), " units, rank ",
+              rank_, " has ", units_.size());
+}
+
+// ---- taking gradients ----
+
+void Runtime::read_started(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  parameter(index).eager_outstanding += 1;
+}
+
+void Runtime::read_finished(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!shut_down_) parameter(index).eager_outstanding -= 1;
+}
+
+// A forward whose backward never came must not delay the reductions of the next step.
+void Runtime::forget_outstanding() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto& p : parameters_) p.graph_outstanding = 0;
+}
+
+// [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose
+// backward computed in fp32 never opens an fp32 bucket. `grad_dtype=None` on the parameter opts out, as in torch.
+void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto& p = parameter(index);
+  arm();
+  if (from_graph) p.graph_outstanding = std::max<int64_t>(0, p.graph_outstanding - 1);
+  if (!p.master.requires_grad()) return;  // frozen after the forward: torch drops the gradient too
+  TORCH_CHECK(grad.layout() == at::kStrided, "zerocompile: the gradient of `", p.name,
+              "` is sparse, which cannot be sharded. Use sparse=False for this embedding");
+  TORCH_CHECK(grad.sizes() == at::IntArrayRef(p.size), "zerocompile: the gradient of `", p.name, "` has sizes ",
+              grad.sizes(), ", the parameter ", p.size);
+  at::NoGradGuard no_grad;
+  grad = grad.detach();
+  if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
+  if (!p.grad.defined()) {
+    p.grad = grad;
+    p.grad_owned = false;
+  } else if (p.grad_owned && p.grad.scalar_type() == grad.scalar_type()) {
+    p.grad.add_(grad);
+  } else {
+    p.grad = p.grad.add(grad);
+    p.grad_owned = true;
+  }
+  p.contributed = true;
+  if (from_graph) stats_.graph_reductions += 1;
+  launch_complete();
+}
+
+// The compiler may reuse these gradients' memory from here on, unless the graph ends here (then our reference keeps
+// it). What is on its way is waited for on the stream, what is not started is copied.
+void Runtime::fence(const std::vector<int64_t>& indices, bool last) {
+  if (last) return;
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto i : indices) {
+    auto& p = parameter(i);
+    if (p.grad.defined() && !p.grad_owned) {
+      p.grad = p.grad.clone();
+      p.grad_owned = true;
+    }
+    for (auto& reduction : in_flight_) {
+      if (reduction.unit == p.unit) reduction.done.wait(device_);
+    }
+  }
+}
+
+// ---- reducing ----
+
+bool Runtime::trainable(const Unit& unit) const {
+  return std::any_of(unit.parameters.begin(), unit.parameters.end(),
+                     [&](int64_t i) { return parameters_[i].master.requires_grad(); });
+}
+
+bool Runtime::complete(const Unit& unit) const {
+  return std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
+    const auto& p = parameters_[i];
+    return !p.master.requires_grad() || (p.contributed && p.eager_outstanding <= 0 && p.graph_outstanding == 0);
+  });
+}
+
+void Runtime::launch_complete() {
+  if (deferred_ || !backward_) return;
+  for (; next_reduction_ < reduce_order_.size(); ++next_reduction_) {
+    const auto index = reduce_order_[next_reduction_];
+    const auto& unit = units_[index];
+    if (unit.reduced || !trainable(unit)) continue;
+    if (!complete(unit)) return;
+    launch_reduction(index, {});
+  }
+}
+
+// master.grad as we bound it, if the optimizer has not dropped it since: a further backward adds to it.
+Tensor Runtime::existing_grad(Parameter& p) {
+  const auto& outer = p.master.grad();
+  if (!outer.defined()) return {};
+  auto bound_outer = p.bound_outer.lock();
+  auto bound_local = p.bound_local.lock();
+  if (!bound_outer || !bound_local || bound_outer.get() != outer.unsafeGetTensorImpl()) return {};
+  return Tensor(std::move(bound_local));
+}
+
+void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto& p = parameter(index);
+  p.bound_outer = WeakTensor(outer.getIntrusivePtr());
+  p.bound_local = WeakTensor(local.getIntrusivePtr());
+}
+
+// Reduces the unit: every trainable parameter of it, in the unit's order, zeros for one without a gradient here.
+// `used`: per parameter, whether some rank has a gradient; empty: all.
+void Runtime::launch_reduction(int64_t index, const std::vector<char>& used) {
+  at::NoGradGuard no_grad;
+  auto& unit = units_[index];
+  std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, bound) dtypes
+  std::vector<int64_t> replicated;
+  Reduction reduction{index, {}, {}};
+  for (auto i : unit.parameters) {
+    auto& p = parameters_[i];
+    if (!p.master.requires_grad()) continue;
+    if (!p.grad.defined()) p.grad = at::zeros(p.size, p.local.options().dtype(p.cast_grad ? p.grad_dtype : p.dtype));
+    const auto communicated = p.reduce_dtype.value_or(p.grad.scalar_type());
+    if (p.replicated) replicated.push_back(i);
+    else groups[{communicated, p.bound_dtype.value_or(communicated)}].push_back(i);
+  }
+  unit.reduced = true;
+  if (!replicated.empty()) replicate_group(replicated, used, reduction);
+  for (auto& [dtypes, group] : groups) reduce_group(group, used, reduction);
+  in_flight_.push_back(std::move(reduction));
+  retire(2);
+}
+
+// One collective: the parameters of a unit that share their dtypes. The result is one flat partition, [sum of rows].
+void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<char>& used, Reduction& reduction) {
+  const auto& first = parameters_[group.front()];
+  const auto communicated = first.reduce_dtype.value_or(first.grad.scalar_type());
+  const auto bound = first.bound_dtype.value_or(communicated);
+  const auto options = first.local.options().requires_grad(false);
+  int64_t total = 0;
+  bool adds = false, binds = false;
+  std::vector<Tensor> existing;
+  for (auto i : group) {
+    total += parameters_[i].rows * row_numel(parameters_[i]);
+    existing.push_back(existing_grad(parameters_[i]));
+    (existing.back().defined() ? adds : binds) = true;
+  }
+  const bool direct = !adds && bound == communicated;
+  auto partition = at::empty({binds ? total : 0}, options.dtype(bound));
+
+  Lane::Launch launch(reduce_lane_);
+  auto result = direct ? partition : at::empty({total}, options.dtype(communicated));
+  std::vector<Tensor> inputs, outputs;
+  int64_t offset = 0;
+  for (auto i : group) {
+    auto& p = parameters_[i];
+    const auto numel = p.rows * row_numel(p);
+    auto size = p.size;
+    size[0] = p.rows;
+    reduction.inputs.push_back(p.grad);
+    auto grad = p.grad.to(communicated).contiguous();
+    if (p.rows * world_ != p.size[0]) {
+      auto padded = at::zeros(padded_size(p), grad.options());
+      padded.narrow(0, 0, p.size[0]).copy_(grad);
+      grad = std::move(padded);
+      stats_.padded_copies += 1;
+    }
+    p.grad.reset();
+    p.grad_owned = false;
+    if (numel > 0) {
+      stats_.reduce_bytes += static_cast<int64_t>(grad.nbytes());
+      reduction.inputs.push_back(grad);
+      inputs.push_back(std::move(grad));
+      outputs.push_back(result.narrow(0, offset, numel).view(size));
+    }
+    offset += numel;
+  }
+  if (!inputs.empty()) {
+    stats_.reductions += 1;
+    const bool average = divisor_ == static_cast<double>(world_);
+    if (world_ > 1) {
+      launch.add(reduce_scatter(*reduce_group_, outputs, inputs,
+                                average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM));
+    } else {
+      at::_foreach_copy_(outputs, inputs);
+    }
+    if (!average || !direct) launch.settle();
+    if (!average) result.div_(divisor_);
+  }
+  if (!direct && !adds) partition.copy_(result);
+  offset = 0;
+  for (size_t k = 0; k < group.size(); ++k) {
+    auto& p = parameters_[group[k]];
+    const auto numel = p.rows * row_numel(p);
+    auto size = p.size;
+    size[0] = p.rows;
+    if (used.empty() || used[group[k]]) {
+      auto reduced = result.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
+      if (existing[k].defined()) {
+        existing[k].add_(reduced);
+      } else {
+        auto part = partition.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
+        if (adds) part.copy_(reduced);
+        reduced_.emplace_back(group[k], part);
+      }
+    }
+    offset += numel;
+  }
+  reduction.done = launch.finish();
+  if (!device_.is_cpu()) return;
+  reduction.done.wait(device_);  // gloo: nothing computes meanwhile on the same cores, and the next call needs order
+}
+
+// 0-dim parameters are replicated: their gradients are averaged whole.
+void Runtime::replicate_group(const std::vector<int64_t>& group, const std::vector<char>& used, Reduction& reduction) {
+  std::vector<Tensor> results;
+  for (auto i : group) {
+    auto& p = parameters_[i];
+    const auto communicated = p.reduce_dtype.value_or(p.grad.scalar_type());
+    results.push_back(at::empty({}, p.local.options().dtype(p.bound_dtype.value_or(communicated)).requires_grad(false)));
+  }
+  Lane::Launch launch(reduce_lane_);
+  for (size_t k = 0; k < group.size(); ++k) {
+    auto& p = parameters_[group[k]];
+    const auto communicated = p.reduce_dtype.value_or(p.grad.scalar_type());
+    auto sum = p.grad.to(communicated, /*non_blocking=*/false, /*copy=*/true).reshape({1});
+    reduction.inputs.push_back(p.grad);
+    p.grad.reset();
+    p.grad_owned = false;
+    stats_.reductions += 1;
+    stats_.reduce_bytes += static_cast<int64_t>(sum.nbytes());
+    if (world_ > 1) {
+      std::vector<Tensor> tensors{sum};
+      c10d::AllreduceOptions options;
+      options.asyncOp = device_.is_cpu();
+      launch.add(reduce_group_->allreduce(tensors, options));
+      launch.settle();
+    }
+    results[k].copy_(sum.view({}).div_(divisor_));
+    if (!used.empty() && !used[group[k]]) continue;
+    auto existing = existing_grad(p);
+    if (existing.defined()) existing.add_(results[k]);
+    else reduced_.emplace_back(group[k], results[k]);
+  }
+  launch.finish().wait(device_);
+}
+
+void Runtime::retire(size_t keep) {
+  while (in_flight_.size() > keep) {
+    in_flight_.front().done.wait(device_);
+    in_flight_.erase(in_flight_.begin());
+  }
+}
+
+// [Note: used flags] AdamW moves a parameter whose gradient is zero, not one whose gradient is None; and a rank must
+// not skip a unit that others reduce. So all ranks exchange which parameters have a gradient anywhere. The exchange
+// runs on the gathers' group, whose order agrees at this point; only a rank that misses gradients waits for it.
+std::vector<char> Runtime::agree_on_used() {
+  const auto n = static_cast<int64_t>(parameters_.size());
+  std::vector<char> used(n, 0);
+  bool missing = false;
+  for (int64_t i = 0; i < n; ++i) {
+    const auto& p = parameters_[i];
+    used[i] = p.contributed ? 1 : 0;
+    missing = missing || (p.master.requires_grad() && !p.contributed);
+  }
+  if (world_ == 1) return used;
+  auto host = at::empty({n}, at::TensorOptions().dtype(at::kByte).pinned_memory(!device_.is_cpu()));
+  std::copy(used.begin(), used.end(), reinterpret_cast<char*>(host.mutable_data_ptr<uint8_t>()));
+  Lane::Launch launch(gather_lane_);
+  auto flags = host.to(device_, /*non_blocking=*/true);
+  std::vector<Tensor> tensors{flags};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  options.asyncOp = device_.is_cpu();
+  launch.add(gather_group_->allreduce(tensors, options));
+  if (missing) {
+    launch.settle();
+    const auto agreed = flags.cpu();  // waits for the lane: the only host synchronisation of a backward
+    const auto* data = agreed.const_data_ptr<uint8_t>();
+    for (int64_t i = 0; i < n; ++i) used[i] = static_cast<char>(data[i]);
+  }
+  launch.finish().wait(device_);
+  return used;
+}
+
+void Runtime::reduce_everything() {
+  at::NoGradGuard no_grad;
+  agree_on_order();
+  const auto used = agree_on_used();
+  for (auto index : reduce_order_) {
+    auto& unit = units_[index];
+    bool wanted = false, late = false;
+    for (auto i : unit.parameters) {
+      const auto& p = parameters_[i];
+      wanted = wanted || (p.master.requires_grad() && used[i]);
+      late = late || p.grad.defined();
+    }
+    if (wanted && (!unit.reduced || late)) launch_reduction(index, used);
+  }
+  retire(0);
+  next_reduction_ = 0;
+  for (auto& p : parameters_) p.contributed = false;
+  for (auto& u : units_) u.reduced = false;
+  auto reduced = std::move(reduced_);
+  reduced_.clear();
+  if (bind_ != nullptr && !reduced.empty()) bind_(std::move(reduced));
+}
+
+// The window closes (or an accumulation ends without a further backward): one reduction of all that was deferred.
+void Runtime::flush() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(!backward_, "zerocompile: flush inside a backward");
+  reduce_everything();
+}
+
+int64_t Runtime::deferred_bytes() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  int64_t bytes = 0;
+  for (const auto& p : parameters_) {
+    if (p.grad.defined()) bytes += static_cast<int64_t>(p.grad.nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace zerocompile

@@ -1,0 +1,167 @@
+#include "runtime.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+namespace zerocompile {
+
+namespace {
+
+struct Table {
+  std::mutex mutex;
+  int64_t next = 1;
+  std::unordered_map<int64_t, std::pair<std::weak_ptr<Runtime>, int64_t>> records;
+};
+
+Table& table() {
+  static Table* instance = new Table();  // never destroyed: autograd nodes may outlive static destruction
+  return *instance;
+}
+
+}  // namespace
+
+Record find(const Tensor& handle) {
+  TORCH_CHECK(handle.device().is_cpu() && handle.scalar_type() == at::kDouble && handle.numel() == 1,
+              "zerocompile: a handle is a float64 CPU tensor of one element, got ", handle.toString(), " of ",
+              handle.numel(), " elements");
+  const auto identity = static_cast<int64_t>(*handle.const_data_ptr<double>());
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  auto found = t.records.find(identity);
+  TORCH_CHECK(found != t.records.end(), "zerocompile: no parameter has the identity ", identity,
+              ". Its strategy was torn down: set the model up again before using it");
+  auto runtime = found->second.first.lock();
+  TORCH_CHECK(runtime != nullptr, "zerocompile: the runtime of parameter ", identity, " is gone");
+  return {std::move(runtime), found->second.second};
+}
+
+int64_t new_identity(const std::weak_ptr<Runtime>& runtime, int64_t parameter) {
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  t.records.emplace(t.next, std::make_pair(runtime, parameter));
+  return t.next++;
+}
+
+void forget_identity(int64_t identity) {
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  t.records.erase(identity);
+}
+
+Runtime::Runtime(const std::string& gather_group, const std::string& reduce_group, c10::Device device)
+    : device_(device),
+      gather_group_(c10d::resolve_process_group(gather_group)),
+      reduce_group_(c10d::resolve_process_group(reduce_group)),
+      world_(gather_group_->getSize()),
+      rank_(gather_group_->getRank()),
+      divisor_(static_cast<double>(world_)),
+      gather_lane_(device),
+      reduce_lane_(device) {}
+
+Runtime::~Runtime() {
+  for (auto& p : parameters_) forget_identity(p.identity);
+}
+
+// [Note: shutdown] The process group must not be kept alive by this object: a group that is destroyed while somebody
+// holds it aborts the process at exit. After shutdown every use of a parameter raises.
+void Runtime::shutdown() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (shut_down_) return;
+  shut_down_ = true;
+  for (auto& u : units_) u.gathering.wait(device_);
+  retire(0);
+  for (auto& p : parameters_) forget_identity(p.identity);
+  parameters_.clear();
+  units_.clear();
+  by_storage_.clear();
+  reduced_.clear();
+  bind_ = nullptr;
+  agree_ = nullptr;
+  gather_group_.reset();
+  reduce_group_.reset();
+}
+
+int64_t Runtime::add_parameter(ParameterSpec spec, Tensor master, Tensor local, Tensor handle) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto index = static_cast<int64_t>(parameters_.size());
+  Parameter p;
+  static_cast<ParameterSpec&>(p) = std::move(spec);
+  p.replicated = p.size.empty();
+  p.rows = p.replicated ? 1 : (p.size[0] + world_ - 1) / world_;
+  TORCH_CHECK(local.device().type() == device_.type(), "zerocompile: parameter `", p.name, "` is on ", local.device(),
+              " but the strategy runs on ", device_);
+  const int64_t first = std::min(rank_ * p.rows, p.replicated ? 0 : p.size[0]);
+  const int64_t expected = p.replicated ? 0 : std::min(p.rows, p.size[0] - first);
+  TORCH_CHECK(p.replicated || (local.dim() > 0 && local.size(0) == expected), "zerocompile: the shard of `", p.name,
+              "` must hold ", expected, " rows on rank ", rank_, ", got a tensor of sizes ", local.sizes());
+  p.master = std::move(master);
+  p.local = std::move(local);
+  p.identity = new_identity(weak_from_this(), index);
+  handle.fill_(static_cast<double>(p.identity));
+  p.handle = std::move(handle);
+  parameters_.push_back(std::move(p));
+  return index;
+}
+
+int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifetime lifetime) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto index = static_cast<int64_t>(units_.size());
+  Unit unit;
+  unit.name = std::move(name);
+  unit.lifetime = lifetime;
+  for (auto i : members) {
+    auto& p = parameter(i);
+    TORCH_CHECK(p.unit < 0, "zerocompile: parameter `", p.name, "` is in two units");
+    p.unit = index;
+    if (lifetime == Lifetime::Step) {
+      p.full = at::empty(padded_size(p), p.local.options().dtype(p.dtype).requires_grad(false));
+      p.value = p.replicated ? p.full.view({}) : p.full.narrow(0, 0, p.size[0]);
+    }
+  }
+  unit.parameters = std::move(members);
+  units_.push_back(std::move(unit));
+  seen_forward_.push_back(0);
+  return index;
+}
+
+void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
+                            std::function<std::vector<int64_t>(std::vector<int64_t>)> agree) {
+  bind_ = std::move(bind);
+  agree_ = std::move(agree);
+}
+
+Parameter& Runtime::parameter(int64_t index) {
+  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down; the model's parameters are not gathered any more");
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(parameters_.size()), "zerocompile: no parameter ", index);
+  return parameters_[index];
+}
+
+std::vector<int64_t> Runtime::padded_size(const Parameter& p) const {
+  if (p.replicated) return {1};
+  auto size = p.size;
+  size[0] = p.rows * world_;
+  return size;
+}
+
+// This rank's rows of a padded tensor, without the padding: what the master's local part corresponds to.
+Tensor Runtime::own_rows(const Parameter& p, const Tensor& full) const {
+  if (p.replicated) return full.view({});
+  return full.narrow(0, rank_ * p.rows, p.rows).narrow(0, 0, p.local.size(0));
+}
+
+Runtime::Phase Runtime::phase() const {
+  if (torch::autograd::get_current_graph_task_id() != -1) return Phase::Backward;
+  return at::GradMode::is_enabled() ? Phase::Forward : Phase::NoGrad;
+}
+
+std::vector<std::string> Runtime::resident_units() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::vector<std::string> names;
+  for (const auto& u : units_) {
+    if (u.resident && u.lifetime == Lifetime::Use) names.push_back(u.name);
+  }
+  return names;
+}
+
+}  // namespace zerocompile

@@ -1,0 +1,221 @@
+// The runtime: which parameters exist, which unit each belongs to, what is gathered now, which gradients wait for
+// their reduction. It decides in every frame, compiled or not; the graphs only say "needed here" and "ready here".
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "stream.h"
+
+namespace zerocompile {
+
+using at::Tensor;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+// How long a gathered value lives (ZeRO-3: one use; ZeRO-1 and 2: until the optimizer's next step).
+enum class Lifetime : int64_t { Use = 0, Step = 1 };
+
+struct ParameterSpec {
+  std::string name;            // fully qualified
+  std::vector<int64_t> size;   // of the full parameter; empty for a 0-dim one, which is replicated
+  at::ScalarType dtype;        // of the gathered value: what the model computes with
+  bool cast_grad;              // false: grad_dtype=None, the gradient keeps the dtype in which it was produced
+  at::ScalarType grad_dtype;   // the leaf's contract; the raw gradient is cast to it before anything else
+  std::optional<at::ScalarType> reduce_dtype;  // of the communication; absent: the gradient's own
+  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: the communication's
+};
+
+struct Parameter : ParameterSpec {
+  int64_t identity = 0;
+  int64_t unit = -1;
+  int64_t rows = 1;     // padded rows of one rank: ceil(size[0] / world)
+  bool replicated = false;
+  Tensor master;        // the optimizer's leaf (a DTensor)
+  Tensor local;         // its local part, [<=rows, ...]
+  Tensor handle;        // 0-dim float64, requires grad: the leaf of eager reads
+
+  // gathered value: defined while resident
+  Tensor full;          // [world*rows, ...]
+  Tensor value;         // its first size[0] rows, shaped as the parameter
+  int64_t gathered_version = -1;
+  bool read_eagerly = false;  // user code may have written to it: see [Note: write back]
+
+  // gradient of the backward that runs, or of the window
+  Tensor grad;               // full, not reduced
+  bool grad_owned = false;   // made here: may be added to in place
+  bool contributed = false;  // since the last reduction
+  int64_t eager_outstanding = 0;  // reads whose gradient is still to come
+  int64_t graph_outstanding = 0;  // uses in forward graphs whose backward graph is still to come
+  int64_t forward_version = -1;   // of the master when the last forward graph used it
+  WeakTensor bound_outer{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  WeakTensor bound_local{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+
+  int64_t version() const { return master._version() + local._version(); }
+};
+
+struct Unit {
+  std::string name;
+  Lifetime lifetime;
+  std::vector<int64_t> parameters;
+  bool resident = false;
+  int64_t open_modules = 0;
+  int64_t graph_uses = 0;   // values that running graphs hold
+  int64_t bytes = 0;        // of its gathered values
+  Pending gathering;
+  bool reduced = false;     // in the backward that runs
+};
+
+// A reduction on its way: it holds what the collective reads until the compute stream is behind it.
+struct Reduction {
+  int64_t unit;
+  std::vector<Tensor> inputs;
+  Pending done;
+};
+
+struct Stats {
+  int64_t gathers = 0, gather_bytes = 0;        // collectives, bytes of the gathered result
+  int64_t reductions = 0, reduce_bytes = 0;     // collectives, bytes of the full gradients
+  int64_t prefetched = 0;                       // gathers that were started before they were asked for
+  int64_t eager_reads = 0, eager_gathers = 0;   // reads outside graphs, and those that had to gather
+  int64_t graph_uses = 0, graph_reductions = 0; // parameters that compiled graphs asked for, gradients they delivered
+  int64_t padded_copies = 0;                    // gradients whose rows the world size does not divide
+  int64_t resident_bytes = 0, peak_resident_bytes = 0;
+  int64_t backwards = 0;
+};
+
+// One shard of a reduced gradient, to be bound to its master: (parameter, local part of the gradient).
+using ReducedGrad = std::pair<int64_t, Tensor>;
+
+class Runtime : public std::enable_shared_from_this<Runtime> {
+ public:
+  Runtime(const std::string& gather_group, const std::string& reduce_group, c10::Device device);
+  ~Runtime();
+
+  // set-up
+  int64_t add_parameter(ParameterSpec spec, Tensor master, Tensor local, Tensor handle);
+  int64_t add_unit(std::string name, std::vector<int64_t> parameters, Lifetime lifetime);
+  void set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
+                     std::function<std::vector<int64_t>(std::vector<int64_t>)> agree);
+  void shutdown();
+  int64_t identity(int64_t parameter) const { return parameters_.at(parameter).identity; }
+  Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input
+
+  // gathering
+  Tensor read(int64_t parameter);
+  void open(int64_t unit);
+  void close(int64_t unit);
+  std::vector<Tensor> use(const std::vector<int64_t>& parameters, bool expects_grad);
+  void release(const std::vector<int64_t>& parameters, bool last);
+  void masters_changed(const std::vector<int64_t>& units);
+  void write_back();
+  void end_forward();
+  int64_t parameter_of(const Tensor& value) const;
+  int64_t master_version(int64_t parameter) const { return parameters_.at(parameter).version(); }
+  const std::string& parameter_name(int64_t parameter) const { return parameters_.at(parameter).name; }
+  Tensor value_in_backward(int64_t parameter);
+
+  // reduction
+  void contribute(int64_t parameter, Tensor grad, bool from_graph);
+  void fence(const std::vector<int64_t>& parameters, bool last);
+  void arm();
+  void backward_ended();
+  void finish_backward();
+  void set_deferred(bool deferred) { deferred_ = deferred; }
+  bool deferred() const { return deferred_; }
+  bool in_backward() const { return phase() == Phase::Backward; }
+  void flush();
+  void drop_gradients();
+  int64_t deferred_bytes() const;
+  void bound(int64_t parameter, const Tensor& outer, const Tensor& local);
+  void read_started(int64_t parameter);
+  void read_finished(int64_t parameter);
+  void forget_outstanding();
+
+  Stats stats() const { return stats_; }
+  std::vector<std::string> resident_units() const;
+  void set_gradient_divisor(double divisor) { divisor_ = divisor; }
+  void set_prefetch(int64_t distance) { prefetch_ = distance; }
+  int64_t world() const { return world_; }
+  std::recursive_mutex& mutex() { return mutex_; }
+
+ private:
+  enum class Phase : int64_t { Forward = 0, NoGrad = 1, Backward = 2 };
+  using Token = std::pair<int64_t, int64_t>;  // (phase, unit)
+
+  Parameter& parameter(int64_t index);
+  std::vector<int64_t> padded_size(const Parameter& p) const;
+  Tensor own_rows(const Parameter& p, const Tensor& full) const;
+  Phase phase() const;
+
+  // gather.cpp
+  void acquire(int64_t unit, Phase phase, int64_t needed);
+  void launch_gather(Unit& unit);
+  void drop(Unit& unit);
+  void demanded(Token token);
+  std::vector<int64_t> predicted() const;
+  bool current(const Unit& unit, int64_t needed) const;
+  void write_back(Parameter& p);
+
+  // reduce.cpp
+  bool complete(const Unit& unit) const;
+  bool trainable(const Unit& unit) const;
+  void launch_complete();
+  void launch_reduction(int64_t unit, const std::vector<char>& used);
+  void reduce_group(const std::vector<int64_t>& group, const std::vector<char>& used, Reduction& reduction);
+  void replicate_group(const std::vector<int64_t>& group, const std::vector<char>& used, Reduction& reduction);
+  std::vector<char> agree_on_used();
+  void reduce_everything();
+  void retire(size_t keep);
+  Tensor existing_grad(Parameter& p);
+  void agree_on_order();
+  void abort_failed_backward();
+
+  mutable std::recursive_mutex mutex_;
+  c10::Device device_;
+  c10::intrusive_ptr<c10d::ProcessGroup> gather_group_, reduce_group_;
+  int64_t world_ = 1, rank_ = 0;
+  double divisor_ = 1;
+  int64_t prefetch_ = 1;
+  std::vector<Parameter> parameters_;
+  std::vector<Unit> units_;
+  std::function<void(std::vector<ReducedGrad>)> bind_;
+  std::function<std::vector<int64_t>(std::vector<int64_t>)> agree_;
+  Lane gather_lane_, reduce_lane_;
+  Stats stats_;
+
+  std::unordered_map<const void*, int64_t> by_storage_;  // storage of a gathered value -> parameter
+  Token before_last_{-1, -1}, last_{-1, -1};
+  std::map<std::pair<Token, Token>, Token> successor_;   // (token before, token) -> the token that came next
+  std::vector<int64_t> forward_order_;                   // units by their first use
+  std::vector<char> seen_forward_;
+
+  bool deferred_ = false;
+  bool armed_ = false;    // the engine will call us when this backward ends
+  bool backward_ = false; // something happened in a backward that has not been finished
+  std::vector<int64_t> reduce_order_;  // agreed by all ranks before the first reduction
+  size_t next_reduction_ = 0;
+  std::vector<Reduction> in_flight_;
+  std::vector<ReducedGrad> reduced_;
+  bool shut_down_ = false;
+};
+
+// The one table that is global: a parameter's identity -> its runtime and index. Entries die with their runtime.
+struct Record {
+  std::shared_ptr<Runtime> runtime;
+  int64_t parameter;
+};
+Record find(const Tensor& handle);
+int64_t new_identity(const std::weak_ptr<Runtime>& runtime, int64_t parameter);
+void forget_identity(int64_t identity);
+
+}  // namespace zerocompile

@@ -1,0 +1,96 @@
+// Streams and events behind one face: on a device they order work without blocking the host, on the CPU a wait
+// is the collective's own wait. No CUDA header is included, so the same source serves every build of torch.
+#pragma once
+
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace zerocompile {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// What has been launched and not yet been waited for. `wait` orders the current stream behind it (device) or blocks
+// until it is done (CPU); calling it again costs nothing.
+class Pending {
+ public:
+  Pending() = default;
+  Pending(std::vector<WorkPtr> works, std::shared_ptr<c10::Event> event)
+      : works_(std::move(works)), event_(std::move(event)) {}
+
+  bool active() const { return event_ != nullptr || !works_.empty(); }
+
+  void wait(c10::Device device) {
+    if (event_ != nullptr) {
+      c10::impl::VirtualGuardImpl impl(device.type());
+      event_->block(impl.getStream(device));
+    }
+    for (auto& work : works_) work->wait();
+    works_.clear();
+    event_.reset();
+  }
+
+ private:
+  std::vector<WorkPtr> works_;
+  std::shared_ptr<c10::Event> event_;
+};
+
+// One communication stream. A `Launch` makes it current, ordered behind the work that the caller's stream holds now;
+// `finish` returns what to wait for. On the CPU there is no stream and the collectives' own handles are kept.
+class Lane {
+ public:
+  explicit Lane(c10::Device device) : device_(device) {}
+
+  class Launch {
+   public:
+    explicit Launch(Lane& lane) : device_(lane.device_) {
+      if (device_.is_cpu()) return;
+      c10::impl::VirtualGuardImpl impl(device_.type());
+      if (!lane.stream_) lane.stream_ = impl.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+      c10::Event behind(device_.type());
+      behind.record(impl.getStream(device_));
+      behind.block(*lane.stream_);
+      guard_.emplace(*lane.stream_);
+    }
+
+    void add(WorkPtr work) {
+      if (work == nullptr) return;  // a collective that ran on the current stream may return no handle
+      if (device_.is_cpu()) {
+        works_.push_back(std::move(work));
+      } else {
+        work->wait();  // orders this lane, not the host, behind the collective
+      }
+    }
+
+    // On the CPU the lane has no queue of its own: what is computed from a collective's result must block for it.
+    void settle() {
+      for (auto& work : works_) work->wait();
+      works_.clear();
+    }
+
+    Pending finish() {
+      if (device_.is_cpu()) return Pending(std::move(works_), nullptr);
+      auto event = std::make_shared<c10::Event>(device_.type());
+      event->record(guard_->current_stream());
+      guard_.reset();
+      return Pending({}, std::move(event));
+    }
+
+   private:
+    c10::Device device_;
+    std::optional<c10::StreamGuard> guard_;
+    std::vector<WorkPtr> works_;
+  };
+
+ private:
+  c10::Device device_;
+  std::optional<c10::Stream> stream_;
+};
+
+}  // namespace zerocompile

@@ -1,0 +1,206 @@
+"""The one torch.compile call: which modules are regions, with which options and passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from lightning_zerocompile.config import Config
+from lightning_zerocompile.passes.lower import Lower
+from lightning_zerocompile.passes.tag import Tag, tag
+from lightning_zerocompile.passes.writes import reject_writes
+from lightning_zerocompile.runtime import Runtime
+from lightning_zerocompile.shard import BASE, SLOTS, refresh
+
+REGION = "_zerocompile_region"
+
+
+@dataclass
+class CompileStats:
+    """Graphs that our backend compiled. ``forward`` counts inference graphs too."""
+
+    dynamo_graphs: int = 0
+    forward: int = 0
+    backward: int = 0
+
+
+class Composed(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+    """The user's pass, then ours."""
+
+    def __init__(self, first: Callable[[fx.Graph], None], second: CustomGraphPass) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.first(graph)
+        self.second(graph)
+
+    def uuid(self) -> Any:
+        first = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
+        return None if first is None else (first, self.second.uuid())
+
+
+class Counted(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+    """Counts the graphs that a pass sees, without being part of what the compile cache knows of it."""
+
+    def __init__(self, inner: CustomGraphPass, stats: CompileStats) -> None:
+        self.inner, self.stats = inner, stats
+
+    def __call__(self, graph: fx.Graph) -> None:
+        reduces = any(n.target is torch.ops.zerocompile.reduce_grad.default for n in graph.nodes)
+        self.stats.backward += reduces
+        self.stats.forward += not reduces
+        self.inner(graph)
+
+    def uuid(self) -> Any:
+        return self.inner.uuid()
+
+
+def inductor_options(config: Config, lower: CustomGraphPass) -> dict[str, Any]:
+    """Inductor's configuration: the mode's, the user's on top, ours last; passes of the user run before ours."""
+    import torch._inductor.config as inductor
+
+    options: dict[str, Any] = {}
+    if config.mode is not None:
+        options |= torch._inductor.list_mode_options(config.mode, config.dynamic)
+    options |= {name.replace("-", "_"): value for name, value in config.options.items()}
+    for slot, ours in (("joint_custom_pre_pass", Tag()), ("post_grad_custom_post_pass", lower)):
+        theirs = options.get(slot) or getattr(inductor, slot)
+        options[slot] = ours if theirs is None else Composed(theirs, ours)
+    options["reorder_for_peak_memory"] = False  # it would move the starts that the passes placed
+    return options
+
+
+def make_backend(config: Config, stats: CompileStats) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
+    """The backend that torch.compile calls with each of Dynamo's graphs."""
+    lower = Counted(Lower(regional=config.compile == "blocks"), stats)
+    run = _inductor(config, lower) if config.backend == "inductor" else _aot_eager(lower)
+
+    def zerocompile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        reject_writes(module.graph)
+        stats.dynamo_graphs += 1
+        return run(module, inputs)
+
+    return zerocompile
+
+
+def _inductor(config: Config, lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    options = inductor_options(config, lower)
+    return lambda module, inputs: compile_fx(module, inputs, config_patches=options)
+
+
+def _aot_eager(lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
+    """The same passes on AOTAutograd's graphs, which then run node by node."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        tag(joint.graph)
+        pair: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        return pair
+
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        lower(module.graph)
+        module.recompile()
+        run = fx.Interpreter(module).boxed_run
+
+        def boxed(args: list[Any]) -> Any:
+            return run(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=compile_graph, partition_fn=partition, keep_inference_input_mutations=True
+    )
+    return backend
+
+
+@dataclass(eq=False)
+class Region:
+    """One module that is compiled (or, without compilation, entered) as a whole."""
+
+    name: str
+    core: Any
+    units: list[int]  # gathered while the module runs
+    run: Callable[..., Any]  # the class's forward, compiled once for all equal regions
+    sharded: list[nn.Module] = field(default_factory=list)  # modules inside that hold parameters
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for inner in self.sharded:
+            refresh(inner)
+        for unit in self.units:
+            self.core.open(unit)
+        try:
+            return self.run(module, *args, **kwargs)
+        finally:
+            for unit in self.units:
+                self.core.close(unit)
+
+
+class Regions:
+    """Turns modules into regions.
+
+    Args:
+        runtime: shards the model's parameters.
+        config: the strategy's options.
+    """
+
+    def __init__(self, runtime: Runtime, config: Config) -> None:
+        self.stats = CompileStats()
+        self._runtime, self._config = runtime, config
+        self._backend = make_backend(config, self.stats) if config.compile else None
+        self._forwards: dict[type, Callable[..., Any]] = {}
+        self._runs: dict[type, Callable[..., Any]] = {}
+
+    def add(self, name: str, module: nn.Module, units: list[int]) -> None:
+        """Makes ``module`` a region; the units in ``units`` stay gathered while it runs."""
+        base = getattr(type(module), BASE, type(module))
+        if base not in self._forwards:
+            self._forwards[base] = _entering(base.forward)
+            self._runs[base] = (
+                base.forward
+                if self._backend is None
+                else torch.compile(base.forward, backend=self._backend, dynamic=self._config.dynamic)
+            )
+        sharded = [inner for inner in module.modules() if SLOTS in inner.__dict__]
+        region = Region(name, self._runtime.core, units, self._runs[base], sharded)
+        module.__dict__[REGION] = region
+        self._runtime.classes.swap(module, frozenset(module.__dict__.get(SLOTS, ())), self._forwards[base])
+
+
+def _entering(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``forward`` that runs through the module's region, or is inlined as it is by an outer compiled graph."""
+
+    def enter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        region = self.__dict__.get(REGION)
+        if region is None or torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        return region(self, args, kwargs)
+
+    enter.__doc__ = forward.__doc__
+    enter.__wrapped__ = forward  # type: ignore[attr-defined]
+    return enter
+
+
+def remove_regions(model: nn.Module) -> None:
+    """Forgets the regions of every module; classes are restored by ``shard.remove``."""
+    for module in model.modules():
+        module.__dict__.pop(REGION, None)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the user compiled this module itself, in any of torch's ways."""
+    compiled_forward = getattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable", None)
+    return (
+        isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+        or module._compiled_call_impl is not None
+        or compiled_forward is not None
+        or getattr(module, "_compiler_ctx", None) is not None
+    )

@@ -1,0 +1,92 @@
+"""What the user chose, validated once."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+
+CompileScope = Literal["blocks", "model", False]
+
+_MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
+def as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point dtype from itself or from its name (``"bfloat16"``, ``"torch.bfloat16"``).
+
+    Raises:
+        ValueError: the name is no floating-point dtype of torch.
+    """
+    if value is None:
+        return None
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"`{name}={value!r}` is not a floating-point dtype; use for example torch.bfloat16 or None.")
+    return dtype
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options of :class:`~lightning_zerocompile.strategy.ZeroCompileStrategy`, which documents each.
+
+    Raises:
+        ValueError: a value is outside what its field allows; the message names the field, what is allowed and what to
+            do instead.
+    """
+
+    stage: int = 3
+    compile: CompileScope = "blocks"
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = torch.float32
+    unit_bytes: int = 64 * 2**20
+    prefetch: int = 1
+    keep_gradients: bool = False
+    unshard_after_fit: bool = True
+    timeout: timedelta = timedelta(minutes=10)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage, bool) or self.stage not in (1, 2, 3):
+            raise ValueError(
+                f"`stage={self.stage!r}` is not a ZeRO stage; choose 1 (optimizer states sharded), 2 (and gradients) "
+                "or 3 (and parameters)."
+            )
+        if self.compile not in ("blocks", "model", False) or self.compile is None:
+            raise ValueError(
+                f"`compile={self.compile!r}` is not understood; choose 'blocks' (each repeated block), 'model' "
+                "(each top-level child as one graph) or False (no compilation)."
+            )
+        if self.backend not in ("inductor", "aot_eager"):
+            raise ValueError(
+                f"`backend={self.backend!r}` is not supported; choose 'inductor' or 'aot_eager', or compile=False."
+            )
+        if self.mode not in _MODES:
+            raise ValueError(f"`mode={self.mode!r}` is not a mode of torch.compile; choose one of {_MODES}.")
+        if self.mode in _CUDA_GRAPH_MODES or self.options.get("triton.cudagraphs"):
+            raise ValueError(
+                "CUDA graphs cannot hold the communication that this strategy launches; use "
+                "mode='max-autotune-no-cudagraphs' instead of "
+                f"{'mode=' + repr(self.mode) if self.mode in _CUDA_GRAPH_MODES else 'triton.cudagraphs'}."
+            )
+        if self.backend != "inductor" and (self.mode is not None or self.options):
+            raise ValueError(f"`mode` and `options` belong to Inductor; drop them with backend={self.backend!r}.")
+        for name in ("param_dtype", "reduce_dtype", "master_dtype"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+                raise ValueError(f"`{name}={value!r}` must be a floating-point torch.dtype or None.")
+        if not isinstance(self.unit_bytes, int) or self.unit_bytes <= 0:
+            raise ValueError(f"`unit_bytes={self.unit_bytes!r}` must be a positive number of bytes, for example 2**26.")
+        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
+            raise ValueError(f"`prefetch={self.prefetch!r}` must be a number of units, 0 or more.")
+        if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
+            raise ValueError(f"`timeout={self.timeout!r}` must be a positive datetime.timedelta.")
+        if self.compile is False and (self.mode is not None or self.options):
+            warnings.warn("`mode` and `options` have no effect with compile=False.", stacklevel=3)

@@ -1,0 +1,46 @@
+"""Shapes of the operators for the compiler; what they do is in csrc/ops.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def flatten(sizes: Iterable[Sequence[int]]) -> list[int]:
+    """Sizes of several tensors in one list: the number of dimensions, then the dimensions, of each."""
+    return [number for size in sizes for number in (len(size), *size)]
+
+
+def unflatten(numbers: Sequence[int]) -> list[list[int]]:
+    """The inverse of :func:`flatten`."""
+    sizes, at = [], 0
+    while at < len(numbers):
+        end = at + 1 + numbers[at]
+        sizes.append(list(numbers[at + 1 : end]))
+        at = end
+    return sizes
+
+
+def register() -> None:
+    """Registers the fake kernels with the loaded extension; once per process, a second call does nothing."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("zerocompile::gather", "Meta"):
+        return
+
+    @torch.library.register_fake("zerocompile::gather")
+    def gather(source: Tensor, handle: Tensor, size: Sequence[int]) -> Tensor:
+        return source.new_empty(size)
+
+    @torch.library.register_fake("zerocompile::reduce_grad")
+    def reduce_grad(grad: Tensor, handle: Tensor) -> Tensor:
+        return torch.empty_like(handle)
+
+    @torch.library.register_fake("zerocompile::gather_unit")
+    def gather_unit(
+        sources: Sequence[Tensor], handles: Sequence[Tensor], sizes: Sequence[int], expects_grad: bool
+    ) -> list[Tensor]:
+        return [s.new_empty(size) for s, size in zip(sources, unflatten(sizes), strict=True)]
+
+    for name in ("wait_", "release_", "reduce_unit_", "reduce_fence_"):
+        torch.library.register_fake(f"zerocompile::{name}", lambda *_: None)

@@ -1,0 +1,93 @@
+"""Where each parameter of a model lives, and how one on the meta device gets its initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lightning_zerocompile.shard import SLOTS
+
+
+class Places:
+    """The modules that hold each parameter, by its fully qualified name; a tied parameter has several.
+
+    [Note: meta device] A model that was built on the meta device is initialised module by module, when the unit of
+    its first parameter is sharded: so no more than that unit is ever whole. A module initialises its own parameters
+    and buffers (``reset_parameters``), or the model around it does (``_init_weights``, Hugging Face's convention).
+
+    Args:
+        model: with ordinary parameters.
+        device: where parameters on the meta device are initialised.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for local_name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.setdefault(names[parameter], []).append((module, local_name))
+        self._name_at = {place: name for name, places in self._places.items() for place in places}
+
+    def of(self, name: str) -> list[tuple[nn.Module, str]]:
+        """Every ``(module, local name)`` that holds the parameter."""
+        return self._places[name]
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter itself, on a real device.
+
+        Raises:
+            RuntimeError: it is on the meta device and nothing says how to initialise it.
+        """
+        module, local_name = self._places[name][0]
+        parameter = module._parameters[local_name]
+        if parameter is None:
+            raise RuntimeError(f"Parameter `{name}` disappeared while the model was being sharded.")
+        if parameter.is_meta:
+            self._initialize(module, f"Parameter `{name}`")
+            parameter = module._parameters[local_name]
+            if parameter is None or parameter.is_meta:
+                raise RuntimeError(f"Parameter `{name}` is still on the meta device after its module initialised it.")
+        return parameter
+
+    def finish(self) -> None:
+        """Initialises what has only buffers; afterwards nothing is on the meta device."""
+        for name, module in self._model.named_modules():
+            if any(b is not None and b.is_meta for b in module._buffers.values()):
+                self._initialize(module, f"A buffer of `{name}`")
+
+    def _initialize(self, module: nn.Module, what: str) -> None:
+        initialize = self._initializer(module)
+        if initialize is None:
+            raise RuntimeError(
+                f"{what} is on the meta device, and its module {type(module).__name__} has no `reset_parameters` "
+                "that says how to initialise it. Add that method (it must set the module's own parameters and "
+                "buffers), or build the module on a real device."
+            )
+        sharded = sorted(module.__dict__.get(SLOTS, {}))
+        if sharded:
+            raise RuntimeError(
+                f"{what} is on the meta device, but {sharded} of the same module {type(module).__name__} were "
+                "sharded before (as parts of an earlier unit). Build this module on a real device."
+            )
+        module.to_empty(device=self._device, recurse=False)
+        with torch.no_grad():
+            initialize()
+        for local_name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            for other, other_name in self._places[self._name_at[module, local_name]]:
+                other._parameters[other_name] = parameter  # ties survive
+
+    def _initializer(self, module: nn.Module) -> Callable[[], object] | None:
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            return reset
+        for ancestor in self._model.modules():
+            init_weights = getattr(ancestor, "_init_weights", None)
+            if callable(init_weights) and any(m is module for m in ancestor.modules()):
+                return lambda: init_weights(module)
+        return None

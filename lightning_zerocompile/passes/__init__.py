@@ -1,0 +1,1 @@
+"""Graph passes, FX in and FX out: ``tag`` says what backward recomputes, ``lower`` places the communication."""

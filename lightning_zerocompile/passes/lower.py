@@ -1,0 +1,239 @@
+"""Forward and backward graph: the traced operators become the runtime's marks.
+
+``gather``       -> ``gather_unit`` ("needed from here"), ``release_`` ("not needed any more")     [lifetime: one use]
+                 -> the resident value itself behind ``wait_``                                     [lifetime: one step]
+``reduce_grad``  -> ``reduce_unit_`` ("these gradients are here"), ``reduce_fence_`` ("their memory may be reused")
+
+[Note: memory of shared buffers] Inductor plans memory by what it sees in the graph. A gathered value is shared with
+the runtime, a gradient is read by a collective that runs on: each is therefore an argument, declared mutable, of a
+later operator, and until then Inductor neither reuses nor overwrites its memory.
+
+The pass depends on nothing but the graph and its own configuration: no rank, no identity (they are the handles'
+values), no communication. So a compile cache that ranks share always holds the right graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from lightning_zerocompile.fakes import flatten
+from lightning_zerocompile.passes.tag import TRAINING
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def _shape(node: fx.Node) -> list[Any]:
+    return list(node.meta["val"].shape)
+
+
+def _is_resident(gather: fx.Node) -> bool:
+    """Whether the gather's source is the full value itself (lifetime: one step)."""
+    source, _, size = gather.args
+    return isinstance(source, fx.Node) and _shape(source) == list(size)  # type: ignore[call-overload]
+
+
+def _returns_alias(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def _aliases(node: fx.Node) -> set[fx.Node]:
+    """The node and every view of it."""
+    found, stack = {node}, [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and _returns_alias(user):
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(op, args)
+    node.meta["val"] = None
+    return node
+
+
+class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+    """The pass. ``regional``: the graph is one region, whose parameters are all gathered when it starts and whose
+    gradients are handed over when it ends; otherwise each parameter is gathered at its first use and each gradient
+    is handed over where it is produced."""
+
+    def __init__(self, regional: bool, fence_bytes: int = 256 * 2**20) -> None:
+        self.regional = regional
+        self.fence_bytes = fence_bytes
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self._lower_gathers(graph)
+        self._lower_reductions(graph)
+        graph.lint()
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,), f"regional={self.regional} fence_bytes={self.fence_bytes}")
+
+    # ---- gathers ----
+
+    def _lower_gathers(self, graph: fx.Graph) -> None:
+        by_handle: dict[fx.Node, fx.Node] = {}
+        for node in list(graph.nodes):
+            if node.target is not torch.ops.zerocompile.gather.default:
+                continue
+            handle = node.args[1]
+            if handle in by_handle:
+                node.replace_all_uses_with(by_handle[handle])
+                graph.erase_node(node)
+            elif not node.users:
+                graph.erase_node(node)
+            else:
+                by_handle[handle] = node
+        resident = [node for node in by_handle.values() if _is_resident(node)]
+        used = [node for node in by_handle.values() if not _is_resident(node)]
+        _copy_what_is_returned(graph, list(by_handle.values()))
+        for group in self._groups(graph, resident):
+            _wait(graph, group)
+        for group in self._groups(graph, used):
+            self._gather_group(graph, group)
+
+    def _groups(self, graph: fx.Graph, gathers: list[fx.Node]) -> list[list[fx.Node]]:
+        if not gathers:
+            return []
+        position = {node: i for i, node in enumerate(graph.nodes)}
+        ordered = sorted(gathers, key=lambda g: min(position[u] for u in g.users))
+        return [ordered] if self.regional else [[g] for g in ordered]
+
+    def _gather_group(self, graph: fx.Graph, group: list[fx.Node]) -> None:
+        position = {node: i for i, node in enumerate(graph.nodes)}
+        first_use = min((u for g in group for u in g.users), key=position.__getitem__)
+        values = [g.meta["val"] for g in group]
+        handles = [g.args[1] for g in group]
+        sizes = flatten(g.args[2] for g in group)  # type: ignore[misc]
+        training = any(g.meta.get(TRAINING, False) for g in group)
+        with graph.inserting_before(first_use):
+            unit = graph.call_function(
+                torch.ops.zerocompile.gather_unit.default, ([g.args[0] for g in group], handles, sizes, training)
+            )
+            unit.meta["val"] = values
+            fulls = []
+            for i, gather in enumerate(group):
+                full = graph.call_function(operator.getitem, (unit, i))
+                full.meta.update({k: v for k, v in gather.meta.items() if k in ("val", "tensor_meta")})
+                fulls.append(full)
+        for gather, full in zip(group, fulls, strict=True):
+            gather.replace_all_uses_with(full)
+            graph.erase_node(gather)
+        self._release(graph, fulls, handles)
+
+    def _release(self, graph: fx.Graph, fulls: list[fx.Node], handles: list[Any]) -> None:
+        output = _output(graph)
+        if self.regional:
+            with graph.inserting_before(output):
+                _call(graph, torch.ops.zerocompile.release_.default, fulls, handles, True)
+            return
+        position = {node: i for i, node in enumerate(graph.nodes)}
+        for full, handle in zip(fulls, handles, strict=True):
+            users = {user for alias in _aliases(full) for user in alias.users}
+            last_use = max(users, key=position.__getitem__)
+            last = last_use is output
+            with graph.inserting_before(output) if last else graph.inserting_after(last_use):
+                _call(graph, torch.ops.zerocompile.release_.default, [full], [handle], last)
+
+    # ---- reductions ----
+
+    def _lower_reductions(self, graph: fx.Graph) -> None:
+        reductions = [n for n in graph.nodes if n.target is torch.ops.zerocompile.reduce_grad.default]
+        if not reductions:
+            return
+        dummies = _drop_dummies(graph, reductions)
+        by_handle: dict[Any, list[fx.Node]] = {}
+        for node in reductions:
+            by_handle.setdefault(node.args[1], []).append(node)
+        grads = [(_sum(graph, nodes), handle, nodes[-1]) for handle, nodes in by_handle.items()]
+        if self.regional:
+            with graph.inserting_before(_output(graph)):
+                tensors, handles = [g for g, _, _ in grads], [h for _, h, _ in grads]
+                _call(graph, torch.ops.zerocompile.reduce_unit_.default, tensors, handles)
+                _call(graph, torch.ops.zerocompile.reduce_fence_.default, tensors, handles, True)
+        else:
+            self._reduce_where_produced(graph, grads)
+        for node in reversed(dummies):
+            graph.erase_node(node)
+
+    def _reduce_where_produced(self, graph: fx.Graph, grads: list[tuple[fx.Node, Any, fx.Node]]) -> None:
+        pending: list[tuple[fx.Node, Any]] = []
+        size = 0
+        for grad, handle, anchor in grads:
+            with graph.inserting_before(anchor):
+                value = grad.meta["val"]
+                nbytes = value.numel() * value.element_size()
+                if isinstance(nbytes, int) and size + nbytes > self.fence_bytes and pending:
+                    _fence(graph, pending, last=False)
+                    pending, size = [], 0
+                _call(graph, torch.ops.zerocompile.reduce_unit_.default, [grad], [handle])
+            pending.append((grad, handle))
+            size += nbytes
+        with graph.inserting_before(_output(graph)):
+            _fence(graph, pending, last=True)
+
+
+def _fence(graph: fx.Graph, pending: list[tuple[fx.Node, Any]], last: bool) -> None:
+    grads, handles = [g for g, _ in pending], [h for _, h in pending]
+    _call(graph, torch.ops.zerocompile.reduce_fence_.default, grads, handles, last)
+
+
+def _wait(graph: fx.Graph, group: list[fx.Node]) -> None:
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    first_use = min((u for g in group for u in g.users), key=position.__getitem__)
+    training = any(g.meta.get(TRAINING, False) for g in group)
+    sources, handles = [g.args[0] for g in group], [g.args[1] for g in group]
+    with graph.inserting_before(first_use):
+        _call(graph, torch.ops.zerocompile.wait_.default, sources, handles, training)
+    for gather, source in zip(group, sources, strict=True):
+        gather.replace_all_uses_with(source)  # type: ignore[arg-type]
+        graph.erase_node(gather)
+
+
+def _copy_what_is_returned(graph: fx.Graph, gathers: list[fx.Node]) -> None:
+    """A graph that returns a weight, or a view of one, returns a copy: the weight itself is shared."""
+    output = _output(graph)
+    for gather in gathers:
+        for alias in _aliases(gather):
+            if output not in alias.users:
+                continue
+            with graph.inserting_before(output):
+                copy = graph.call_function(torch.ops.aten.clone.default, (alias,))
+                copy.meta.update({k: v for k, v in alias.meta.items() if k in ("val", "tensor_meta")})
+            output.replace_input_with(alias, copy)
+
+
+def _drop_dummies(graph: fx.Graph, reductions: list[fx.Node]) -> list[fx.Node]:
+    """Replaces the handles' gradients in the output by None; returns the nodes that computed them, in graph order."""
+    dead = set(reductions)
+    order = []
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and (node in dead or (inputs and all(i in dead for i in inputs))):
+            dead.add(node)
+            order.append(node)
+    output = _output(graph)
+    results = output.args[0]
+    output.args = (type(results)(None if isinstance(r, fx.Node) and r in dead else r for r in results),)  # type: ignore
+    return order
+
+
+def _sum(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
+    """The gradient of a parameter that the graph uses several times: one sum, handed over once."""
+    total = nodes[0].args[0]
+    assert isinstance(total, fx.Node)
+    with graph.inserting_before(nodes[-1]):
+        for node in nodes[1:]:
+            value = total.meta["val"]
+            total = graph.call_function(torch.ops.aten.add.Tensor, (total, node.args[0]))
+            total.meta["val"] = value
+    return total

@@ -1,0 +1,41 @@
+"""Joint graph: backward gathers again instead of keeping full weights.
+
+The partitioner would otherwise save a transposed or cast copy of every weight for backward. So ``gather`` and
+everything that is computed from nothing but gathers is tagged ``MUST_RECOMPUTE`` (DESIGN.md section 3, rule 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
+
+TRAINING = "zerocompile_training"  # in node.meta: this gather comes from a graph that has a backward
+
+
+def tag(graph: fx.Graph) -> int:
+    """Tags in place; returns how many nodes were tagged."""
+    recomputed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        is_gather = node.target is torch.ops.zerocompile.gather.default
+        if is_gather:
+            node.meta[TRAINING] = True
+        inputs = node.all_input_nodes
+        if is_gather or (inputs and all(i in recomputed for i in inputs)):
+            recomputed.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+    return len(recomputed)
+
+
+class Tag(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+    """:func:`tag` as an Inductor pass."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        tag(graph)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))

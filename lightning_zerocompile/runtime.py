@@ -1,0 +1,237 @@
+"""The Python end of the runtime: owns the C++ object of one strategy and binds what it reduces to the masters."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_zerocompile import extension, fakes
+from lightning_zerocompile.config import Config
+from lightning_zerocompile.policy import Lifetime, Policy
+from lightning_zerocompile.materialize import Places
+from lightning_zerocompile.shard import ClassCache, Slot, install, make_master
+from lightning_zerocompile.units import UnitPlan
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the runtime did since set-up. Counts are of this rank; sizes are in bytes.
+
+    Attributes:
+        gathers: all-gather collectives (one per unit and dtype), and ``gather_bytes`` of their results.
+        prefetched: those among them that started before they were asked for.
+        reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
+        padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
+        graph_uses, graph_reductions: parameters that compiled graphs asked for, gradients that they delivered.
+        eager_reads, eager_gathers: parameter reads outside compiled graphs, and how many of them had to gather.
+        resident_bytes, peak_resident_bytes: full parameters gathered now, and at most.
+        backwards: outermost backward passes.
+    """
+
+    gathers: int
+    gather_bytes: int
+    prefetched: int
+    reductions: int
+    reduce_bytes: int
+    padded_copies: int
+    graph_uses: int
+    graph_reductions: int
+    eager_reads: int
+    eager_gathers: int
+    resident_bytes: int
+    peak_resident_bytes: int
+    backwards: int
+
+
+class Runtime:
+    """Sharded parameters of one model: units, gathers, reductions, the masters' gradients.
+
+    Args:
+        mesh: the shard group, one dimension; its size is the world size W.
+        device: of this rank.
+        config: the strategy's options.
+        gather_group, reduce_group: process groups over the mesh's ranks; two, so that only the order within gathers
+            and within reductions has to agree between ranks.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        config: Config,
+        gather_group: dist.ProcessGroup,
+        reduce_group: dist.ProcessGroup,
+    ) -> None:
+        self.mesh, self.device, self.config = mesh, device, config
+        self.policy = Policy.of_stage(config.stage)
+        self._extension = extension.load()
+        fakes.register()
+        self.core: Any = self._extension.Runtime(gather_group.group_name, reduce_group.group_name, str(device))
+        self.core.set_prefetch(config.prefetch)
+        self.slots: list[Slot] = []
+        self.unit_of: dict[str, int] = {}  # block name -> unit
+        self._unit_of_slot: list[int] = []
+        self._classes = ClassCache()
+        self._anchors: dict[torch.dtype, Tensor] = {}
+        this = weakref.ref(self)  # the C++ object must not keep this one alive
+
+        def bind(reduced: list[tuple[int, Tensor]]) -> None:
+            owner = this()
+            if owner is not None:
+                owner._bind(reduced)
+
+        def agree(order: list[int]) -> list[int]:
+            owner = this()
+            return order if owner is None else owner._agree(order)
+
+        self.core.set_callbacks(bind, agree)
+
+    # ---- set-up ----
+
+    def shard(self, model: nn.Module, units: Sequence[UnitPlan], compute_dtype: torch.dtype | None) -> None:
+        """Replaces the model's parameters by masters, one unit after the other.
+
+        Args:
+            model: holds full parameters, on any device; those on ``meta`` are initialised here, unit by unit.
+            units: partition of the model's parameters.
+            compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
+        """
+        lifetime = getattr(self._extension.Lifetime, self.policy.lifetime.name)
+        places = Places(model, self.device)
+        for plan in units:
+            slots = []
+            for name in plan.parameters:
+                parameter = places.parameter(name)
+                slots.append(self._add(name, parameter, compute_dtype))
+                del parameter
+                self._install(slots[-1], places)
+            unit = self.core.add_unit(plan.name, [slot.index for slot in slots], lifetime)
+            self._unit_of_slot += [unit] * len(slots)
+            self.unit_of[plan.name] = unit
+            if self.policy.lifetime is Lifetime.STEP:
+                for slot in slots:
+                    slot.source = self.core.resident_value(slot.index)
+                    self._install(slot, places)
+        places.finish()
+
+    def _install(self, slot: Slot, places: Places) -> None:
+        for module, local_name in places.of(slot.name):
+            install(self._classes, module, local_name, slot)
+
+    def _add(self, name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> Slot:
+        config = self.config
+        floating = parameter.is_floating_point()
+        dtype = compute_dtype if compute_dtype is not None and floating else parameter.dtype
+        master = make_master(parameter, self.mesh, self.device, config.master_dtype)
+        grad_dtype, explicit = _grad_dtype(parameter, dtype)
+        if explicit:
+            master.grad_dtype = grad_dtype
+        handle = torch.zeros((), dtype=torch.float64)
+        assert isinstance(master, DTensor)
+        index = self.core.add_parameter(
+            name,
+            list(parameter.shape),
+            dtype,
+            grad_dtype,
+            config.reduce_dtype if floating else None,
+            grad_dtype if explicit else master.dtype,
+            master,
+            master.to_local().detach(),
+            handle,
+        )
+        slot = Slot(
+            name=name,
+            index=index,
+            size=tuple(parameter.shape),
+            master=master,
+            source=self._anchor(dtype),
+            handle=handle.clone().requires_grad_(floating or parameter.is_complex()),
+            frozen_handle=handle.clone(),
+            core=self.core,
+        )
+        self.slots.append(slot)
+        return slot
+
+    def _anchor(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._anchors:
+            self._anchors[dtype] = torch.empty(0, dtype=dtype, device=self.device)
+        return self._anchors[dtype]
+
+    @property
+    def classes(self) -> ClassCache:
+        return self._classes
+
+    # ---- gradients ----
+
+    def _bind(self, reduced: list[tuple[int, Tensor]]) -> None:
+        """Binds local gradients (rows of the step's flat partitions) to the masters, or adds them to what is bound."""
+        with torch.no_grad():
+            for index, local in reduced:
+                master = self.slots[index].master
+                assert isinstance(master, DTensor)
+                grad = DTensor.from_local(
+                    local, self.mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+                )
+                if master.grad is not None:
+                    master.grad.add_(grad)
+                else:
+                    master.grad = grad
+                    self.core.bound(index, grad, grad._local_tensor)
+
+    def _agree(self, order: list[int]) -> list[int]:
+        """Rank 0's order, on all ranks; through the store, since this runs inside a backward."""
+        return broadcast_object(self.mesh, order)
+
+    # ---- phases of a step ----
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around user code that may read parameters: weights that autograd saves are kept as their identity."""
+        if self.policy.lifetime is Lifetime.STEP:
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(self.core.pack, self.core.unpack):
+            yield
+
+    def masters_changed(self, masters: Sequence[Tensor]) -> None:
+        """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""
+        by_id = {slot.master: unit for slot, unit in zip(self.slots, self._unit_of_slot, strict=True)}
+        units = sorted({by_id[master] for master in masters if master in by_id})
+        self.core.masters_changed(units)
+        self.core.forget_outstanding()
+
+    def stats(self) -> Stats:
+        raw = self.core.stats()
+        return Stats(**{name: getattr(raw, name) for name in Stats.__dataclass_fields__})
+
+    def shutdown(self) -> None:
+        """Drops every reference to the process groups; before they are destroyed. Idempotent, no communication."""
+        self.core.shutdown()
+
+
+def broadcast_object(mesh: DeviceMesh, value: Any) -> Any:
+    """Rank 0's ``value`` on every rank of the mesh."""
+    if mesh.size() == 1:
+        return value
+    objects = [value]
+    dist.broadcast_object_list(objects, group=mesh.get_group(), group_src=0)
+    return objects[0]
+
+
+def _grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[torch.dtype | None, bool]:
+    """The leaf's gradient dtype (``None``: as produced) and whether the user set it explicitly."""
+    chosen = getattr(parameter, "grad_dtype", parameter.dtype)
+    if chosen is None:
+        return None, True
+    if chosen != parameter.dtype:
+        return chosen, True
+    return dtype, False

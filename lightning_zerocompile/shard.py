@@ -1,0 +1,248 @@
+"""Module parameters -> sharded masters, and back.
+
+[Note: class swap] A sharded module keeps its masters in ``_parameters``, so ``parameters()``, ``state_dict`` keys and
+optimizers see what they expect; its class is replaced by a subclass in which each parameter's name is a property that
+returns the gathered value. The property calls the traced operator under a compiler and the runtime otherwise; it is
+never compiled as a frame of its own (``skip_code``), or its gather would hide in a graph nobody looks into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+SLOTS = "_zerocompile_slots"
+TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, (source, handle, size)
+BASE = "_zerocompile_base"
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter of the model: its master, and how module code reads its full value.
+
+    Tied parameters share one slot.
+    """
+
+    name: str  # fully qualified, the first of a tied group
+    index: int  # in the C++ runtime
+    size: tuple[int, ...]
+    master: nn.Parameter
+    source: Tensor  # of the traced gather: the resident full value, or an empty tensor of its dtype and device
+    handle: Tensor  # 0-dim float64 on CPU, requires grad; its value is the identity
+    frozen_handle: Tensor  # the same identity, requires no grad
+    core: Any  # the C++ runtime
+
+    def read(self, current: nn.Parameter | None) -> Tensor | None:
+        """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``)."""
+        if current is not self.master:
+            return current
+        value: Tensor = self.core.read(self.index, self.handle, self.master.requires_grad)
+        return value
+
+    def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """What the compiler sees: a handle that requires grad exactly when the parameter does now."""
+        return self.source, self.handle if self.master.requires_grad else self.frozen_handle, self.size
+
+
+# ---- reading ----
+
+
+def _property(name: str) -> property:
+    traced = TRACED + name
+
+    def get(self: nn.Module) -> Any:
+        if torch.compiler.is_compiling():
+            source, handle, size = self.__dict__[traced]
+            return torch.ops.zerocompile.gather.default(source, handle, size)
+        return self.__dict__[SLOTS][name].read(self._parameters[name])
+
+    skip_code(get.__code__)
+    return property(get)
+
+
+def _refuse_copy(self: nn.Module, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"A sharded {type(self).__name__} cannot be copied or pickled: this rank holds only its shard. Copy its full "
+        "`state_dict` (`strategy.lightning_module_state_dict()`), or the module after `fit`, when it is whole again."
+    )
+
+
+def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    """Full tensors load into the shards at any time: each rank takes its rows."""
+    for name, slot in self.__dict__[SLOTS].items():
+        value = state_dict.get(prefix + name)
+        same_shape = isinstance(value, Tensor) and tuple(value.shape) == slot.size
+        if same_shape and not isinstance(value, DTensor):
+            state_dict[prefix + name] = shard_like(value, slot.master)
+    super(type(self), self)._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
+    return [getattr(self, name) if hasattr(self, name) else None for name in self._flat_weights_names]
+
+
+def _ignore_flat_weights(self: nn.RNNBase, value: object) -> None:
+    """RNNs cache their weights in a list; a sharded one reads them anew."""
+
+
+class ClassCache:
+    """One subclass per (class, parameter names), so equal modules keep equal types and share compiled code."""
+
+    def __init__(self) -> None:
+        self._classes: dict[tuple[type, frozenset[str], Callable[..., Any] | None], type] = {}
+
+    def swap(self, module: nn.Module, names: frozenset[str], forward: Callable[..., Any] | None = None) -> None:
+        """Replaces the module's class; ``forward`` replaces its method (a region: see compile.py)."""
+        base = getattr(type(module), BASE, type(module))
+        names = names | frozenset(module.__dict__.get(SLOTS, ()))
+        forward = forward or type(module).__dict__.get("_zerocompile_forward")
+        key = (base, names, forward)
+        if key not in self._classes:
+            self._classes[key] = self._make(base, names, forward)
+        module.__class__ = self._classes[key]
+        if isinstance(module, nn.RNNBase):
+            module.__dict__.pop("_flat_weights", None)
+
+    @staticmethod
+    def _make(base: type, names: frozenset[str], forward: Callable[..., Any] | None) -> type:
+        namespace: dict[str, Any] = {name: _property(name) for name in names}
+        namespace |= {
+            BASE: base,
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "__deepcopy__": _refuse_copy,
+            "__reduce_ex__": _refuse_copy,
+        }
+        if names:
+            namespace["_load_from_state_dict"] = _load_from_state_dict
+        if forward is not None:
+            namespace["forward"] = namespace["_zerocompile_forward"] = forward
+        if issubclass(base, nn.RNNBase):
+            namespace["_flat_weights"] = property(_flat_weights, _ignore_flat_weights)
+        return type(base.__name__, (base,), namespace)
+
+
+# ---- sharding ----
+
+
+def rows_of(length: int, rank: int, world: int) -> tuple[int, int]:
+    """First row and number of rows of a rank: ``torch.chunk``'s rule, so a late rank may have none."""
+    rows = -(-length // world)
+    first = min(rank * rows, length)
+    return first, min(rows, length - first)
+
+
+def placements_of(size: tuple[int, ...]) -> tuple[Placement]:
+    """Rows are sharded; a 0-dim parameter is replicated."""
+    return (Shard(0),) if size else (Replicate(),)
+
+
+def local_part(full: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of ``full``, as a copy."""
+    if full.dim() == 0:
+        return full.detach().clone()
+    first, rows = rows_of(full.shape[0], mesh.get_local_rank(), mesh.size())
+    return full.detach()[first : first + rows].clone(memory_format=torch.contiguous_format)
+
+
+def as_dtensor(local: Tensor, size: torch.Size | tuple[int, ...], mesh: DeviceMesh) -> DTensor:
+    """The DTensor of global shape ``size`` whose local part is ``local``; no communication."""
+    shape = torch.Size(size)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements_of(tuple(size)), run_check=False, shape=shape, stride=stride)
+
+
+def shard_like(full: Tensor, master: Tensor) -> DTensor:
+    """``full`` in the layout, dtype and device of ``master``; every rank must hold the same ``full``."""
+    if not isinstance(master, DTensor):
+        raise TypeError("shard_like needs a sharded master")
+    local = master.to_local()
+    part = local_part(full, master.device_mesh).to(device=local.device, dtype=local.dtype)
+    return as_dtensor(part, tuple(master.shape), master.device_mesh)
+
+
+def make_master(
+    parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, master_dtype: torch.dtype | None
+) -> nn.Parameter:
+    """The sharded master of a full parameter, from rank 0's values (as DDP broadcasts them).
+
+    Low-precision floating-point values are kept in ``master_dtype``; others keep their dtype.
+    """
+    full = parameter.detach().to(device, copy=True).contiguous()
+    if mesh.size() > 1:
+        dist.broadcast(full, group=mesh.get_group(), group_src=0)
+    local = local_part(full, mesh)
+    if master_dtype is not None and local.is_floating_point() and local.dtype.itemsize < master_dtype.itemsize:
+        local = local.to(master_dtype)
+    master = nn.Parameter(as_dtensor(local, tuple(full.shape), mesh), requires_grad=parameter.requires_grad)
+    master.__dict__.update(parameter.__dict__)
+    return master
+
+
+def install(classes: ClassCache, module: nn.Module, name: str, slot: Slot) -> None:
+    """Puts the master where the parameter was and lets the module read through the slot."""
+    module._parameters[name] = slot.master
+    module.__dict__.setdefault(SLOTS, {})[name] = slot
+    module.__dict__[TRACED + name] = slot.traced()
+    classes.swap(module, frozenset(module.__dict__[SLOTS]))
+
+
+def refresh(module: nn.Module) -> None:
+    """Lets the compiler see ``requires_grad`` as it is now: a frozen parameter has another handle."""
+    for name, slot in module.__dict__.get(SLOTS, {}).items():
+        seen = module.__dict__[TRACED + name]
+        if seen[1].requires_grad is not slot.master.requires_grad:
+            module.__dict__[TRACED + name] = slot.traced()
+
+
+def check_unchanged(model: nn.Module) -> None:
+    """Raises if a managed parameter was replaced, removed, moved or cast behind the strategy's back.
+
+    Raises:
+        RuntimeError: names the parameter and the way to do it.
+    """
+    for module_name, module in model.named_modules():
+        for name, slot in module.__dict__.get(SLOTS, {}).items():
+            full_name = f"{module_name}.{name}" if module_name else name
+            if module._parameters.get(name) is not slot.master:
+                raise RuntimeError(
+                    f"Parameter `{full_name}` was replaced or removed after the model was sharded, so it would not be "
+                    "trained. Change the module in `configure_model` or `setup`, or copy new values into it with "
+                    "`load_state_dict`."
+                )
+
+
+def unshard(model: nn.Module, device: torch.device) -> None:
+    """Makes the model an ordinary module with full parameters on ``device``; collective over the shard group."""
+    full: dict[Slot, nn.Parameter] = {}
+    for module in model.modules():
+        for name, slot in module.__dict__.get(SLOTS, {}).items():
+            if slot not in full:
+                value = slot.master.detach()
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                full[slot] = nn.Parameter(whole.to(device), requires_grad=slot.master.requires_grad)
+            module._parameters[name] = full[slot]
+    remove(model)
+
+
+def remove(model: nn.Module) -> None:
+    """Gives every module its own class back; parameters stay what they are."""
+    for module in model.modules():
+        for key in [k for k in module.__dict__ if k.startswith(TRACED) or k == SLOTS]:
+            del module.__dict__[key]
+        base = getattr(type(module), BASE, None)
+        if base is None:
+            continue
+        module.__class__ = base
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]

@@ -1,0 +1,100 @@
+"""Model -> units (gathered and reduced together) and regions (compiled together).
+
+Both follow from the order of the modules alone, so they are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+@dataclass
+class UnitPlan:
+    """Parameters that are gathered together and reduced together."""
+
+    name: str
+    parameters: list[str] = field(default_factory=list)  # fully qualified names, the first of each tied group
+    bytes: int = 0
+    block: nn.Module | None = None  # the repeated block that this unit is, if it is one
+
+
+def _signature(module: nn.Module) -> tuple[object, ...]:
+    """What makes two modules equal for the compiler: class, and every parameter's name, shape and dtype."""
+    parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+    return (type(module), parameters)
+
+
+def _is_block(module: nn.Module) -> bool:
+    """A module that is worth a graph of its own: it has parameters and is composed of other modules."""
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    has_children = next(module.children(), None) is not None
+    return has_children and not isinstance(module, containers) and next(module.parameters(), None) is not None
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost repeated blocks, ``(name, module)`` in module order.
+
+    A block is one of at least two siblings of the same class with parameters of the same names, shapes and dtypes.
+    Blocks inside a block belong to it.
+    """
+    blocks: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        children = [(n, c) for n, c in module.named_children() if _is_block(c)]
+        counts = Counter(_signature(child) for _, child in children)
+        repeated = {s for s, count in counts.items() if count > 1}
+        for child_name, child in module.named_children():
+            full_name = f"{name}.{child_name}" if name else child_name
+            if _is_block(child) and _signature(child) in repeated:
+                blocks.append((full_name, child))
+            else:
+                visit(full_name, child)
+
+    visit("", model)
+    return blocks
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each distinct parameter once, under its first name, in module order."""
+    yield from model.named_parameters(remove_duplicate=True)
+
+
+def plan_units(model: nn.Module, unit_bytes: int, dtype: torch.dtype | None) -> list[UnitPlan]:
+    """Partitions the model's parameters into units.
+
+    Each repeated block is a unit; the parameters before, between and after the blocks are grouped in module order
+    until a group holds ``unit_bytes`` bytes of gathered values.
+
+    Args:
+        model: the module to shard.
+        unit_bytes: size in bytes above which a group outside blocks is closed.
+        dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
+    """
+    blocks = find_blocks(model)
+    block_of = {f"{name}.": (name, block) for name, block in blocks}
+    prefixes = tuple(block_of)
+    units: list[UnitPlan] = []
+    by_block: dict[str, UnitPlan] = {}
+    rest: UnitPlan | None = None
+    for name, parameter in _owned_parameters(model):
+        size = parameter.numel() * (dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype).itemsize
+        prefix = next((p for p in prefixes if name.startswith(p)), None) if prefixes else None
+        if prefix is not None:
+            block_name, block = block_of[prefix]
+            if prefix not in by_block:
+                by_block[prefix] = UnitPlan(name=block_name, block=block)
+                units.append(by_block[prefix])
+            unit, rest = by_block[prefix], None
+        else:
+            if rest is None or rest.bytes + size > unit_bytes:
+                rest = UnitPlan(name=name)
+                units.append(rest)
+            unit = rest
+        unit.parameters.append(name)
+        unit.bytes += size
+    return units

@@ -1,0 +1,371 @@
+"""The builder of the C++ extension, mostly on a source file that compiles in well under a second."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_zerocompile import extension
+from lightning_zerocompile.extension import ExtensionBuildError, Recipe
+
+FORK = multiprocessing.get_context("fork")
+
+TINY = """
+#include <Python.h>
+#include "tiny.h"
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tiny", nullptr, -1, nullptr};
+PyMODINIT_FUNC PyInit_tiny() {
+  PyObject* module = PyModule_Create(&definition);
+  PyModule_AddIntConstant(module, "answer", ANSWER);
+  return module;
+}
+"""
+
+TORCH = """
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+TORCH_LIBRARY(zerocompile_test, m) { m.def("twice(Tensor x) -> Tensor", [](const at::Tensor& x) { return x + x; }); }
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("backends", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return group->getBackendName(); });
+  m.def("has_cuda", [] { return at::globalContext().hasCUDA(); });
+}
+"""
+
+# Counts the compilations, and hangs in them for as long as the file `hang` exists.
+WRAPPER = """#!/bin/bash
+if [[ "$*" == *" -c "* ]]; then
+  echo "$*" >> "{log}"
+  while [ -e "{hang}" ]; do touch "{started}"; sleep 0.05; done
+fi
+exec c++ "$@"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "tiny.cpp").write_text(TINY)
+    (sources / "tiny.h").write_text("#define ANSWER 42\n")
+    return Recipe("zerocompile_test.tiny", sources, compile_flags=("-fPIC",))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "parent" / "cache"
+
+
+@pytest.fixture
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with one line for each run of the compiler."""
+    log = tmp_path / "compilations"
+    log.touch()
+    wrapper = tmp_path / "compiler"
+    wrapper.write_text(WRAPPER.format(log=log, hang=tmp_path / "hang", started=tmp_path / "started"))
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    return log
+
+
+def count(compilations: Path) -> int:
+    return len(compilations.read_text().splitlines())
+
+
+def names(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir())
+
+
+# -- building and the cache --------------------------------------------------------------------------------------------
+
+
+def test_builds_once_and_imports(recipe: Recipe, cache: Path, compilations: Path) -> None:
+    binary = extension.build(recipe, cache)
+    assert extension.build(recipe, cache) == binary
+    assert count(compilations) == 1
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert names(cache) == sorted(["build.lock", binary.name])
+
+    module = extension.import_binary(recipe.module, binary)
+    try:
+        assert module.answer == 42
+        assert extension.import_binary(recipe.module, cache / "never looked at") is module
+    finally:
+        del sys.modules[recipe.module]
+
+
+def test_every_source_file_is_compiled(recipe: Recipe, cache: Path, compilations: Path) -> None:
+    (recipe.sources / "other.cpp").write_text("int other() { return 1; }\n")
+    extension.build(recipe, cache)
+    assert count(compilations) == 2
+
+
+def test_key_covers_all_that_determines_the_binary(recipe: Recipe) -> None:
+    compiler = extension.find_compiler()
+    changed = [
+        replace(recipe, compile_flags=("-fPIC", "-O1")),
+        replace(recipe, link_flags=("-lm",)),
+        replace(recipe, versions=("2.12.0",)),
+        replace(recipe, module="zerocompile_test.other"),
+    ]
+    keys = {extension.fingerprint(each, compiler) for each in [recipe, *changed]}
+    keys.add(extension.fingerprint(recipe, replace(compiler, version="another compiler")))
+    keys.add(extension.fingerprint(recipe, replace(compiler, command=("/another/path",))))
+    for file in ["tiny.cpp", "tiny.h"]:
+        with (recipe.sources / file).open("a") as source:
+            source.write("// changed\n")
+        keys.add(extension.fingerprint(recipe, compiler))
+    assert len(keys) == 9
+    assert extension.fingerprint(recipe, compiler) == extension.fingerprint(recipe, compiler)
+
+
+def test_concurrent_processes_build_once(
+    recipe: Recipe, cache: Path, compilations: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hang = compilations.with_name("hang")
+    hang.touch()
+    builders = [FORK.Process(target=extension.build, args=(recipe, cache)) for _ in range(3)]
+    for builder in builders:
+        builder.start()
+    wait_for(compilations.with_name("started"))
+    # Long enough for the others to arrive at the lock.
+    time.sleep(0.3)
+    hang.unlink()
+    for builder in builders:
+        builder.join(timeout=30)
+    assert [builder.exitcode for builder in builders] == [0, 0, 0]
+    assert count(compilations) == 1
+    assert len(list(cache.glob("*.so"))) == 1
+
+    caplog.clear()
+    extension.build(recipe, cache)
+    assert not caplog.records
+
+
+def test_killed_builder_neither_blocks_nor_leaves_junk(recipe: Recipe, cache: Path, compilations: Path) -> None:
+    hang = compilations.with_name("hang")
+    hang.touch()
+    builder = FORK.Process(target=build_in_new_group, args=(recipe, cache))
+    builder.start()
+    assert builder.pid is not None
+    wait_for(compilations.with_name("started"))
+    # The builder alone dies, as under the out-of-memory killer: its compiler lives on for a while.
+    builder.kill()
+    builder.join()
+    try:
+        assert len(list(cache.glob("build-*"))) == 1
+        assert not list(cache.glob("*.so"))
+        # Only the orphan of the killed builder goes on hanging: it looks for the file under the old name.
+        Path(os.environ["CXX"]).write_text(Path(os.environ["CXX"]).read_text().replace(str(hang), "/nonexistent"))
+        start = time.monotonic()
+        binary = extension.build(recipe, cache)
+        assert time.monotonic() - start < 20
+        assert names(cache) == sorted(["build.lock", binary.name])
+    finally:
+        hang.unlink()
+        os.killpg(builder.pid, signal.SIGKILL)
+
+
+def build_in_new_group(recipe: Recipe, cache: Path) -> None:
+    os.setpgid(0, 0)
+    extension.build(recipe, cache)
+
+
+def wait_for(path: Path, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def test_builder_says_one_line(recipe: Recipe, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    extension.build(recipe, cache)
+    extension.build(recipe, cache)
+    [record] = caplog.records
+    assert record.name == "lightning_zerocompile"
+    assert record.levelno == logging.INFO
+    assert re.search(r"Compiled the C\+\+ extension zerocompile_test.tiny in \d+\.\d s", record.message)
+    assert str(cache) in record.message
+
+
+def test_line_is_seen_where_no_logging_is_configured() -> None:
+    code = "from lightning_zerocompile import extension; extension._announce('compiled in 1.0 s')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "compiled in 1.0 s\n" in result.stderr
+
+
+def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(extension.CACHE_VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert extension.cache_directory() == tmp_path / ".cache" / "lightning_zerocompile"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert extension.cache_directory() == tmp_path / "xdg" / "lightning_zerocompile"
+    monkeypatch.setenv(extension.CACHE_VARIABLE, "~/mine")
+    assert extension.cache_directory() == tmp_path / "mine"
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0a0+git1234567", "2.13.0+cpu"])
+def test_supported_torch(version: str) -> None:
+    extension.check_torch_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.2", "1.13.1", "2.14.0.dev20260101+cpu", "3.0.0", "unknown"])
+def test_unsupported_torch(version: str) -> None:
+    with pytest.raises(ExtensionBuildError, match=re.escape(f"torch {version} is installed")) as caught:
+        extension.check_torch_version(version)
+    assert "pip install 'torch>=2.11,<2.14'" in str(caught.value)
+
+
+def test_load_checks_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, extension.MODULE, raising=False)
+    monkeypatch.setattr("torch.__version__", "2.9.0")
+    with pytest.raises(ExtensionBuildError, match=re.escape("torch 2.9.0 is installed")):
+        extension.load()
+
+
+def test_no_compiler(recipe: Recipe, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ExtensionBuildError, match=r"no compiler was found: c\+\+, g\+\+ and clang\+\+"):
+        extension.build(recipe, cache)
+    monkeypatch.setenv("CXX", "my-compiler --quiet")
+    with pytest.raises(ExtensionBuildError, match="CXX is set to 'my-compiler --quiet'"):
+        extension.build(recipe, cache)
+
+
+def test_compiler_with_arguments(recipe: Recipe, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "c++ -DUNUSED")
+    assert extension.find_compiler().command[1:] == ("-DUNUSED",)
+    assert extension.build(recipe, cache).exists()
+
+
+def test_unusable_compiler(recipe: Recipe, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\x00")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(ExtensionBuildError, match="Cannot run the C\\+\\+ compiler"):
+        extension.build(recipe, cache)
+
+
+def test_compile_error_shows_command_and_message(recipe: Recipe, cache: Path) -> None:
+    (recipe.sources / "tiny.cpp").write_text("int value = missing_name;\n")
+    with pytest.raises(ExtensionBuildError, match="missing_name") as caught:
+        extension.build(recipe, cache)
+    assert re.search(r"Command: \S*c\+\+ -fPIC .*tiny\.cpp", str(caught.value))
+    assert names(cache) == ["build.lock"]
+
+
+def test_long_compiler_output_is_cut(recipe: Recipe, cache: Path) -> None:
+    (recipe.sources / "tiny.cpp").write_text("\n".join(f"int value{i} = missing_{i};" for i in range(200)))
+    with pytest.raises(ExtensionBuildError, match="missing_199") as caught:
+        extension.build(recipe, cache)
+    assert len(str(caught.value).splitlines()) < 40
+
+
+def test_missing_python_headers(recipe: Recipe, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(ExtensionBuildError, match=r"no Python\.h"):
+        extension.build(recipe, cache)
+
+
+def test_missing_sources(recipe: Recipe, cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExtensionBuildError, match=r"no C\+\+ sources"):
+        extension.build(replace(recipe, sources=tmp_path / "nowhere"), cache)
+
+
+def test_cache_below_a_file(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ExtensionBuildError, match="Set LIGHTNING_ZEROCOMPILE_CACHE to a directory you can write to"):
+        extension.build(recipe, tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_cache_others_can_write_to(recipe: Recipe, cache: Path, mode: int) -> None:
+    binary = extension.build(recipe, cache)
+    cache.chmod(mode)
+    with pytest.raises(ExtensionBuildError, match=f"run: chmod go-w {re.escape(str(cache))}"):
+        extension.build(recipe, cache)
+    cache.chmod(0o755)
+    assert extension.build(recipe, cache) == binary
+
+
+def test_cache_of_another_user(recipe: Recipe, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extension.build(recipe, cache)
+    monkeypatch.setattr("os.geteuid", lambda: cache.stat().st_uid + 1)
+    with pytest.raises(ExtensionBuildError, match="belongs to another user"):
+        extension.build(recipe, cache)
+
+
+def test_damaged_binary(recipe: Recipe, cache: Path) -> None:
+    binary = extension.build(recipe, cache)
+    binary.write_bytes(b"not a library")
+    with pytest.raises(ExtensionBuildError, match=f"Delete {re.escape(str(binary))} to build it again"):
+        extension.import_binary(recipe.module, binary)
+    assert recipe.module not in sys.modules
+
+
+# -- against torch -----------------------------------------------------------------------------------------------------
+
+LOAD_FROM = """
+import sys, time, torch
+from pathlib import Path
+from lightning_zerocompile import extension
+start = time.perf_counter()
+recipe = extension.torch_recipe("zerocompile_test._mini", Path(sys.argv[1]))
+module = extension.import_binary(recipe.module, extension.build(recipe, Path(sys.argv[2])))
+print(time.perf_counter() - start)
+assert extension.import_binary(recipe.module, Path("never looked at")) is module
+assert module.has_cuda() == torch.cuda.is_available()
+assert torch.equal(torch.ops.zerocompile_test.twice(torch.ones(2)), torch.full((2,), 2.0))
+group = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)
+assert isinstance(module.backends(group), str)
+"""
+
+LOAD = """
+import time, torch
+from lightning_zerocompile import extension
+start = time.perf_counter()
+module = extension.load()
+print(time.perf_counter() - start)
+assert extension.load() is module
+assert torch.ops.zerocompile.gather.default
+"""
+
+
+def seconds(*arguments: str) -> float:
+    result = subprocess.run([sys.executable, "-c", *arguments], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return float(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_torch_extension(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "mini.cpp").write_text(TORCH)
+    assert seconds(LOAD_FROM, str(tmp_path), str(cache)) > 1
+    assert seconds(LOAD_FROM, str(tmp_path), str(cache)) < 1
+
+
+@pytest.mark.slow
+def test_load_from_a_warm_cache() -> None:
+    seconds(LOAD)
+    assert seconds(LOAD) < 1
