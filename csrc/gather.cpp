@@ -49,7 +49,7 @@ void Runtime::launch_gather(Unit& unit) {
     auto& p = parameters_[i];
     if (p.full.defined()) continue;
     p.full = at::empty(padded_size(p), p.local.options().dtype(p.dtype).requires_grad(false));
-    p.value = p.replicated ? p.full.view({}) : p.full.narrow(0, 0, p.size[0]);
+    p.value = p.replicated ? p.full.squeeze(0) : p.full.narrow(0, 0, p.size[0]);
   }
   Lane::Launch launch(gather_lane_);
   std::vector<Tensor> own, local;
@@ -269,6 +269,12 @@ void Runtime::write_back() {
       if (parameters_[i].full.defined()) write_back(parameters_[i]);
     }
   }
+}
+
+// Writes to what is gathered now are not taken over.
+void Runtime::discard_writes() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto& p : parameters_) p.read_eagerly = false;
 }
 
 // Nothing stays gathered for a backward that will not come.

@@ -1,6 +1,7 @@
 // What Python sees. Every call releases the GIL: the runtime calls back into Python when a backward ends.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
 
 #include "ops.h"
 #include "runtime.h"
@@ -105,6 +106,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("close", &Runtime::close, Release())
       .def("masters_changed", &Runtime::masters_changed, Release())
       .def("write_back", py::overload_cast<>(&Runtime::write_back), Release())
+      .def("discard_writes", &Runtime::discard_writes, Release())
       .def("end_forward", &Runtime::end_forward, Release())
       .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
       .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())

@@ -68,6 +68,7 @@ void Runtime::finish_backward() {
   backward_ = armed_ = false;
   stats_.backwards += 1;
   if (!deferred_) reduce_everything();
+  write_back();
   for (auto& u : units_) {
     u.graph_uses = 0;
     if (u.open_modules == 0) drop(u);
@@ -341,7 +342,7 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, const std::vect
       launch.add(reduce_group_->allreduce(tensors, options));
       launch.settle();
     }
-    results[k].copy_(sum.view({}).div_(divisor_));
+    results[k].copy_(sum.squeeze(0).div_(divisor_));
     if (!used.empty() && !used[group[k]]) continue;
     auto existing = existing_grad(p);
     if (existing.defined()) existing.add_(results[k]);

@@ -116,7 +116,7 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
     p.unit = index;
     if (lifetime == Lifetime::Step) {
       p.full = at::empty(padded_size(p), p.local.options().dtype(p.dtype).requires_grad(false));
-      p.value = p.replicated ? p.full.view({}) : p.full.narrow(0, 0, p.size[0]);
+      p.value = p.replicated ? p.full.squeeze(0) : p.full.narrow(0, 0, p.size[0]);
     }
   }
   unit.parameters = std::move(members);
@@ -146,7 +146,7 @@ std::vector<int64_t> Runtime::padded_size(const Parameter& p) const {
 
 // This rank's rows of a padded tensor, without the padding: what the master's local part corresponds to.
 Tensor Runtime::own_rows(const Parameter& p, const Tensor& full) const {
-  if (p.replicated) return full.view({});
+  if (p.replicated) return full.squeeze(0);
   return full.narrow(0, rank_ * p.rows, p.rows).narrow(0, 0, p.local.size(0));
 }
 

@@ -118,6 +118,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void release(const std::vector<int64_t>& parameters, bool last);
   void masters_changed(const std::vector<int64_t>& units);
   void write_back();
+  void discard_writes();
   void end_forward();
   int64_t parameter_of(const Tensor& value) const;
   int64_t master_version(int64_t parameter) const { return parameters_.at(parameter).version(); }

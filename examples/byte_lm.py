@@ -181,8 +181,8 @@ class SwiGLU(nn.Module):
         nn.init.zeros_(self.down.weight)  # as in Attention
 
     def forward(self, x: Tensor) -> Tensor:  # [..., dim] -> [..., dim]
-        x = self.down(F.silu(self.gate(x)) * self.up(x))
-        return x
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
 
 
 def rotary_tables(context: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

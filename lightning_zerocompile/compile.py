@@ -75,9 +75,9 @@ def inductor_options(config: Config, lower: CustomGraphPass) -> dict[str, Any]:
     return options
 
 
-def make_backend(config: Config, stats: CompileStats) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
-    """The backend that torch.compile calls with each of Dynamo's graphs."""
-    lower = Counted(Lower(regional=config.compile == "blocks"), stats)
+def make_backend(config: Config, stats: CompileStats, regional: bool) -> Callable[..., Any]:
+    """The backend that torch.compile calls with each of Dynamo's graphs; ``regional`` as in :class:`Lower`."""
+    lower = Counted(Lower(regional), stats)
     run = _inductor(config, lower) if config.backend == "inductor" else _aot_eager(lower)
 
     def zerocompile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
@@ -155,24 +155,29 @@ class Regions:
     def __init__(self, runtime: Runtime, config: Config) -> None:
         self.stats = CompileStats()
         self._runtime, self._config = runtime, config
-        self._backend = make_backend(config, self.stats) if config.compile else None
+        self._backends = {regional: make_backend(config, self.stats, regional) for regional in (True, False)}
         self._forwards: dict[type, Callable[..., Any]] = {}
-        self._runs: dict[type, Callable[..., Any]] = {}
+        self._runs: dict[tuple[type, bool], Callable[..., Any]] = {}
 
     def add(self, name: str, module: nn.Module, units: list[int]) -> None:
-        """Makes ``module`` a region; the units in ``units`` stay gathered while it runs."""
+        """Makes ``module`` a region. The units in ``units`` stay gathered while it runs; without any, its graph gathers
+        each parameter where it is used."""
         base = getattr(type(module), BASE, type(module))
-        if base not in self._forwards:
-            self._forwards[base] = _entering(base.forward)
-            self._runs[base] = (
-                base.forward
-                if self._backend is None
-                else torch.compile(base.forward, backend=self._backend, dynamic=self._config.dynamic)
-            )
+        self._forwards.setdefault(base, _entering(base.forward))
         sharded = [inner for inner in module.modules() if SLOTS in inner.__dict__]
-        region = Region(name, self._runtime.core, units, self._runs[base], sharded)
+        region = Region(name, self._runtime.core, units, self._run(base, regional=bool(units)), sharded)
         module.__dict__[REGION] = region
         self._runtime.classes.swap(module, frozenset(module.__dict__.get(SLOTS, ())), self._forwards[base])
+
+
+    def _run(self, base: type, regional: bool) -> Callable[..., Any]:
+        """The class's ``forward``, compiled once: all equal regions share its graphs."""
+        if not self._config.compile:
+            return base.forward  # type: ignore[no-any-return, attr-defined]
+        if (base, regional) not in self._runs:
+            backend = self._backends[regional]
+            self._runs[base, regional] = torch.compile(base.forward, backend=backend, dynamic=self._config.dynamic)  # type: ignore[attr-defined]
+        return self._runs[base, regional]
 
 
 def _entering(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -166,6 +166,10 @@ class Runtime:
             self._anchors[dtype] = torch.empty(0, dtype=dtype, device=self.device)
         return self._anchors[dtype]
 
+    def unit_of_slot(self, slot: Slot) -> int:
+        """The unit that the parameter is gathered and reduced with."""
+        return self._unit_of_slot[slot.index]
+
     @property
     def classes(self) -> ClassCache:
         return self._classes

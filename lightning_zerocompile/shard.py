@@ -162,12 +162,15 @@ def as_dtensor(local: Tensor, size: torch.Size | tuple[int, ...], mesh: DeviceMe
     return DTensor.from_local(local, mesh, placements_of(tuple(size)), run_check=False, shape=shape, stride=stride)
 
 
-def shard_like(full: Tensor, master: Tensor) -> DTensor:
-    """``full`` in the layout, dtype and device of ``master``; every rank must hold the same ``full``."""
+def shard_like(full: Tensor, master: Tensor, dtype: torch.dtype | None = None) -> DTensor:
+    """``full`` in the layout and device of ``master``, in ``dtype`` (default: the master's).
+
+    No communication: every rank must hold the same ``full``.
+    """
     if not isinstance(master, DTensor):
         raise TypeError("shard_like needs a sharded master")
     local = master.to_local()
-    part = local_part(full, master.device_mesh).to(device=local.device, dtype=local.dtype)
+    part = local_part(full, master.device_mesh).to(device=local.device, dtype=dtype or local.dtype)
     return as_dtensor(part, tuple(master.shape), master.device_mesh)
 
 

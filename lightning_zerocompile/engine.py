@@ -1,0 +1,243 @@
+"""One sharded, compiled model: what the strategy's hooks do, without Lightning."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from lightning_zerocompile import shard
+from lightning_zerocompile.compile import Regions, remove_regions
+from lightning_zerocompile.config import Config
+from lightning_zerocompile.runtime import Runtime
+from lightning_zerocompile.units import UnitPlan, plan_units
+
+
+class Engine:
+    """Shards and compiles ``model``; collective over the default process group.
+
+    Args:
+        model: holds full parameters on any device, possibly on meta; rank 0's values count, as in DDP.
+        device: of this rank.
+        config: the strategy's options.
+        compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
+        backend: of the process groups.
+
+    Raises:
+        RuntimeError: the ranks hold different models; a parameter is on a foreign device or cannot be initialised.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, config: Config, compute_dtype: torch.dtype | None, backend: str
+    ) -> None:
+        self.model, self.device, self.config = model, device, config
+        check_equal_on_all_ranks(model)
+        units = plan_units(model, config.unit_bytes, compute_dtype)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        # [Note: two groups] gathers and reductions overlap, and their relative order may differ between ranks
+        groups = [mesh.get_group(), dist.new_group(backend=backend, timeout=config.timeout)]
+        self._own_group = groups[1]
+        self.runtime = Runtime(mesh, device, config, groups[0], groups[1])
+        self.runtime.shard(model, units, compute_dtype)
+        self._buffers_to_device()
+        self.regions = Regions(self.runtime, config)
+        self._add_regions(units)
+        self._hooks: dict[Optimizer, list[Any]] = {}
+
+    def manages(self, model: nn.Module) -> bool:
+        """Whether this is the sharded ``model``, unchanged."""
+        return self.model is model
+
+    def _buffers_to_device(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.device:
+                    module._buffers[name] = buffer.to(self.device)
+        self._broadcast_buffers()
+
+    def _add_regions(self, units: Sequence[UnitPlan]) -> None:
+        blocks = [(plan.name, plan.block) for plan in units if plan.block is not None]
+        for name, block in blocks:
+            if self.config.compile != "model":
+                self.regions.add(name, block, [self.runtime.unit_of[name]])
+        if self.config.compile == "model" or (self.config.compile == "blocks" and not blocks):
+            for name, child in self.model.named_children():
+                if next(child.parameters(), None) is not None and type(child).forward is not nn.Module.forward:
+                    self.regions.add(name, child, [])
+
+    # ---- steps ----
+
+    @contextlib.contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Around the user's training step, and around the backwards inside it."""
+        shard.check_unchanged(self.model)
+        for module in self.model.modules():
+            shard.refresh(module)
+        self._broadcast_buffers()
+        with self.runtime.forward():
+            yield
+
+    @contextlib.contextmanager
+    def evaluation_step(self) -> Iterator[None]:
+        """Around a step without backward: nothing stays gathered behind it."""
+        try:
+            with self.runtime.forward():
+                yield
+        finally:
+            self.runtime.core.end_forward()
+
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's buffers on every rank, as DDP does before each forward."""
+        buffers = [b.detach() for b in self.model.buffers() if b.numel() > 0]
+        if buffers and self.runtime.mesh.size() > 1:
+            dist._broadcast_coalesced(self.runtime.mesh.get_group(), buffers, 250 * 2**20, 0)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Lets the runtime know the outermost backward when it starts: the loss's gradient comes first."""
+        if loss.requires_grad and loss.grad_fn is not None:
+            loss.register_hook(self._arm)
+
+    def _arm(self, grad: Tensor) -> None:
+        self.runtime.core.arm()
+
+    def after_backward(self) -> None:
+        """Finishes the backward if the engine's callback came in a nested one."""
+        self.runtime.core.finish_backward()
+
+    @contextlib.contextmanager
+    def accumulation(self) -> Iterator[None]:
+        """Backwards that are not the last of an accumulation."""
+        if not self.runtime.policy.accumulates_locally:
+            yield
+            return
+        before = self.runtime.core.deferred()
+        self.runtime.core.set_deferred(True)
+        try:
+            yield
+        finally:
+            self.runtime.core.set_deferred(before)
+
+    # ---- optimizers ----
+
+    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Watches the optimizers' steps; those of a former call are left alone.
+
+        Raises:
+            RuntimeError: an optimizer holds parameters that are not the model's.
+        """
+        for handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
+        self._hooks = {}
+        known = {slot.master for slot in self.runtime.slots}
+        for number, optimizer in enumerate(optimizers):
+            foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+            if foreign:
+                raise RuntimeError(
+                    f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that are not "
+                    f"the model's (the first has shape {tuple(foreign[0].shape)}). Create it in "
+                    "`configure_optimizers` from `self.parameters()`: before that the model is not sharded yet."
+                )
+            self._hooks[optimizer] = [optimizer.register_step_post_hook(self._after_step)]
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        masters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.runtime.masters_changed(masters)
+        if not self.config.keep_gradients:
+            for master in masters:
+                master.grad = None
+
+    # ---- values ----
+
+    def settle(self) -> None:
+        """Takes over what user code wrote to gathered values."""
+        self.runtime.core.write_back()
+
+    @contextlib.contextmanager
+    def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
+        """See :meth:`ZeroCompileStrategy.full_parameters`."""
+        self.settle()
+        slots = {
+            f"{prefix}.{name}" if prefix else name: slot
+            for prefix, inner in module.named_modules()
+            for name, slot in inner.__dict__.get(shard.SLOTS, {}).items()
+        }
+        units = sorted({self.runtime.unit_of_slot(slot) for slot in slots.values()})
+        for unit in units:
+            self.runtime.core.open(unit)
+        try:
+            with torch.no_grad():
+                yield {name: self.runtime.core.read(slot.index, slot.handle, False) for name, slot in slots.items()}
+            if writeback:
+                self.settle()
+                self.runtime.masters_changed([slot.master for slot in slots.values()])
+        finally:
+            self.runtime.core.discard_writes()
+            for unit in units:
+                self.runtime.core.close(unit)
+
+    # ---- the end ----
+
+    def unshard(self) -> None:
+        """Makes the model an ordinary module with full parameters; collective."""
+        self.settle()
+        self.attach_optimizers([])
+        remove_regions(self.model)
+        shard.unshard(self.model, self.device)
+        self._shutdown()
+
+    def abandon(self) -> None:
+        """Without communication: the model keeps its shards (as DTensors) under its own classes."""
+        self.attach_optimizers([])
+        remove_regions(self.model)
+        shard.remove(self.model)
+        self._shutdown(destroy=False)
+
+    def _shutdown(self, destroy: bool = True) -> None:
+        self.runtime.shutdown()
+        if destroy:
+            dist.destroy_process_group(self._own_group)
+
+
+def check_equal_on_all_ranks(model: nn.Module) -> None:
+    """Raises on every rank if the ranks hold different models.
+
+    Raises:
+        RuntimeError: the model has no parameters, or names the first parameter or buffer that differs and the rank.
+    """
+    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    buffers = [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
+    if not mine:
+        raise RuntimeError(
+            f"{type(model).__name__} has no parameters, so there is nothing to shard or to train. Create its layers "
+            "in `__init__` or `configure_model`."
+        )
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine + buffers)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        difference = next((pair for pair in zip(everyone[0], theirs, strict=False) if pair[0] != pair[1]), None)
+        what = (
+            f"rank 0 has {difference[0]}, rank {rank} has {difference[1]}"
+            if difference
+            else f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}"
+        )
+        raise RuntimeError(
+            f"The ranks hold different models: {what}. Build the same model on every rank (same code path, same "
+            "configuration; do not depend on the rank)."
+        )
+    first = next(iter(model.parameters())).device
+    _check_devices(model, first)
+
+
+def _check_devices(model: nn.Module, first: torch.device) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type not in ("cpu", "cuda", "meta"):
+            raise RuntimeError(f"`{name}` is on {tensor.device}; only cpu, cuda and meta tensors can be sharded.")

@@ -1,0 +1,393 @@
+"""The Lightning surface: hooks in Lightning's order, each delegating to the module that does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zerocompile import checkpoint as checkpoints
+from lightning_zerocompile.compile import CompileStats
+from lightning_zerocompile.config import CompileScope, Config, as_dtype
+from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.precision import compute_dtype, convert_plugin
+from lightning_zerocompile.runtime import Stats
+from lightning_zerocompile.support import check_trainer
+
+
+class ZeroCompileStrategy(ParallelStrategy):
+    """Trains any LightningModule with ZeRO stage 1, 2 or 3; torch.compile places the communication.
+
+    Args:
+        stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
+        compile: ``"blocks"``: each repeated block of the model is compiled, all equal ones with one compilation;
+            ``"model"``: each top-level child as one graph; ``False``: nothing, everything runs eagerly.
+        backend: ``"inductor"`` or ``"aot_eager"`` (the same graphs and passes without code generation).
+        mode: torch.compile's mode, e.g. ``"max-autotune-no-cudagraphs"``; CUDA graphs are refused.
+        dynamic: torch.compile's ``dynamic``.
+        options: Inductor's options; passes of the user in the slots we need run before ours.
+        param_dtype: what floating-point parameters are gathered and computed in; ``None``: their own dtype (or the
+            Trainer's precision). With ``torch.bfloat16`` and ``reduce_dtype`` these are FSDP2's numerics.
+        reduce_dtype: dtype of gradient communication; ``None``: that of the gradient.
+        master_dtype: what parameters of lower precision are kept in for the optimizer; ``None``: their own dtype.
+        unit_bytes: parameters outside repeated blocks are gathered in groups of up to this many bytes.
+        prefetch: how many units are gathered ahead of their use (stage 3).
+        keep_gradients: leave ``p.grad`` after ``optimizer.step()``; by default its memory is released there.
+        unshard_after_fit: make the module an ordinary one with full parameters when ``fit`` has succeeded.
+        process_group_backend: default: NCCL on CUDA, gloo on the CPU.
+        timeout: of every collective.
+
+    ``param_dtype``, ``reduce_dtype`` and ``master_dtype`` take a dtype or its name.
+
+    Raises:
+        ValueError: an argument is outside what it allows; the message names it and the remedy.
+    """
+
+    strategy_name = "zerocompile"
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 3,
+        compile: CompileScope = "blocks",
+        backend: Literal["inductor", "aot_eager"] = "inductor",
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        options: dict[str, Any] | None = None,
+        param_dtype: torch.dtype | str | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
+        master_dtype: torch.dtype | str | None = torch.float32,
+        unit_bytes: int = 64 * 2**20,
+        prefetch: int = 1,
+        keep_gradients: bool = False,
+        unshard_after_fit: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self.config = Config(
+            stage=stage,
+            compile=compile,
+            backend=backend,
+            mode=mode,
+            dynamic=dynamic,
+            options=dict(options or {}),
+            param_dtype=as_dtype("param_dtype", param_dtype),
+            reduce_dtype=as_dtype("reduce_dtype", reduce_dtype),
+            master_dtype=as_dtype("master_dtype", master_dtype),
+            unit_bytes=unit_bytes,
+            prefetch=prefetch,
+            keep_gradients=keep_gradients,
+            unshard_after_fit=unshard_after_fit,
+            timeout=timeout,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._engine: Engine | None = None
+        self._failed = False
+
+    # ---- what Lightning asks before anything runs ----
+
+    is_distributed = True  # Lightning injects samplers and synchronises logs for strategies that say so
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if not self.parallel_devices:
+            raise RuntimeError("The strategy has no devices yet; it gets them from the Trainer.")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices or ())
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = convert_plugin(plugin)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    # ---- set-up ----
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self.root_device.type not in ("cpu", "cuda"):
+            raise RuntimeError(
+                f"`strategy='zerocompile'` runs on CPU (gloo) and CUDA (NCCL), not on {self.root_device.type!r}. Use "
+                "accelerator='cpu' or accelerator='cuda'."
+            )
+        if self._process_group_backend is None:
+            self._process_group_backend = _get_default_process_group_backend_for_device(self.root_device)
+        if self.cluster_environment is None:
+            raise RuntimeError("The strategy has no cluster environment; pass it to a Trainer before using it.")
+        device_id = None if self.root_device.type == "cpu" else self.root_device
+        _init_dist_connection(
+            self.cluster_environment, self._process_group_backend, timeout=self.config.timeout, device_id=device_id
+        )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self._module
+        self._failed = False
+        if self.accelerator is None:
+            raise RuntimeError("The strategy has no accelerator; pass it to a Trainer before using it.")
+        self.accelerator.setup(trainer)
+        check_trainer(trainer, module)
+        dtype = compute_dtype(self.precision_plugin, self.config.param_dtype)
+        if self._engine is None or not self._engine.manages(module):
+            self._close()
+            self.model = self.precision_plugin.convert_module(module)
+            self._engine = Engine(module, self.root_device, self.config, dtype, self._process_group_backend or "gloo")
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: sharding moves each unit to the device when its turn comes."""
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        if getattr(self, "_engine", None) is not None:
+            self.engine.attach_optimizers([_raw(optimizer) for optimizer in optimizers])
+
+    # ---- steps ----
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context(), self.engine.training_step():
+            return self._module.training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context(), self.engine.evaluation_step():
+            return self._module.validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context(), self.engine.evaluation_step():
+            return self._module.test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context(), self.engine.evaluation_step():
+            return self._module.predict_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.engine.before_backward(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.engine.after_backward()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Gradients of the backwards inside wait for the next one outside (stage 1; others reduce at once)."""
+        with self.engine.accumulation():
+            yield
+
+    @contextmanager
+    def full_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> Iterator[dict[str, Tensor]]:
+        """The full values of the module's parameters, by name; all ranks must enter.
+
+        Args:
+            module: a part of the model; default: all of it.
+            writeback: whether what is written to the values in place becomes the parameters' value on exit. Every
+                rank must write the same.
+        """
+        with self.engine.full_parameters(module or self._module, writeback) as values:
+            yield values
+
+    # ---- communication outside of steps ----
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized():
+            return
+        device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
+        dist.barrier(device_ids=device_ids)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    # ---- state ----
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Full parameters and buffers on the CPU of rank 0, nothing on the others; collective."""
+        if self._engine is not None:
+            self._engine.settle()
+        return checkpoints.full_state_dict(self._module, keep=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return checkpoints.full_optimizer_state(_raw(optimizer), keep=self.is_global_zero)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            checkpoints.load_optimizer_state(_raw(optimizer), state)
+
+    # ---- statistics ----
+
+    @property
+    def stats(self) -> Stats:
+        """What the runtime has done since set-up; a snapshot."""
+        return self.engine.runtime.stats()
+
+    @property
+    def compile_stats(self) -> CompileStats:
+        """Graphs compiled since set-up."""
+        return self.engine.regions.stats
+
+    # ---- the end ----
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True  # ranks may be out of step: no collective from here on
+
+    @override
+    def teardown(self) -> None:
+        if self._engine is not None:
+            keep = self._failed or not self.config.unshard_after_fit
+            if not keep:
+                self._close()
+            elif self._failed:
+                self._engine.abandon()
+                self._engine = None
+        if self._engine is None and self.lightning_module is not None and not self._failed:
+            self.lightning_module.cpu()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _close(self) -> None:
+        """Makes the module an ordinary one again; collective."""
+        if self._engine is not None:
+            self._engine.unshard()
+            self._engine = None
+
+    @property
+    def engine(self) -> Engine:
+        """The sharded model. Raises RuntimeError before ``setup`` and after the model was made whole again."""
+        if self._engine is None:
+            raise RuntimeError("The model is not sharded: this works between the Trainer's `setup` and its `teardown`.")
+        return self._engine
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError("The strategy has no LightningModule; it gets it from the Trainer.")
+        return self.lightning_module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_engine": None}
+
+
+def _raw(optimizer: Optimizer) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def register_strategies() -> None:
+    """Registers the names with Lightning; again without effect."""
+    entries: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [("zerocompile", ZeroCompileStrategy, {})]
+    entries += [(f"zerocompile_stage_{stage}", ZeroCompileStrategy, {"stage": stage}) for stage in (1, 2, 3)]
+    for name, strategy, arguments in entries:
+        if name not in StrategyRegistry:
+            stage = arguments.get("stage", 3)
+            StrategyRegistry.register(name, strategy, description=f"ZeRO stage {stage} by torch.compile", **arguments)
