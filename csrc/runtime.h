@@ -42,7 +42,7 @@ struct Parameter : ParameterSpec {
   bool replicated = false;
   Tensor master;        // the optimizer's leaf (a DTensor)
   Tensor local;         // its local part, [<=rows, ...]
-  Tensor handle;        // 0-dim float64, requires grad: the leaf of eager reads
+  Tensor handle;        // [1] float64: its value is the identity
 
   // gathered value: defined while resident
   Tensor full;          // [world*rows, ...]

@@ -165,8 +165,8 @@ class Attention(nn.Module):
         """`x` is `[batch, context, dim]`, as is the result; `cos` and `sin` are `[context, head_dim / 2]`."""
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))  # [batch, context, 3, heads, head_dim]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, context, head_dim]
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        y = self.out(y.transpose(1, 2).flatten(2))
+        heads = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
         return y
 
 

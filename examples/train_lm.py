@@ -17,7 +17,7 @@ import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -126,8 +126,8 @@ def make_strategy(args: argparse.Namespace) -> Strategy | str:
         return name
     from lightning_zerocompile import ZeroCompileStrategy
 
-    scope = False if args.compile == "none" else args.compile
-    return ZeroCompileStrategy(stage=args.stage, compile=scope, backend=args.backend)
+    scopes: dict[str, Literal["blocks", "model", False]] = {"blocks": "blocks", "model": "model", "none": False}
+    return ZeroCompileStrategy(stage=args.stage, compile=scopes[args.compile], backend=args.backend)
 
 
 def make_trainer(args: argparse.Namespace, checkpoint: ModelCheckpoint) -> L.Trainer:

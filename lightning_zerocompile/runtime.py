@@ -135,7 +135,7 @@ class Runtime:
         grad_dtype, explicit = _grad_dtype(parameter, dtype)
         if explicit:
             master.grad_dtype = grad_dtype
-        handle = torch.zeros((), dtype=torch.float64)
+        handle = torch.zeros(1, dtype=torch.float64)
         assert isinstance(master, DTensor)
         index = self.core.add_parameter(
             name,

@@ -37,7 +37,7 @@ class Slot:
     size: tuple[int, ...]
     master: nn.Parameter
     source: Tensor  # of the traced gather: the resident full value, or an empty tensor of its dtype and device
-    handle: Tensor  # 0-dim float64 on CPU, requires grad; its value is the identity
+    handle: Tensor  # [1] float64 on CPU, requires grad; its value is the identity
     frozen_handle: Tensor  # the same identity, requires no grad
     core: Any  # the C++ runtime
 

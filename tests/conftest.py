@@ -1,0 +1,45 @@
+"""Options and the process groups that all distributed tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import harness
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL, one GPU a rank")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def all_worlds(device: str) -> Iterator[harness.Worlds]:
+    with harness.worlds(device) as groups:
+        yield groups
+
+
+@pytest.fixture
+def worlds(all_worlds: harness.Worlds, device: str) -> harness.Worlds:
+    return all_worlds
+
+
+@pytest.fixture
+def ranks(worlds: harness.Worlds) -> harness.Ranks:
+    """Two ranks."""
+    return worlds(2)

@@ -1,0 +1,196 @@
+"""Process groups that stay alive for many tests, with a timeout that shows where every rank stands.
+
+A test calls ``ranks.run(body, *args)``; ``body`` is a module-level function that every rank of the group executes and
+whose results come back in rank order. A rank that raises fails the test with its traceback; ranks that hang are made to
+dump the stacks of all their threads and are killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GRACE = 15.0  # seconds that the other ranks get after one has failed
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung."""
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(rank: int, world: int, port: int, device: str, paths: list[str], stacks: str, pipe: Connection) -> None:
+    """The life of one rank: join the group, then run what comes through the pipe."""
+    sys.path[:] = paths
+    handle = open(stacks, "w")  # noqa: SIM115 - stays open for the handler
+    faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    else:
+        dist.init_process_group("gloo")
+    pipe.send("ready")
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        body, args, kwargs = task
+        torch._dynamo.reset()
+        random.seed(0)
+        torch.manual_seed(0)
+        try:
+            answer = ("ok", body(*args, **kwargs))
+        except BaseException:
+            answer = ("error", traceback.format_exc())
+        gc.collect()
+        pipe.send(answer)
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+class Ranks:
+    """One group of ``world`` processes on ``device`` ("cpu": gloo, "cuda": NCCL)."""
+
+    def __init__(self, world: int, device: str = "cpu") -> None:
+        self.world, self.device = world, device
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._stacks: list[Path] = []
+
+    def run(self, body: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+        """Every rank's result of ``body(*args, **kwargs)``.
+
+        Raises:
+            RankError: with the traceback of the first rank that failed, or the stacks of all that hang.
+        """
+        self._start()
+        for pipe in self._pipes:
+            pipe.send((body, args, kwargs))
+        return self._collect(timeout)
+
+    def expect_error(self, body: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> str:
+        """The text with which ``body`` fails; it must fail on some rank. The group is started anew afterwards."""
+        try:
+            self.run(body, *args, timeout=timeout, **kwargs)
+        except RankError as error:
+            self.close(kill=True)
+            return str(error)
+        raise RankError("no rank raised")
+
+    def _start(self) -> None:
+        if self._processes and all(p.is_alive() for p in self._processes):
+            return
+        self.close(kill=True)
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        for rank in range(self.world):
+            mine, theirs = context.Pipe()
+            stacks = Path(tempfile.mkstemp(prefix=f"stacks-{rank}-")[1])
+            process = context.Process(
+                target=_serve, args=(rank, self.world, port, self.device, sys.path, str(stacks), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+            self._stacks.append(stacks)
+        self._collect(timeout=120.0)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        failed = False
+        while len(answers) < self.world:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = ("error", f"rank {rank} died with exit code {self._processes[rank].exitcode}")
+                if answers[rank][0] == "error" and not failed:
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        errors = [f"rank {rank}:\n{a[1]}" for rank, a in sorted(answers.items()) if a[0] == "error"]
+        hanging = [rank for rank in range(self.world) if rank not in answers]
+        if hanging:
+            errors += [f"rank {rank} hangs after {timeout:.0f} s:\n{self._dump(rank)}" for rank in hanging]
+            self.close(kill=True)
+        if errors:
+            raise RankError("\n".join(errors))
+        return [answers[rank][1] if isinstance(answers[rank], tuple) else None for rank in range(self.world)]
+
+    def _dump(self, rank: int) -> str:
+        pid = self._processes[rank].pid
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return self._stacks[rank].read_text()[-6000:]
+
+    def close(self, kill: bool = False) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        for stacks in self._stacks:
+            stacks.unlink(missing_ok=True)
+        self._processes, self._pipes, self._stacks = [], [], []
+
+
+class Worlds:
+    """Groups by world size; each is started at its first use and kept."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._groups: dict[int, Ranks] = {}
+
+    def __call__(self, world: int) -> Ranks:
+        return self._groups.setdefault(world, Ranks(world, self.device))
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.close()
+
+
+@contextmanager
+def worlds(device: str) -> Iterator[Worlds]:
+    groups = Worlds(device)
+    try:
+        yield groups
+    finally:
+        groups.close()

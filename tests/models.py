@@ -1,0 +1,159 @@
+"""Small models and the training runs that tests compare."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_zerocompile import ZeroCompileStrategy
+
+VOCABULARY, LENGTH, BATCH = 13, 6, 4
+
+
+class Block(nn.Module):
+    """Residual MLP whose inner width no small world size divides."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, width]
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class ByteModel(nn.Module):
+    """Embedding, equal blocks, head; with a 0-dim and a 1-element parameter."""
+
+    def __init__(self, width: int = 10, blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.1))
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocabulary]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.scale + self.shift
+
+
+class Module(L.LightningModule):
+    """Next-token training of ``model``; keeps the losses of this rank."""
+
+    def __init__(self, model: Callable[[], nn.Module] = ByteModel, optimizer: str = "sgd", lr: float = 0.5) -> None:
+        super().__init__()
+        self.model = model()
+        self.optimizer, self.lr = optimizer, lr
+        self.losses: list[float] = []
+
+    def loss(self, batch: Tensor) -> Tensor:  # [batch, length]
+        logits = self.model(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def device() -> str:
+    return "cuda" if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl" else "cpu"
+
+
+class Batches:
+    """Different data on each rank: ``[batch, length]`` tokens."""
+
+    def __init__(self, rank: int, count: int = 100) -> None:
+        generator = torch.Generator().manual_seed(100 + rank)
+        self._batches = [torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(count)]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._batches[index]
+
+
+def make_trainer(strategy: ZeroCompileStrategy | str, **arguments: Any) -> L.Trainer:
+    """A quiet Trainer over the ranks of this group."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    defaults: dict[str, Any] = {
+        "accelerator": device(), "devices": world(), "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,
+    }  # fmt: skip
+    return L.Trainer(strategy=strategy, **(defaults | arguments))
+
+
+class Record(L.Callback):
+    """What the strategy knew when training ended, before the module was made whole."""
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.stats = trainer.strategy.stats  # type: ignore[attr-defined]
+        self.compiled = trainer.strategy.compile_stats  # type: ignore[attr-defined]
+        self.local_numel = sum(p.to_local().numel() for p in module.parameters())  # type: ignore[attr-defined]
+        self.full_numel = sum(p.numel() for p in module.parameters())
+
+
+def train(module: Module, strategy: ZeroCompileStrategy, steps: int = 5, **arguments: Any) -> Record:
+    """Trains on :class:`Batches` of this rank; the module is whole afterwards."""
+    record = Record()
+    callbacks = [record, *arguments.pop("callbacks", [])]
+    make_trainer(strategy, max_steps=steps, callbacks=callbacks, **arguments).fit(module, Batches(rank()))
+    return record
+
+
+def reference(module: Module, steps: int = 5, accumulate: int = 1) -> list[float]:
+    """What DDP computes, in one process: the mean over ranks of each rank's gradient. Returns this rank's losses."""
+    module.to(device())
+    data = [Batches(r) for r in range(world())]
+    optimizer = module.configure_optimizers()
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(accumulate):
+            for r in range(world()):
+                loss = module.loss(data[r][step * accumulate + micro].to(device()))
+                (loss / world() / accumulate).backward()
+                if r == rank():
+                    losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def deviation(left: nn.Module, right: nn.Module) -> float:
+    """The largest absolute difference between two modules' parameters of the same names."""
+    ours, theirs = dict(left.named_parameters()), dict(right.named_parameters())
+    if ours.keys() != theirs.keys():
+        raise AssertionError(f"parameter names differ: {sorted(ours.keys() ^ theirs.keys())}")
+    return max((ours[n].detach().cpu().double() - theirs[n].detach().cpu().double()).abs().max().item() for n in ours if ours[n].numel())
