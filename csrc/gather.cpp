@@ -226,16 +226,22 @@ void Runtime::release(const std::vector<int64_t>& indices, bool last) {
   }
 }
 
+// All units, in the order of their first use in a forward.
+std::vector<int64_t> Runtime::unit_order() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto order = forward_order_;
+  for (int64_t index = 0; index < static_cast<int64_t>(units_.size()); ++index) {
+    if (!seen_forward_[index]) order.push_back(index);
+  }
+  return order;
+}
+
 // The optimizer wrote: resident values are gathered anew, unit by unit in the order of the forward.
 void Runtime::masters_changed(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   std::vector<char> changed(units_.size(), 0);
   for (auto index : units) changed.at(index) = 1;
-  auto order = forward_order_;
-  for (int64_t index = 0; index < static_cast<int64_t>(units_.size()); ++index) {
-    if (!seen_forward_[index]) order.push_back(index);
-  }
-  for (auto index : order) {
+  for (auto index : unit_order()) {
     if (!changed[index]) continue;
     auto& unit = units_[index];
     if (unit.lifetime == Lifetime::Step) {

@@ -104,6 +104,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            Release())
       .def("open", &Runtime::open, Release())
       .def("close", &Runtime::close, Release())
+      .def("unit_order", &Runtime::unit_order, Release())
       .def("masters_changed", &Runtime::masters_changed, Release())
       .def("write_back", py::overload_cast<>(&Runtime::write_back), Release())
       .def("discard_writes", &Runtime::discard_writes, Release())

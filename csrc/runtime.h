@@ -116,6 +116,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void close(int64_t unit);
   std::vector<Tensor> use(const std::vector<int64_t>& parameters, bool expects_grad);
   void release(const std::vector<int64_t>& parameters, bool last);
+  std::vector<int64_t> unit_order() const;
   void masters_changed(const std::vector<int64_t>& units);
   void write_back();
   void discard_writes();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_zerocompile import shard
 from lightning_zerocompile.compile import Regions, remove_regions
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.optim import UnitStepper, is_elementwise
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.units import UnitPlan, plan_units
 
@@ -49,6 +50,8 @@ class Engine:
         self.regions = Regions(self.runtime, config)
         self._add_regions(units)
         self._hooks: dict[Optimizer, list[Any]] = {}
+        self._stepped_by_unit = False
+        self._stepper = UnitStepper(self.runtime.units_in_order, self._unit_written, config.keep_gradients)
 
     def manages(self, model: nn.Module) -> bool:
         """Whether this is the sharded ``model``, unchanged."""
@@ -146,7 +149,22 @@ class Engine:
                 )
             self._hooks[optimizer] = [optimizer.register_step_post_hook(self._after_step)]
 
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """``optimizer.step(closure)``; an elementwise optimizer updates unit by unit, see [Note: step by unit]."""
+        if not is_elementwise(optimizer):
+            return optimizer.step(closure=closure, **kwargs)
+        with self._stepper.around(optimizer, closure) as run:
+            return optimizer.step(closure=run, **kwargs)
+
+    def _unit_written(self, unit: int) -> None:
+        self._stepped_by_unit = True
+        self.runtime.core.masters_changed([unit])
+
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepped_by_unit:
+            self._stepped_by_unit = False
+            self.runtime.core.forget_outstanding()
+            return
         masters = [p for group in optimizer.param_groups for p in group["params"]]
         self.runtime.masters_changed(masters)
         if not self.config.keep_gradients:

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lightning_zerocompile.engine import Engine
 
 
-class ZeroCompileHalfPrecision(HalfPrecision):
+class StepsThroughEngine:
+    """Lets the sharded model take the optimizer's step: unit by unit where the optimizer allows it."""
+
+    engine: Engine | None = None  # set by the strategy while the model is sharded
+
+    def optimizer_step(
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        wrapped = partial(self._wrap_closure, model, optimizer, closure)  # type: ignore[attr-defined]
+        if self.engine is None:
+            return optimizer.step(closure=wrapped, **kwargs)
+        return self.engine.step(optimizer, wrapped, **kwargs)
+
+
+class ZeroCompilePrecision(StepsThroughEngine, Precision):
+    """``32-true``."""
+
+
+class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):
     """``bf16-true``: the model computes in bfloat16, masters and optimizer states stay in ``master_dtype``.
 
     Parameters are neither initialised nor kept in bfloat16: what is gathered is cast. Floating-point buffers become
@@ -33,6 +58,8 @@ def convert_plugin(plugin: Precision | None) -> Precision | None:
     """Our plugin for one of Lightning's; others are returned as they are and judged in :func:`compute_dtype`."""
     if type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
         return ZeroCompileHalfPrecision("bf16-true")
+    if type(plugin) is Precision:
+        return ZeroCompilePrecision()
     return plugin
 
 
@@ -49,7 +76,7 @@ def compute_dtype(plugin: Precision, param_dtype: torch.dtype | None) -> torch.d
                 "leave one of the two at its default."
             )
         return torch.bfloat16
-    if type(plugin) is Precision:
+    if isinstance(plugin, ZeroCompilePrecision):
         return param_dtype
     raise MisconfigurationException(
         f"`strategy='zerocompile'` does not support precision={plugin.precision!r} ({type(plugin).__name__}) yet. Use "

@@ -18,7 +18,7 @@ from lightning_zerocompile import extension, fakes
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.policy import Lifetime, Policy
 from lightning_zerocompile.materialize import Places
-from lightning_zerocompile.shard import ClassCache, Slot, install, make_master
+from lightning_zerocompile.shard import ClassCache, Slot, install, make_master, spec_like
 from lightning_zerocompile.units import UnitPlan
 
 
@@ -182,9 +182,7 @@ class Runtime:
             for index, local in reduced:
                 master = self.slots[index].master
                 assert isinstance(master, DTensor)
-                grad = DTensor.from_local(
-                    local, self.mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
-                )
+                grad = DTensor(local, spec_like(master, local.dtype), requires_grad=False)  # type: ignore[call-arg, arg-type]
                 if master.grad is not None:
                     master.grad.add_(grad)
                 else:
@@ -205,6 +203,13 @@ class Runtime:
             return
         with torch.autograd.graph.saved_tensors_hooks(self.core.pack, self.core.unpack):
             yield
+
+    def units_in_order(self) -> list[tuple[int, list[nn.Parameter]]]:
+        """Each unit's masters, in the order in which a forward uses the units."""
+        masters: dict[int, list[nn.Parameter]] = {}
+        for slot, unit in zip(self.slots, self._unit_of_slot, strict=True):
+            masters.setdefault(unit, []).append(slot.master)
+        return [(unit, masters[unit]) for unit in self.core.unit_order()]
 
     def masters_changed(self, masters: Sequence[Tensor]) -> None:
         """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 SLOTS = "_zerocompile_slots"
@@ -160,6 +161,15 @@ def as_dtensor(local: Tensor, size: torch.Size | tuple[int, ...], mesh: DeviceMe
     shape = torch.Size(size)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements_of(tuple(size)), run_check=False, shape=shape, stride=stride)
+
+
+def spec_like(master: Tensor, dtype: torch.dtype) -> DTensorSpec:
+    """The layout of ``master`` for a value of ``dtype``."""
+    if not isinstance(master, DTensor):
+        raise TypeError("spec_like needs a sharded master")
+    if dtype == master.dtype:
+        return master._spec
+    return DTensorSpec(master.device_mesh, master.placements, TensorMeta(master.shape, master.stride(), dtype))
 
 
 def shard_like(full: Tensor, master: Tensor, dtype: torch.dtype | None = None) -> DTensor:

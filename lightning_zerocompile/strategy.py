@@ -36,7 +36,7 @@ from lightning_zerocompile import checkpoint as checkpoints
 from lightning_zerocompile.compile import CompileStats
 from lightning_zerocompile.config import CompileScope, Config, as_dtype
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.precision import compute_dtype, convert_plugin
+from lightning_zerocompile.precision import StepsThroughEngine, compute_dtype, convert_plugin
 from lightning_zerocompile.runtime import Stats
 from lightning_zerocompile.support import check_trainer
 
@@ -212,7 +212,8 @@ class ZeroCompileStrategy(ParallelStrategy):
         if self._engine is None or not self._engine.manages(module):
             self._close()
             self.model = self.precision_plugin.convert_module(module)
-            self._engine = Engine(module, self.root_device, self.config, dtype, self._process_group_backend or "gloo")
+            backend = self._process_group_backend or "gloo"
+            self._use(Engine(module, self.root_device, self.config, dtype, backend))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -346,7 +347,7 @@ class ZeroCompileStrategy(ParallelStrategy):
                 self._close()
             elif self._failed:
                 self._engine.abandon()
-                self._engine = None
+                self._use(None)
         if self._engine is None and self.lightning_module is not None and not self._failed:
             self.lightning_module.cpu()
         if self.cluster_environment is not None:
@@ -360,7 +361,12 @@ class ZeroCompileStrategy(ParallelStrategy):
         """Makes the module an ordinary one again; collective."""
         if self._engine is not None:
             self._engine.unshard()
-            self._engine = None
+            self._use(None)
+
+    def _use(self, engine: Engine | None) -> None:
+        self._engine = engine
+        if isinstance(self.precision_plugin, StepsThroughEngine):
+            self.precision_plugin.engine = engine
 
     @property
     def engine(self) -> Engine:

@@ -1,0 +1,52 @@
+"""The engine without Lightning's loop, for tests that look into the middle of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_zerocompile.config import Config
+from lightning_zerocompile.engine import Engine
+from tests import models
+
+
+def make_engine(model: nn.Module, stage: int, **options: Any) -> Engine:
+    """Shards ``model``; aot_eager unless ``options`` say otherwise."""
+    config = Config(stage=stage, **({"backend": "aot_eager"} | options))
+    backend = "nccl" if models.device() == "cuda" else "gloo"
+    where = torch.device("cuda", models.rank()) if backend == "nccl" else torch.device("cpu")
+    return Engine(model, where, config, None, backend)
+
+
+@contextmanager
+def engine(model: nn.Module, stage: int, **options: Any) -> Iterator[Engine]:
+    """:func:`make_engine`; the model is whole again behind it, unless the body raised."""
+    made = make_engine(model, stage, **options)
+    try:
+        yield made
+    except BaseException:
+        made.abandon()
+        raise
+    made.unshard()
+
+
+def token_loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:  # batch: [batch, length]
+    """Next-token loss, a mean."""
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def step(engine: Engine, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> float:
+    """One step as the strategy runs it."""
+    with engine.training_step():
+        value = loss()
+        engine.before_backward(value)
+        value.backward()
+        engine.after_backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.item()
