@@ -163,7 +163,7 @@ Tensor Runtime::read(int64_t index) {
   units_[p.unit].gathering.wait(device_);
   stats_.eager_reads += 1;
   stats_.eager_gathers += stats_.gathers - before;
-  p.read_eagerly = true;
+  p.read_eagerly = p.read_eagerly || !trusted_;
   return p.value;
 }
 
@@ -254,7 +254,8 @@ void Runtime::masters_changed(const std::vector<int64_t>& units) {
 
 // [Note: write back] User code may write to a value that it read from a module (`weight.data.mul_`, a codebook update).
 // Every rank runs the same code, so each takes its own rows from what it wrote; elements that still are the cast of
-// the master stay as they are, so a low-precision value never rounds the master. No host synchronisation.
+// the master stay as they are, so a low-precision value never rounds the master. No host synchronisation. Values that
+// only torch's own layers read (`trusted_`) are not compared.
 void Runtime::write_back(Parameter& p) {
   if (!p.read_eagerly) return;
   p.read_eagerly = false;

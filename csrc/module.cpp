@@ -102,6 +102,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("read", [](const std::shared_ptr<Runtime>& self, int64_t parameter, const Tensor& handle,
                       bool requires_grad) { return zerocompile::read(self, parameter, handle, requires_grad); },
            Release())
+      .def("set_trusted", &Runtime::set_trusted)
       .def("open", &Runtime::open, Release())
       .def("close", &Runtime::close, Release())
       .def("unit_order", &Runtime::unit_order, Release())

@@ -112,6 +112,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // gathering
   Tensor read(int64_t parameter);
+  void set_trusted(bool trusted) { trusted_ = trusted; }
   void open(int64_t unit);
   void close(int64_t unit);
   std::vector<Tensor> use(const std::vector<int64_t>& parameters, bool expects_grad);
@@ -201,6 +202,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<int64_t> forward_order_;                   // units by their first use
   std::vector<char> seen_forward_;
 
+  bool trusted_ = false;   // the code that reads now is known not to write, see [Note: write back]
   bool deferred_ = false;
   bool armed_ = false;    // the engine will call us when this backward ends
   bool backward_ = false; // something happened in a backward that has not been finished

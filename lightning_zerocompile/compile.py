@@ -131,15 +131,20 @@ class Region:
     units: list[int]  # gathered while the module runs
     run: Callable[..., Any]  # the class's forward, compiled once for all equal regions
     sharded: list[nn.Module] = field(default_factory=list)  # modules inside that hold parameters
+    trusted: bool = False  # its code is torch's own: it reads parameters and never writes to them
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for inner in self.sharded:
             refresh(inner)
         for unit in self.units:
             self.core.open(unit)
+        if self.trusted:
+            self.core.set_trusted(True)
         try:
             return self.run(module, *args, **kwargs)
         finally:
+            if self.trusted:
+                self.core.set_trusted(False)
             for unit in self.units:
                 self.core.close(unit)
 
@@ -169,6 +174,13 @@ class Regions:
         module.__dict__[REGION] = region
         self._runtime.classes.swap(module, frozenset(module.__dict__.get(SLOTS, ())), self._forwards[base])
 
+
+    def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:
+        """Makes one of torch's own layers outside blocks a region that runs eagerly, see [Note: write back]."""
+        base = getattr(type(module), BASE, type(module))
+        self._forwards.setdefault(base, _entering(base.forward))
+        module.__dict__[REGION] = Region(name, self._runtime.core, [unit], base.forward, [module], trusted=True)
+        self._runtime.classes.swap(module, frozenset(module.__dict__[SLOTS]), self._forwards[base])
 
     def _run(self, base: type, regional: bool) -> Callable[..., Any]:
         """The class's ``forward``, compiled once: all equal regions share its graphs."""

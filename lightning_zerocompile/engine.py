@@ -73,6 +73,17 @@ class Engine:
             for name, child in self.model.named_children():
                 if next(child.parameters(), None) is not None and type(child).forward is not nn.Module.forward:
                     self.regions.add(name, child, [])
+        if self.config.compile == "blocks" and blocks:
+            self._add_leaves([block for _, block in blocks])
+
+    def _add_leaves(self, blocks: Sequence[nn.Module]) -> None:
+        inside = {inner for block in blocks for inner in block.modules()}
+        for name, module in self.model.named_modules():
+            slots = module.__dict__.get(shard.SLOTS, {})
+            units = {self.runtime.unit_of_slot(slot) for slot in slots.values()}
+            plain = getattr(type(module), shard.BASE, type(module)).__module__.startswith("torch.nn.modules.")
+            if module not in inside and plain and len(units) == 1 and next(module.children(), None) is None:
+                self.regions.add_leaf(name, module, units.pop())
 
     # ---- steps ----
 

@@ -96,9 +96,7 @@ class UnitStepper:
             self._update(optimizer, mine, update)
             self._updated(unit)
 
-    def _update(
-        self, optimizer: Optimizer, mine: list[tuple[Tensor, Tensor]], update: Callable[[], Any]
-    ) -> None:
+    def _update(self, optimizer: Optimizer, mine: list[tuple[Tensor, Tensor]], update: Callable[[], Any]) -> None:
         """One unit: the optimizer sees local tensors, local gradients and local state."""
         state = optimizer.state
         optimizer.state = defaultdict(dict)
