@@ -63,8 +63,8 @@ void Runtime::launch_gather(Unit& unit) {
     }
     if (!p.replicated && p.full.numel() > 0) {
       auto& [outputs, inputs] = calls[p.dtype];
-      outputs.push_back(p.full);
-      inputs.push_back(p.full.narrow(0, rank_ * p.rows, p.rows));
+      outputs.push_back(on_the_wire(p.full));
+      inputs.push_back(on_the_wire(p.full.narrow(0, rank_ * p.rows, p.rows)));
     }
     p.gathered_version = p.version();
     p.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see that it changed
@@ -162,6 +162,7 @@ Tensor Runtime::read(int64_t index) {
   acquire(p.unit, phase(), index);
   units_[p.unit].gathering.wait(device_);
   stats_.eager_reads += 1;
+  units_[p.unit].eager_reads += 1;
   stats_.eager_gathers += stats_.gathers - before;
   p.read_eagerly = p.read_eagerly || !trusted_;
   return p.value;

@@ -123,6 +123,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("forget_outstanding", &Runtime::forget_outstanding, Release())
       .def("stats", &Runtime::stats)
       .def("resident_units", &Runtime::resident_units)
+      .def("eager_reads_of", &Runtime::eager_reads_of)
       .def("set_gradient_divisor", &Runtime::set_gradient_divisor)
       .def("set_prefetch", &Runtime::set_prefetch);
 }

@@ -273,8 +273,8 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<
     if (numel > 0) {
       stats_.reduce_bytes += static_cast<int64_t>(grad.nbytes());
       reduction.inputs.push_back(grad);
-      inputs.push_back(std::move(grad));
-      outputs.push_back(result.narrow(0, offset, numel).view(size));
+      inputs.push_back(on_the_wire(grad));
+      outputs.push_back(on_the_wire(result.narrow(0, offset, numel).view(size)));
     }
     offset += numel;
   }
@@ -333,7 +333,7 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, const std::vect
     stats_.reductions += 1;
     stats_.reduce_bytes += static_cast<int64_t>(sum.nbytes());
     if (world_ > 1) {
-      std::vector<Tensor> tensors{sum};
+      std::vector<Tensor> tensors{on_the_wire(sum)};
       c10d::AllreduceOptions options;
       options.asyncOp = device_.is_cpu();
       launch.add(reduce_group_->allreduce(tensors, options));

@@ -22,6 +22,9 @@ namespace zerocompile {
 using at::Tensor;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
+// What a collective moves for a tensor: the backends know no complex numbers.
+inline Tensor on_the_wire(const Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
+
 // How long a gathered value lives (ZeRO-3: one use; ZeRO-1 and 2: until the optimizer's next step).
 enum class Lifetime : int64_t { Use = 0, Step = 1 };
 
@@ -70,6 +73,7 @@ struct Unit {
   bool resident = false;
   int64_t open_modules = 0;
   int64_t graph_uses = 0;   // values that running graphs hold
+  int64_t eager_reads = 0;  // of its parameters, since set-up
   int64_t bytes = 0;        // of its gathered values
   Pending gathering;
   bool reduced = false;     // in the backward that runs
@@ -146,6 +150,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   Stats stats() const { return stats_; }
   std::vector<std::string> resident_units() const;
+  int64_t eager_reads_of(int64_t unit) const { return units_.at(unit).eager_reads; }
   void set_gradient_divisor(double divisor) { divisor_ = divisor; }
   void set_prefetch(int64_t distance) { prefetch_ = distance; }
   int64_t world() const { return world_; }

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._pytree import tree_leaves
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.passes.lower import Lower
 from lightning_zerocompile.passes.tag import Tag, tag
 from lightning_zerocompile.passes.writes import reject_writes
+from lightning_zerocompile.policy import Lifetime
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.shard import BASE, SLOTS, refresh
 
@@ -99,6 +101,7 @@ def _aot_eager(lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Ten
     """The same passes on AOTAutograd's graphs, which then run node by node."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
+    from torch.fx.graph import _BoxedCodeGen
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         tag(joint.graph)
@@ -107,8 +110,9 @@ def _aot_eager(lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Ten
 
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
         lower(module.graph)
+        module.graph.set_codegen(_BoxedCodeGen())  # an fx.Interpreter would keep what the last run returned
         module.recompile()
-        run = fx.Interpreter(module).boxed_run
+        run = module.forward
 
         def boxed(args: list[Any]) -> Any:
             return run(args)
@@ -132,6 +136,7 @@ class Region:
     run: Callable[..., Any]  # the class's forward, compiled once for all equal regions
     sharded: list[nn.Module] = field(default_factory=list)  # modules inside that hold parameters
     trusted: bool = False  # its code is torch's own: it reads parameters and never writes to them
+    regathers: bool = False  # its units are gathered again for its backward, see [Note: entry of backward]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for inner in self.sharded:
@@ -141,12 +146,24 @@ class Region:
         if self.trusted:
             self.core.set_trusted(True)
         try:
-            return self.run(module, *args, **kwargs)
+            results = self.run(module, *args, **kwargs)
         finally:
             if self.trusted:
                 self.core.set_trusted(False)
             for unit in self.units:
                 self.core.close(unit)
+        if self.regathers and torch.is_grad_enabled():
+            for result in (results,) if isinstance(results, Tensor) else tree_leaves(results):
+                if isinstance(result, Tensor) and result.requires_grad and not result.is_leaf:
+                    result.register_hook(self._enter_backward)
+        return results
+
+    def _enter_backward(self, grad: Tensor) -> None:
+        """[Note: entry of backward] Whether a backward reads weights differs between a graph, which may recompute, and
+        eager code: so neither decides that the unit is gathered; the region's first gradient does, on every rank."""
+        for unit in self.units:
+            self.core.open(unit)
+            self.core.close(unit)
 
 
 class Regions:
@@ -170,7 +187,9 @@ class Regions:
         base = getattr(type(module), BASE, type(module))
         self._forwards.setdefault(base, _entering(base.forward))
         sharded = [inner for inner in module.modules() if SLOTS in inner.__dict__]
-        region = Region(name, self._runtime.core, units, self._run(base, regional=bool(units)), sharded)
+        regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
+        run = self._run(base, regional=bool(units))
+        region = Region(name, self._runtime.core, units, run, sharded, regathers=regathers)
         module.__dict__[REGION] = region
         self._runtime.classes.swap(module, frozenset(module.__dict__.get(SLOTS, ())), self._forwards[base])
 

@@ -68,6 +68,8 @@ class Config:
             raise ValueError(
                 f"`backend={self.backend!r}` is not supported; choose 'inductor' or 'aot_eager', or compile=False."
             )
+        if not isinstance(self.options, dict):
+            raise ValueError(f"`options={self.options!r}` must be a dictionary of Inductor's options.")
         if self.mode not in _MODES:
             raise ValueError(f"`mode={self.mode!r}` is not a mode of torch.compile; choose one of {_MODES}.")
         if self.mode in _CUDA_GRAPH_MODES or self.options.get("triton.cudagraphs"):
@@ -82,7 +84,12 @@ class Config:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise ValueError(f"`{name}={value!r}` must be a floating-point torch.dtype or None.")
-        if not isinstance(self.unit_bytes, int) or self.unit_bytes <= 0:
+        if not (self.dynamic is None or isinstance(self.dynamic, bool)):
+            raise ValueError(f"`dynamic={self.dynamic!r}` is not understood; choose True, False or None.")
+        for name in ("keep_gradients", "unshard_after_fit"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}={getattr(self, name)!r}` is not understood; choose True or False.")
+        if not isinstance(self.unit_bytes, int) or isinstance(self.unit_bytes, bool) or self.unit_bytes <= 0:
             raise ValueError(f"`unit_bytes={self.unit_bytes!r}` must be a positive number of bytes, for example 2**26.")
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise ValueError(f"`prefetch={self.prefetch!r}` must be a number of units, 0 or more.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+import sys
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -100,7 +101,7 @@ class ZeroCompileStrategy(ParallelStrategy):
             backend=backend,
             mode=mode,
             dynamic=dynamic,
-            options=dict(options or {}),
+            options=dict(options) if isinstance(options, dict) else options or {},
             param_dtype=as_dtype("param_dtype", param_dtype),
             reduce_dtype=as_dtype("reduce_dtype", reduce_dtype),
             master_dtype=as_dtype("master_dtype", master_dtype),
@@ -183,14 +184,14 @@ class ZeroCompileStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
         if self.root_device.type not in ("cpu", "cuda"):
             raise RuntimeError(
                 f"`strategy='zerocompile'` runs on CPU (gloo) and CUDA (NCCL), not on {self.root_device.type!r}. Use "
                 "accelerator='cpu' or accelerator='cuda'."
             )
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
         if self._process_group_backend is None:
             self._process_group_backend = _get_default_process_group_backend_for_device(self.root_device)
         if self.cluster_environment is None:
@@ -381,6 +382,10 @@ class ZeroCompileStrategy(ParallelStrategy):
             raise RuntimeError("The strategy has no LightningModule; it gets it from the Trainer.")
         return self.lightning_module
 
+    def __repr__(self) -> str:
+        # pytorch_lightning's Trainer refuses the strategy and prints it: say what to import
+        return f"<{type(self).__name__}(stage={self.config.stage}) for lightning.Trainer (`import lightning as L`)>"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": None}
 
@@ -390,10 +395,17 @@ def _raw(optimizer: Optimizer) -> Optimizer:
 
 
 def register_strategies() -> None:
-    """Registers the names with Lightning; again without effect."""
-    entries: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [("zerocompile", ZeroCompileStrategy, {})]
-    entries += [(f"zerocompile_stage_{stage}", ZeroCompileStrategy, {"stage": stage}) for stage in (1, 2, 3)]
-    for name, strategy, arguments in entries:
-        if name not in StrategyRegistry:
-            stage = arguments.get("stage", 3)
-            StrategyRegistry.register(name, strategy, description=f"ZeRO stage {stage} by torch.compile", **arguments)
+    """Registers the names with Lightning; again (a reload) the newest class counts."""
+    foreign = sys.modules.get("pytorch_lightning.strategies")  # a package of its own, with its own registry
+    for name, stage in (("zerocompile", 3), *((f"zerocompile_stage_{stage}", stage) for stage in (1, 2, 3))):
+        description = f"ZeRO stage {stage} by torch.compile"
+        StrategyRegistry.register(name, ZeroCompileStrategy, description=description, override=True, stage=stage)
+        if foreign is not None:
+            foreign.StrategyRegistry.register(name, _refuse_foreign, description=description, override=True)
+
+
+def _refuse_foreign() -> NoReturn:
+    raise ImportError(
+        "strategy='zerocompile' works with the Trainer of `lightning`, whose classes are not those of "
+        "`pytorch_lightning`. Use `import lightning as L` instead of `import pytorch_lightning as pl`."
+    )

@@ -26,7 +26,13 @@ def make_engine(model: nn.Module, stage: int, **options: Any) -> Engine:
 @contextmanager
 def engine(model: nn.Module, stage: int, **options: Any) -> Iterator[Engine]:
     """:func:`make_engine`; the model is whole again behind it, unless the body raised."""
-    made = make_engine(model, stage, **options)
+    with closing(make_engine(model, stage, **options)) as made:
+        yield made
+
+
+@contextmanager
+def closing(made: Engine) -> Iterator[Engine]:
+    """Makes the model of ``made`` whole behind the body, unless it raised."""
     try:
         yield made
     except BaseException:

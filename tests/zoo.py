@@ -86,8 +86,8 @@ class Uneven(nn.Module):
         self.one_of_two_dimensions = nn.Parameter(torch.ones(1, 1))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.no_columns = nn.Parameter(torch.zeros(3, 0))
-        self.transposed = nn.Parameter(torch.randn(WIDTH, 3).t())
-        self.cube = nn.Parameter(torch.randn(3, 2, WIDTH))
+        self.transposed = nn.Parameter(torch.randn(WIDTH, 3).t() / 4)
+        self.cube = nn.Parameter(torch.randn(3, 2, WIDTH) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.back(F.gelu(self.one_row(F.gelu(self.first(x))))) * self.scalar + self.second_scalar
@@ -114,7 +114,7 @@ class Buffers(nn.Module):
                 self.average.lerp_(y.mean((0, 1)), 0.1)
                 self.replaced = self.replaced * 0.5 + y.amax((0, 1))
                 self.count += 1
-        return (y - self.average + self.replaced) * self.temperature / (1 + self.count)
+        return (y - self.average + self.replaced) * self.temperature
 
 
 class Collections(nn.Module):
@@ -190,7 +190,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y, weights = self.own(x, x, x, need_weights=True)
         z, _ = self.cross(y, y[..., :3], y[..., 3:], need_weights=False)
-        return z + weights.sum()
+        return z + weights.square().sum(-1, keepdim=True)
 
 
 class Transformer(nn.Module):
@@ -299,6 +299,22 @@ class ReadOutside(nn.Module):
         """Read after the forward: of the head, of the blocks and of a 0-dim parameter."""
         blocks = sum(layer.up.weight.pow(2).sum() for layer in self.layers)
         return self.head.weight.pow(2).sum() + blocks + self.scale.square()
+
+
+class Mixed(nn.Module):
+    """Small, with everything that optimizers and clipping must see: blocks, few rows, one element, 0 dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(models.Block(WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+        self.scale = nn.Parameter(torch.tensor(1.1))
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.scale + self.shift
 
 
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {

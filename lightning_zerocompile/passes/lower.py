@@ -223,6 +223,9 @@ def _drop_dummies(graph: fx.Graph, reductions: list[fx.Node]) -> list[fx.Node]:
             order.append(node)
     output = _output(graph)
     results = output.args[0]
+    visible = output.meta.get("user_visible_output_idxs")  # Inductor's, made before this pass
+    if visible is not None:
+        output.meta["user_visible_output_idxs"] = [i for i in visible if results[i] not in dead]  # type: ignore
     output.args = (type(results)(None if isinstance(r, fx.Node) and r in dead else r for r in results),)  # type: ignore
     return order
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests import zoo
+from tests import models, zoo
 from tests.harness import Ranks
 
 EAGER: dict[str, Any] = {"compile": False}
@@ -48,3 +57,410 @@ def test_trains_as_ddp(ranks: Ranks, architecture: str) -> None:
             assert result["gradients"] <= 1e-6, (case, result)
             assert result["buffers"] <= 1e-6, (case, result)
             assert result["names"] and result["keys"] and result["sharded"], (case, result)
+
+
+# ---- optimizers and clipping of torch on the masters ----
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "sgd_foreach": (torch.optim.SGD, {"foreach": True, "momentum": 0.9}),
+    "sgd_fused": (torch.optim.SGD, {"fused": True, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 1e-2}),
+    "adam_foreach": (torch.optim.Adam, {"lr": 1e-2, "foreach": True, "amsgrad": True}),
+    "adam_fused": (torch.optim.Adam, {"lr": 1e-2, "fused": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "adamw_foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    "adamw_fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    "adagrad_foreach": (torch.optim.Adagrad, {"lr": 1e-2, "foreach": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}),
+    "rmsprop_foreach": (torch.optim.RMSprop, {"lr": 1e-3, "foreach": True, "momentum": 0.5}),
+}
+
+
+class Subclassed(torch.optim.AdamW):
+    """Not one of torch's exact types: it steps on the DTensors themselves."""
+
+
+def _optimize(stage: int) -> dict[str, float]:
+    worst = {}
+    for name, (kind, arguments) in {**OPTIMIZERS, "subclass": (Subclassed, {"lr": 1e-2})}.items():
+        module = zoo.Net(zoo.Mixed, kind, **arguments)
+        twin = zoo.Net(zoo.Mixed, kind, **arguments)
+        twin.load_state_dict(module.state_dict())
+        zoo.fit(module, ZeroCompileStrategy(stage=stage, compile=False))
+        zoo.reference(twin)
+        worst[name] = zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
+    return worst
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizers_step_on_masters(ranks: Ranks, stage: int) -> None:
+    """torch's optimizers, in every implementation, give the reference's parameters."""
+    for worst in ranks.run(_optimize, stage, timeout=200):
+        assert max(worst.values()) <= 2e-6, worst
+
+
+class ClipsByHand(L.Callback):
+    """Calls torch's own function on the masters."""
+
+    def __init__(self, clip: Callable[[Any], Tensor | None]) -> None:
+        self.clip, self.norms = clip, []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        norm = self.clip(list(module.parameters()))
+        self.norms.append(None if norm is None else zoo.whole(norm).item())
+
+
+CLIPS: dict[str, Callable[[Any], Tensor | None]] = {
+    "norm": functools.partial(nn.utils.clip_grad_norm_, max_norm=0.05),
+    "norm_foreach": functools.partial(nn.utils.clip_grad_norm_, max_norm=0.05, foreach=True),
+    "norm_inf": functools.partial(nn.utils.clip_grad_norm_, max_norm=0.01, norm_type=float("inf")),
+    "norm_1": functools.partial(nn.utils.clip_grad_norm_, max_norm=0.05, norm_type=1.0),
+    "value": functools.partial(nn.utils.clip_grad_value_, clip_value=0.01),
+    "value_foreach": functools.partial(nn.utils.clip_grad_value_, clip_value=0.01, foreach=True),
+}
+
+
+def _clip(stage: int) -> dict[str, tuple[float, float, bool]]:
+    results = {}
+    for name, clip in CLIPS.items():
+        module, twin, loose = zoo.Net(zoo.Mixed), zoo.Net(zoo.Mixed), zoo.Net(zoo.Mixed)
+        twin.load_state_dict(module.state_dict())
+        loose.load_state_dict(module.state_dict())
+        ours = ClipsByHand(clip)
+        zoo.fit(module, ZeroCompileStrategy(stage=stage, compile=False), callbacks=[ours])
+        norms: list[float | None] = []
+
+        def clip_twin(m: nn.Module, clip: Any = clip, norms: list[float | None] = norms) -> None:
+            norm = clip(list(m.parameters()))
+            norms.append(None if norm is None else norm.item())
+
+        zoo.reference(twin, clip=clip_twin)
+        zoo.reference(loose)
+        norm_error = max(abs((a or 0.0) - (b or 0.0)) for a, b in zip(ours.norms, norms, strict=True))
+        clipped = zoo.difference(dict(twin.named_parameters()), dict(loose.named_parameters())) > 1e-3
+        results[name] = (zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters())), norm_error, clipped)
+    return results
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torch_clips_masters(ranks: Ranks, stage: int) -> None:
+    """clip_grad_norm_ and clip_grad_value_ of torch see the norm of the whole model, scalars included."""
+    for results in ranks.run(_clip, stage, timeout=200):
+        for name, (parameters, norm, clipped) in results.items():
+            assert clipped, name
+            assert parameters <= 1e-6 and norm <= 1e-5, (name, results)
+
+
+def _clip_by_trainer(stage: int) -> dict[str, float]:
+    results = {}
+    for algorithm, value in (("norm", 0.05), ("value", 0.01)):
+        module, twin = zoo.Net(zoo.Mixed), zoo.Net(zoo.Mixed)
+        twin.load_state_dict(module.state_dict())
+        arguments = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+        zoo.fit(module, ZeroCompileStrategy(stage=stage, compile=False), **arguments)
+        clip = CLIPS[algorithm]
+        zoo.reference(twin, clip=lambda m, clip=clip: clip(list(m.parameters())))
+        results[algorithm] = zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
+    return results
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_trainer_clips(ranks: Ranks, stage: int) -> None:
+    """Trainer(gradient_clip_val=...) equals clipping the averaged gradient, by norm and by value."""
+    for results in ranks.run(_clip_by_trainer, stage):
+        assert max(results.values()) <= 1e-6, results
+
+
+# ---- state while sharded ----
+
+
+class Inspect(L.Callback):
+    """Calls a function in the middle of training; keeps what it returns."""
+
+    def __init__(self, inspect: Callable[[L.Trainer, Any], Any], step: int = 1) -> None:
+        self.inspect, self.step = inspect, step
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.result = self.inspect(trainer, module)
+
+
+def _dcp_tools(trainer: L.Trainer, module: zoo.Net) -> dict[str, Any]:
+    options = dcp.StateDictOptions(full_state_dict=True)
+    optimizer = trainer.optimizers[0]
+    return {
+        "model": dcp.get_model_state_dict(module, options=options),
+        "sharded": dcp.get_model_state_dict(module),
+        "optimizer": dcp.get_optimizer_state_dict(module, optimizer, options=options),
+        "plain": module.state_dict(),
+    }
+
+
+def _state(stage: int) -> dict[str, Any]:
+    adam: dict[str, Any] = {"lr": 1e-2}
+    module, twin = zoo.Net(zoo.Mixed, torch.optim.Adam, **adam), zoo.Net(zoo.Mixed, torch.optim.Adam, **adam)
+    twin.load_state_dict(module.state_dict())
+    inspect = Inspect(_dcp_tools)
+    zoo.fit(module, ZeroCompileStrategy(stage=stage, **BLOCKS), steps=2, callbacks=[inspect])
+    zoo.reference(twin, steps=1)
+    expected = dict(twin.state_dict())
+    state = inspect.result
+    moments = {n: e["exp_avg"] for n, e in state["optimizer"]["state"].items()}
+    return {
+        "keys": list(state["model"]) == list(expected) == list(state["plain"]) == list(state["sharded"]),
+        "full": zoo.difference(state["model"], expected),
+        "sharded": zoo.difference({n: zoo.whole(v) for n, v in state["sharded"].items()}, expected),
+        "dtensors": all(isinstance(state["plain"][n], DTensor) for n, _ in twin.named_parameters()),
+        "moments": sorted(moments) == sorted(n for n, _ in twin.named_parameters()),
+        "moment_shapes": all(moments[n].shape == p.shape for n, p in twin.named_parameters()),
+        "moments_move": all(m.abs().max() > 0 for m in moments.values()),
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_dicts(ranks: Ranks, stage: int) -> None:
+    """torch's state-dict tools see full values under the module's own names; `state_dict` itself holds DTensors."""
+    for result in ranks.run(_state, stage):
+        assert result["keys"] and result["dtensors"], result
+        assert result["moments"] and result["moment_shapes"] and result["moments_move"], result
+        assert result["sharded"] <= 1e-6 and result["full"] <= 1e-6, result
+
+
+def _load(stage: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Other weights are loaded after the first step: all, then a part with strict=False, then wrong ones."""
+    other = zoo.Net(zoo.Mixed)
+    module, twin = zoo.Net(zoo.Mixed), zoo.Net(zoo.Mixed)
+    x = zoo.Floats(0)[7]
+
+    def load(trainer: L.Trainer, net: zoo.Net) -> dict[str, Any]:
+        plain = net.load_state_dict(other.state_dict())
+        with torch.no_grad():
+            seen = net.model(x.to(net.device)).cpu()
+            expected = other.model(x)
+        part = {"model.scale": torch.tensor(3.0), "model.stranger": torch.ones(1)}
+        partly = net.load_state_dict(part, strict=False)
+        scale = zoo.whole(net.state_dict()["model.scale"]).item()
+        with torch.no_grad():
+            read = net.model.scale.item()
+        try:
+            net.load_state_dict({**other.state_dict(), "model.head.weight": torch.ones(1, 1)})
+            message = ""
+        except RuntimeError as error:
+            message = str(error)
+        net.load_state_dict(other.state_dict())
+        return {
+            "keys": (plain.missing_keys, plain.unexpected_keys, partly.unexpected_keys, len(partly.missing_keys) > 0),
+            "forward": (seen - expected).abs().max().item(), "scale": (scale, read), "message": message,
+        }  # fmt: skip
+
+    inspect = Inspect(load)
+    zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=2, callbacks=[inspect])
+    twin.load_state_dict(other.state_dict())
+    optimizer = twin.configure_optimizers()
+    for rank in range(models.world()):
+        (twin.training_step(zoo.Floats(rank)[1], 1) / models.world()).backward()
+    optimizer.step()
+    parameters = zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
+    return {**inspect.result, "parameters": parameters}
+
+
+@pytest.mark.parametrize("options", [EAGER, BLOCKS], ids=["eager", "blocks"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_load_full_state_dict_while_sharded(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
+    """Full tensors load at any time, partly too; the next read and the next step see them."""
+    for result in ranks.run(_load, stage, options):
+        assert result["keys"] == ([], [], ["model.stranger"], True)
+        assert result["forward"] <= 1e-6
+        assert result["scale"] == (3.0, 3.0)
+        assert "model.head.weight" in result["message"] and "size mismatch" in result["message"]
+        assert result["parameters"] <= 1e-6
+
+
+def _copies() -> list[str]:
+    module = zoo.Net(zoo.Mixed)
+
+    def attempt(trainer: L.Trainer, net: zoo.Net) -> list[str]:
+        messages = []
+        for function in (copy.deepcopy, pickle.dumps, copy.copy):
+            for target in (net.model, net.model.layers[0].up):
+                try:
+                    function(target)
+                    messages.append("no error")
+                except RuntimeError as error:
+                    messages.append(str(error))
+        return messages
+
+    inspect = Inspect(attempt)
+    zoo.fit(module, ZeroCompileStrategy(stage=3, compile=False), steps=2, callbacks=[inspect])
+    for clone in (copy.deepcopy(module.model), pickle.loads(pickle.dumps(module.model))):
+        assert zoo.difference(dict(clone.named_parameters()), dict(module.model.named_parameters())) == 0.0
+    return inspect.result
+
+
+def test_copies_are_refused_while_sharded(ranks: Ranks) -> None:
+    """A sharded module is neither copied nor pickled, whole or in part; after `fit` both work again."""
+    for messages in ranks.run(_copies):
+        assert len(messages) == 6
+        assert all("cannot be copied or pickled" in m and "state_dict" in m for m in messages), messages
+
+
+# ---- inference ----
+
+
+class Validates(zoo.Net):
+    """Keeps the outputs of its validation, with and without gradients enabled inside it."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        assert not self.model.training
+        self.outputs = self.model(batch).detach().cpu()
+        with torch.inference_mode(False), torch.enable_grad():
+            self.with_grad = self.model(batch.clone()).detach().cpu()
+
+    def val_dataloader(self) -> list[Tensor]:
+        return [zoo.Floats(models.rank())[9]]
+
+
+def _validate(architecture: str, stage: int, options: dict[str, Any], inference_mode: bool) -> float:
+    module = Validates(zoo.ARCHITECTURES[architecture])
+    arguments = {"num_sanity_val_steps": 1, "inference_mode": inference_mode, "val_check_interval": 1}
+    zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=2, limit_train_batches=2, **arguments)
+    module.eval()
+    with torch.no_grad():
+        expected = module.model(zoo.Floats(models.rank())[9].to(models.device())).cpu()
+    return max((module.outputs - expected).abs().max().item(), (module.with_grad - expected).abs().max().item())
+
+
+@pytest.mark.parametrize("architecture", ["attention", "transformer", "batchnorms", "recurrent", "weightnorms"])
+def test_inference_equals_plain_module(ranks: Ranks, architecture: str) -> None:
+    """Validation (the fast path of attention included) computes what the plain module computes, in either mode."""
+    for stage, options in ((1, EAGER), (3, EAGER), (3, BLOCKS)):
+        for deviation in ranks.run(_validate, architecture, stage, options, stage == 3):
+            assert deviation <= 1e-6, (stage, options)
+
+
+# ---- who gets a gradient ----
+
+
+class Sometimes(nn.Module):
+    """Which layers run depends on the rank and on the input's sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(models.Block(zoo.WIDTH) for _ in range(3))
+        self.one_rank = nn.Parameter(torch.ones(zoo.WIDTH))
+        self.one_rank_scalar = nn.Parameter(torch.tensor(1.3))
+        self.nobody = nn.Parameter(torch.ones(3, 2))
+        self.nobody_scalar = nn.Parameter(torch.tensor(1.0))
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        if self.on:
+            x = x * self.one_rank + self.one_rank_scalar
+        return self.layers[1](x)
+
+
+class OnOneRank(zoo.Net):
+    """Rank 0 uses parameters that the others do not."""
+
+    which = staticmethod(models.rank)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.model.on = self.which() == 0
+        return zoo.objective(self.model, batch)
+
+
+def _sometimes(stage: int, options: dict[str, Any]) -> tuple[float, float, bool]:
+    arguments: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    module = OnOneRank(Sometimes, torch.optim.AdamW, **arguments)
+    twin = OnOneRank(Sometimes, torch.optim.AdamW, **arguments)
+    twin.load_state_dict(module.state_dict())
+    start = {n: p.detach().clone() for n, p in twin.named_parameters()}
+    watch = zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=3)
+    order = iter(list(reversed(range(models.world()))) * 3)
+    twin.which = lambda: next(order)  # type: ignore[method-assign, assignment]
+    gradients = zoo.reference(twin, steps=3)
+    ours = dict(module.named_parameters())
+    untouched = all(torch.equal(ours[n].cpu(), start[n]) for n in ours if "nobody" in n or "layers.2" in n)
+    return (
+        zoo.difference(ours, dict(twin.named_parameters())),
+        max(zoo.difference(a, b) for a, b in zip(watch.gradients, gradients, strict=True)),
+        untouched,
+    )
+
+
+@pytest.mark.parametrize("options", [EAGER, BLOCKS, MODEL], ids=["eager", "blocks", "model"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_unused_parameters(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
+    """Nobody's: grad None, AdamW leaves it. One rank's: averaged with zero, as DDP's find_unused_parameters."""
+    if stage == 3 and options is MODEL:
+        pytest.skip("at stage 3 ranks must enter the same units in the same order")
+    for parameters, gradients, untouched in ranks.run(_sometimes, stage, options):
+        assert untouched
+        assert gradients <= 1e-6 and parameters <= 1e-6
+
+
+class Adapter(nn.Module):
+    """A block whose base is frozen and which trains two small matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(zoo.WIDTH, zoo.WIDTH).requires_grad_(False)
+        self.down = nn.Linear(zoo.WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, zoo.WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapter() for _ in range(3))
+        self.head = nn.Linear(zoo.WIDTH, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Toggled(zoo.Net):
+    """Unfreezes one base in step 1, freezes its adapter in step 2 and everything but the head in step 3."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        layer = self.model.layers[1]
+        if batch_idx == 1:
+            layer.base.requires_grad_(True)
+        if batch_idx == 2:
+            layer.up.requires_grad_(False)
+        if batch_idx == 3:
+            self.model.layers.requires_grad_(False)
+            self.model.head.requires_grad_(True)
+        return zoo.objective(self.model, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _toggle(stage: int, options: dict[str, Any]) -> tuple[float, float, list[int]]:
+    module, twin = Toggled(Adapted), Toggled(Adapted)
+    twin.load_state_dict(module.state_dict())
+    watch = zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=4)
+    gradients = zoo.reference(twin, steps=4)
+    return (
+        zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters())),
+        max(zoo.difference(a, b) for a, b in zip(watch.gradients, gradients, strict=True)),
+        [sum(g is not None for g in seen.values()) for seen in watch.gradients],
+    )
+
+
+@pytest.mark.parametrize("options", [EAGER, BLOCKS, MODEL], ids=["eager", "blocks", "model"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_requires_grad_toggles_between_steps(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
+    """Adapters on a frozen base; what is trained changes between steps, in compiled regions too."""
+    for parameters, gradients, counts in ranks.run(_toggle, stage, options):
+        assert counts == [6, 8, 7, 2]
+        assert gradients <= 1e-6 and parameters <= 1e-6

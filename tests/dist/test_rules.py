@@ -1,0 +1,718 @@
+"""The rules of DESIGN.md section 3, one test (or a few) each."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zerocompile import ZeroCompileStrategy
+from tests import engines, models
+from tests.harness import Ranks, Worlds
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+SCOPES = pytest.mark.parametrize("scope", [False, "blocks"])
+
+
+
+def _pair(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """A model and an equal one that stays whole."""
+    model, twin = build(), build()
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+def _reference(twin: nn.Module, steps: list[int], loss: Callable[[nn.Module, Tensor], Tensor] = engines.token_loss) -> None:
+    """SGD with lr 0.5 on the mean over ranks, for the batches of the given numbers."""
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    data = [models.Batches(r) for r in range(models.world())]
+    for number in steps:
+        optimizer.zero_grad()
+        for batches in data:
+            (loss(twin, batches[number]) / models.world()).backward()
+        optimizer.step()
+
+
+def _sgd(engine: Any, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine.attach_optimizers([optimizer])
+    return optimizer
+
+
+# ---- rule 2 ----
+
+
+def _toggle(stage: int) -> dict[str, Any]:
+    model = models.ByteModel()
+    data = models.Batches(models.rank())
+    frames: list[str] = []
+    compile_frame = torch._dynamo.convert_frame._compile
+
+    def spy(code: Any, *args: Any, **kwargs: Any) -> Any:
+        frames.append(code.co_name)
+        return compile_frame(code, *args, **kwargs)
+
+    weights = [p for n, p in model.named_parameters() if "layers.1.up" in n]
+    with pytest.MonkeyPatch.context() as patch, engines.engine(model, stage) as engine:
+        patch.setattr(torch._dynamo.convert_frame, "_compile", spy)
+        masters = [p for n, p in model.named_parameters() if "layers.1.up" in n]
+        seen = []
+        with engine.training_step():
+            for wanted in (True, False, True):
+                for master in masters:
+                    master.requires_grad_(wanted)
+                loss = engines.token_loss(model, data[0])
+                engine.before_backward(loss)
+                loss.backward()
+                engine.after_backward()
+                seen.append([master.grad is not None for master in masters])
+                for parameter in model.parameters():
+                    parameter.grad = None
+        reductions = engine.runtime.stats().graph_reductions
+    return {"frames": frames, "seen": seen, "reductions": reductions, "weights": len(weights)}
+
+
+@STAGES
+def test_rule_02_getter_and_requires_grad(ranks: Ranks, stage: int) -> None:
+    """The getter is never a root frame; a `requires_grad` toggled inside a step counts from the next forward on."""
+    for seen in ranks.run(_toggle, stage):
+        assert seen["frames"] and set(seen["frames"]) == {"forward"}
+        assert seen["seen"] == [[True, True], [False, False], [True, True]]
+        assert seen["reductions"] == 15 + 13 + 15 and seen["weights"] == 2
+
+
+# ---- rule 3 ----
+
+
+def _saved(stage: int, scope: Any) -> tuple[list[tuple[int, ...]], int]:
+    model = models.ByteModel(width=9)
+    weights = {tuple(p.shape) for p in model.layers[0].parameters() if p.dim() == 2}
+    weights |= {shape[::-1] for shape in weights}
+    saved: list[Tensor] = []
+    with engines.engine(model, stage, compile=scope) as engine:
+        resident = {
+            slot.source.untyped_storage().data_ptr() for slot in engine.runtime.slots if slot.source.numel() > 0
+        }
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            loss = engines.token_loss(model, models.Batches(models.rank())[0])
+        loss.backward()
+        engine.after_backward()
+        graph_uses = engine.runtime.stats().graph_uses
+    held = [tuple(t.shape) for t in saved if t.untyped_storage().data_ptr() not in resident]
+    assert saved
+    return [shape for shape in held if shape in weights and 9 in shape and 19 in shape], graph_uses
+
+
+@STAGES
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_rule_03_no_full_weight_is_saved(ranks: Ranks, stage: int, scope: Any) -> None:
+    """Compiled graphs save no weight of a block for backward, transposed or not; eager code would."""
+    for held, graph_uses in ranks.run(_saved, stage, scope):
+        assert held == [] and graph_uses > 0
+    if stage == 3:  # the probe sees a weight that is saved: eager, outside the runtime's own hooks
+        assert ranks.run(_saved, stage, False)[0][0] != []
+
+
+# ---- rule 4 ----
+
+
+class Squares(nn.Module):
+    """Weights, their gradients and the activations all have one size: Inductor wants to reuse each for another."""
+
+    def __init__(self, width: int = 20) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+        self.mix = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.sin(layer(x)) + (layer.weight * self.mix).cos() @ x
+        return x @ self.mix
+
+
+class SquareModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Squares()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _square_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _generated(stage: int) -> tuple[list[str], float]:
+    """Inductor's code for the whole model as one graph, and the deviation after two steps."""
+    from torch._inductor.utils import run_and_get_code
+
+    model, twin = _pair(SquareModel)
+    data = [[torch.randn(20, 20, generator=torch.Generator().manual_seed(10 * s + r)) for r in range(models.world())]
+            for s in range(2)]  # fmt: skip
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        engines.engine(model, stage, backend="inductor", compile="model") as engine,
+    ):
+        optimizer = _sgd(engine, model)
+
+        def train() -> None:
+            for batches in data:
+                engines.step(engine, optimizer, lambda x=batches[models.rank()]: _square_loss(model, x))
+
+        _, codes = run_and_get_code(train)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for batches in data:
+        optimizer.zero_grad()
+        for x in batches:
+            (_square_loss(twin, x) / models.world()).backward()
+        optimizer.step()
+    return codes, models.deviation(model, twin)
+
+
+def _reused_early(code: str) -> tuple[int, list[str]]:
+    """How many buffers our calls take, and those whose memory the code hands on before the last call that takes it."""
+    body = code[code.index("def call("):].splitlines()  # fmt: skip
+    ours = [i for i, line in enumerate(body) if "torch.ops.zerocompile." in line and "handle" not in line]
+    last: dict[str, int] = {}
+    for i in ours:
+        call = body[i]
+        first_list = call[call.index("(") + 1 :].split("]")[0]
+        if any(name in call for name in ("reduce_unit_", "reduce_fence_", "release_")):
+            last |= {name: i for name in re.findall(r"\bbuf\d+\b", first_list)}
+    early = []
+    for name, at in last.items():
+        for i, line in enumerate(body[:at]):
+            if re.search(rf"del {name}\b", line) or re.search(rf"= {name}; del|= {name}\s+# reuse", line):
+                early.append(f"{name} at {i}, last call at {at}: {line.strip()}")
+    return len(last), early
+
+
+def test_rule_04_generated_code_keeps_buffers(ranks: Ranks) -> None:
+    """No buffer that is gathered or reduced is reused before our last call that names it; and the numbers are right."""
+    sample = "def call(args):\n  torch.ops.zerocompile.reduce_unit_.default([buf1], [primals_1])\n"
+    sample += "  buf2 = buf1; del buf1  # reuse\n  torch.ops.zerocompile.reduce_fence_.default([buf1], [primals_1], True)"
+    assert _reused_early(sample)[1]  # the check itself notices
+    for codes, deviation in ranks.run(_generated, 3, timeout=240):
+        text = "\n".join(codes)
+        assert "reduce_fence_" in text and "release_" in text and "gather_unit" in text
+        found = [_reused_early(code) for code in codes]
+        assert sum(count for count, _ in found) >= 10
+        assert [early for _, earlies in found for early in earlies] == []
+        assert deviation <= 1e-5
+
+
+# ---- rule 5 ----
+
+
+def test_rule_05_options(tmp_path: Path) -> None:
+    """No reordering, mode expanded below the user's options, the user's passes first, CUDA graphs refused by name."""
+    from lightning_zerocompile import extension
+    from lightning_zerocompile.compile import Composed, inductor_options
+    from lightning_zerocompile.config import Config
+    from lightning_zerocompile.passes.lower import Lower
+    from lightning_zerocompile.passes.tag import Tag
+
+    extension.load()
+    order: list[str] = []
+    theirs = {"post_grad_custom_post_pass": lambda graph: order.append("user"), "max-autotune-gemm": False}
+    config = Config(mode="max-autotune-no-cudagraphs", options={**theirs, "reorder_for_peak_memory": True})
+    options = inductor_options(config, Lower(True))
+    assert options["reorder_for_peak_memory"] is False
+    assert options["max_autotune"] is True and options["max_autotune_gemm"] is False  # the mode's; the user's
+    assert isinstance(options["joint_custom_pre_pass"], Tag)
+    composed = options["post_grad_custom_post_pass"]
+    assert isinstance(composed, Composed) and composed.uuid() is None  # an unhashable pass: not cached
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    composed(graph)
+    assert order == ["user"]
+    with torch._inductor.config.patch(joint_custom_pre_pass=Tag()):  # set globally instead
+        assert isinstance(inductor_options(Config(), Lower(True))["joint_custom_pre_pass"], Composed)
+    for wrong in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}):
+        with pytest.raises(ValueError, match="max-autotune-no-cudagraphs"):
+            Config(**wrong)
+    assert Lower(True).uuid() != Lower(False).uuid()
+
+
+# ---- rule 6 ----
+
+
+def _cached(stage: int, folders: list[str]) -> tuple[float, int, int]:
+    """Deviation after two steps with this rank's Inductor cache folder, and its cache's hits and misses."""
+    model, twin = _pair(lambda: models.ByteModel(width=6, blocks=2))
+    data = models.Batches(models.rank())
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folders[models.rank()])
+        with engines.engine(model, stage, backend="inductor") as engine:
+            optimizer = _sgd(engine, model)
+            for number in range(2):
+                engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
+            assert engine.runtime.stats().graph_reductions > 0
+    _reference(twin, [0, 1])
+    hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    misses = counters["inductor"]["fxgraph_cache_miss"]
+    return models.deviation(model, twin), hits, misses
+
+
+def test_rule_06_warm_cache(worlds: Worlds, tmp_path: Path) -> None:
+    """A cache filled by rank 0 of two serves rank 1, another stage and another world size, with right numbers."""
+    mine, other = str(tmp_path / "a"), str(tmp_path / "b")
+    cold = worlds(2).run(_cached, 3, [mine, other], timeout=240)
+    assert all(misses > 0 and hits == 0 for _, hits, misses in cold)
+    swapped = worlds(2).run(_cached, 3, [other, mine], timeout=240)
+    larger = worlds(3).run(_cached, 3, [mine] * 3, timeout=240)
+    stage_2 = worlds(2).run(_cached, 2, [mine] * 2, timeout=240)
+    again = worlds(2).run(_cached, 1, [mine] * 2, timeout=240)
+    for results, warm in ((cold, False), (swapped, True), (larger, True), (stage_2, False), (again, True)):
+        for deviation, hits, misses in results:
+            assert deviation <= 5e-6
+            assert not warm or (hits > 0 and misses == 0)
+
+
+# ---- rule 8 ----
+
+
+class Nested(torch.autograd.Function):
+    """A loss whose backward (or forward) runs a backward of its own, as GradCache does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, run: Callable[[], None], where: str) -> Tensor:
+        ctx.run, ctx.where = run, where
+        if where == "forward":
+            with torch.enable_grad():
+                run()
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.where == "backward":
+            with torch.enable_grad():
+                ctx.run()
+        return grads[0], None, None
+
+
+def _checkpointed(model: models.ByteModel, batch: Tensor) -> Tensor:
+    def forward(tokens: Tensor) -> Tensor:
+        x = model.embedding(tokens)
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return model.head(x) * model.scale + model.shift
+
+    return engines.token_loss(forward, batch)
+
+
+def _nested_loss(where: str, backward: Callable[[Tensor], None]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The loss of one batch; the same loss on the reversed batch is differentiated inside it."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        inner = lambda: backward(engines.token_loss(model, batch.flip(0, 1)))  # noqa: E731
+        return engines.token_loss(lambda tokens: Nested.apply(model(tokens), inner, where), batch)
+
+    return loss
+
+
+def _end_of_backward(kind: str, stage: int, scope: Any) -> tuple[float, int]:
+    model, twin = _pair(models.ByteModel)
+    data = models.Batches(models.rank())
+    loss: Callable[[nn.Module, Tensor], Tensor]
+    with engines.engine(model, stage, compile=scope) as engine:
+        optimizer = _sgd(engine, model)
+
+        def manual_backward(value: Tensor) -> None:
+            engine.before_backward(value)
+            value.backward()
+            engine.after_backward()
+
+        loss = _checkpointed if kind == "checkpoint" else _nested_loss(kind, manual_backward)
+        for number in range(3):
+            engines.step(engine, optimizer, lambda number=number: loss(model, data[number]))
+        backwards = engine.runtime.stats().backwards
+    inner = _nested_loss(kind, lambda value: (value / models.world()).backward())
+    _reference(twin, [0, 1, 2], _checkpointed if kind == "checkpoint" else inner)
+    return models.deviation(model, twin), backwards
+
+
+@STAGES
+@SCOPES
+@pytest.mark.parametrize("kind", ["checkpoint", "backward", "forward"])
+def test_rule_08_nested_backwards(ranks: Ranks, kind: str, stage: int, scope: Any) -> None:
+    """Reentrant checkpoints and a backward inside a backward flush once, at the outermost end; gradients are right."""
+    for deviation, backwards in ranks.run(_end_of_backward, kind, stage, scope):
+        assert deviation <= 1e-6
+        # a backward inside a *forward* is an outermost one of its own
+        assert backwards == (6 if kind == "forward" else 3)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ValueError("on purpose")
+
+
+def _after_failure(stage: int, scope: Any, nested: bool) -> float:
+    model, twin = _pair(models.ByteModel)
+    data = models.Batches(models.rank())
+
+    def failing(batch: Tensor) -> Tensor:
+        x = Fails.apply(model.embedding(batch[:, :-1]))
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if nested else layer(x)
+        return F.cross_entropy(model.head(x).flatten(0, 1), batch[:, 1:].flatten())
+
+    with engines.engine(model, stage, compile=scope) as engine:
+        optimizer = _sgd(engine, model)
+        for number in range(3):
+            with pytest.raises(ValueError, match="on purpose"), engine.training_step():
+                loss = failing(data[number + 5])
+                engine.before_backward(loss)
+                loss.backward()
+            optimizer.zero_grad()
+            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
+    _reference(twin, [0, 1, 2])
+    return models.deviation(model, twin)
+
+
+@STAGES
+@SCOPES
+@pytest.mark.parametrize("nested", [False, True])
+def test_rule_08_a_step_after_a_failed_backward(ranks: Ranks, stage: int, scope: Any, nested: bool) -> None:
+    """A backward that raises leaves nothing behind: the next step is right."""
+    assert max(ranks.run(_after_failure, stage, scope, nested)) <= 1e-6
+
+
+# ---- rule 9 ----
+
+SHUTDOWN = """
+    import torch, torch.distributed as dist
+    import lightning as L
+    from tests import models
+    from lightning_zerocompile import ZeroCompileStrategy
+    from lightning_zerocompile.runtime import Runtime
+
+    order = []
+    shutdown, destroy = Runtime.shutdown, dist.destroy_process_group
+    Runtime.shutdown = lambda self: (order.append("shutdown"), shutdown(self))[1]
+    dist.destroy_process_group = lambda *a: (order.append("destroy"), destroy(*a))[1]
+    module = models.Module()
+    models.train(module, ZeroCompileStrategy(stage={stage}, backend="aot_eager"), steps=2)
+    assert order == ["shutdown", "destroy"], order
+    dist.destroy_process_group()
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rule_09_shutdown_before_the_group(stage: int) -> None:
+    """The runtime lets go of the groups before they are destroyed, and the process ends without a complaint."""
+    source = textwrap.dedent(SHUTDOWN).replace("{stage}", str(stage))
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip().endswith("ended") and "Traceback" not in done.stderr
+
+
+# ---- rule 11 ----
+
+
+class Writer(nn.Module):
+    """A block that writes to its own weight in its forward."""
+
+    def __init__(self, how: str, width: int = 10) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(width, width))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear[0].weight
+        with torch.no_grad():
+            if self.how == "mul_":
+                weight.mul_(0.9)
+            elif self.how == "data":
+                weight.data.mul_(0.9)
+            elif self.how == "clamp_":
+                weight.t().clamp_(-0.1, 0.1)
+            elif self.how == "index":
+                weight[0] = 0.05
+            elif self.how == "foreach":
+                torch._foreach_mul_([weight], 0.9)
+            elif self.how == "out":
+                torch.mul(weight, 0.9, out=weight)
+            elif self.how == "copy_":
+                weight.data.copy_(weight * 0.9)
+            elif self.how == "iadd":
+                weight += 0.01
+            elif self.how == "init":
+                nn.init.constant_(weight, 0.03)
+            elif self.how == "renorm":
+                F.embedding(torch.tensor([0, 1]), weight, max_norm=0.01)
+        return x + self.linear(x)
+
+
+class WriterModel(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, 10)
+        self.layers = nn.ModuleList(Writer(how) for _ in range(2))
+        self.head = nn.Linear(10, models.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+WRITES = ["mul_", "data", "clamp_", "index", "foreach", "out", "copy_", "iadd", "init", "renorm"]
+
+
+def _compiled_writes(stage: int, scope: Any) -> dict[str, str]:
+    messages = {}
+    for how in WRITES:
+        torch._dynamo.reset()
+        engine = engines.make_engine(model := WriterModel(how), stage, compile=scope)
+        try:
+            with engine.training_step():
+                model(models.Batches(0)[0])
+            messages[how] = "no error"
+        except Exception as error:
+            messages[how] = f"{type(error).__name__}: {error}"
+        finally:
+            engine.abandon()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_rule_11_compiled_write_raises(worlds: Worlds, stage: int, scope: Any) -> None:
+    """An in-place write to a parameter inside a compiled region is an error that names the operation."""
+    names = {"clamp_": "clamp_", "foreach": "_foreach_mul_", "copy_": "copy_", "renorm": "embedding"}
+    for messages in worlds(1).run(_compiled_writes, stage, scope):
+        for how, message in messages.items():
+            assert "writes in place to a parameter" in message, (how, message)
+            assert names.get(how, "") in message, (how, message)
+
+
+def _eager_writes(how: str, stage: int) -> float:
+    """Eager writes in the forward; each rank writes the same."""
+    model, twin = _pair(lambda: WriterModel(how))
+    data = models.Batches(0)
+    with engines.engine(model, stage, compile=False) as engine:
+        optimizer = _sgd(engine, model)
+        for number in range(3):
+            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for number in range(3):
+        optimizer.zero_grad()
+        engines.token_loss(twin, data[number]).backward()
+        optimizer.step()
+    return models.deviation(model, twin)
+
+
+@STAGES
+@pytest.mark.parametrize("how", ["data", "mul_", "clamp_", "renorm"])
+def test_rule_11_eager_write_in_forward(ranks: Ranks, how: str, stage: int) -> None:
+    """`weight.data.mul_` and its like in an eager forward train as in one process."""
+    assert max(ranks.run(_eager_writes, how, stage)) <= 1e-6
+
+
+class MaxNorm(nn.Module):
+    """torch's own layer that writes to its weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, 10, max_norm=0.5)
+        self.layers = nn.ModuleList(models.Block(10) for _ in range(2))
+        self.head = nn.Linear(10, models.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _writes_between_steps(stage: int, scope: Any, moment: str) -> tuple[float, float]:
+    """Writes to a block's and to the head's weight, after a step or between backward and step."""
+    model, twin = _pair(MaxNorm)
+    data = models.Batches(0)
+
+    def write(module: nn.Module) -> None:
+        with torch.no_grad():
+            module.layers[1].up.weight.data.mul_(0.5)
+            module.head.weight.clamp_(-0.1, 0.1)
+
+    strategy = ZeroCompileStrategy(stage=stage, compile=scope, backend="aot_eager")
+
+    class Hook(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if moment == "after":
+                write(model)
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            if moment == "before":
+                write(model)
+
+    module = models.Module(lambda: model)
+    models.make_trainer(strategy, max_steps=3, callbacks=[Hook()]).fit(module, data)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for number in range(3):
+        optimizer.zero_grad()
+        engines.token_loss(twin, data[number]).backward()
+        if moment == "before":
+            write(twin)
+        optimizer.step()
+        if moment == "after":
+            write(twin)
+    return models.deviation(model, twin), float(model.head.weight.detach().abs().max())
+
+
+@STAGES
+@SCOPES
+@pytest.mark.parametrize("moment", ["after", "before"])
+def test_rule_11_eager_write_between_steps(ranks: Ranks, stage: int, scope: Any, moment: str) -> None:
+    """Writes outside the forward, and those of `nn.Embedding(max_norm=...)`, reach the masters on every rank."""
+    for deviation, largest in ranks.run(_writes_between_steps, stage, scope, moment):
+        assert deviation <= 1e-6
+        assert moment == "before" or largest <= 0.1 + 1e-6
+
+
+# ---- rule 12 ----
+
+
+class Reader(nn.Module):
+    """Reads attributes of its weights many times."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(width, width))
+
+    def forward(self, x: Tensor, reads: int) -> Tensor:
+        for _ in range(reads):
+            x = x.to(self.linear[0].weight.dtype) * (1.0 if self.linear[0].bias.shape else 0.0)
+        return self.linear(x)
+
+
+class ReaderModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Reader(10) for _ in range(3))
+
+    def forward(self, x: Tensor, reads: int) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, reads)
+        return x
+
+
+def _attribute_reads(reads: int) -> tuple[int, int]:
+    model = ReaderModel()
+    with engines.engine(model, 3, compile=False) as engine:
+        with engine.training_step():
+            model(torch.randn(2, 10), reads).sum().backward()
+            engine.after_backward()
+        stats = engine.runtime.stats()
+    return stats.gathers, stats.eager_reads
+
+
+def test_rule_12_reads_do_not_gather(ranks: Ranks) -> None:
+    """Twenty reads of a weight's attributes in a block communicate no more than one."""
+    few, many = ranks.run(_attribute_reads, 1)[0], ranks.run(_attribute_reads, 20)[0]
+    assert few[0] == many[0] == 5  # three blocks forward, two again backward: the last one is still gathered
+    assert many[1] == few[1] + 3 * 19 * 2
+
+
+# ---- rule 13 ----
+
+
+def _modified(what: str, stage: int, scope: Any) -> str:
+    model = models.ByteModel()
+    engine = engines.make_engine(model, stage, compile=scope)
+    optimizer = _sgd(engine, model)
+    data = models.Batches(models.rank())
+    engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+    try:
+        with engine.training_step():
+            x = model.embedding(data[1])
+            for layer in model.layers:
+                x = layer(x)
+            if what == "activation":
+                loss = F.relu(model.head(x)).exp()
+                loss.detach().mul_(2.0)
+                loss.sum().backward()
+            elif what == "step":
+                first = model.head(x).sum()
+                first.backward(retain_graph=True)
+                engine.after_backward()
+                optimizer.step()
+                first.backward()
+            else:
+                model.head(x).sum().backward()
+                engine.after_backward()
+        return "no error"
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.abandon()
+
+
+@STAGES
+@SCOPES
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("activation", "modified by an inplace operation"), ("step", "modified b"), ("nothing", "no error")],
+)
+def test_rule_13_modified_before_backward(worlds: Worlds, what: str, message: str, stage: int, scope: Any) -> None:
+    """An activation, or the weights by an optimizer step, modified between forward and backward raise as in torch."""
+    for seen in worlds(1).run(_modified, what, stage, scope):
+        assert message in seen
+
+
+# ---- rule 14 ----
+
+
+class Validated(models.Module):
+    """Its validation runs in inference mode, as Lightning's does on NCCL."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.inference_mode():
+            loss = self.loss(batch)
+            assert loss.is_inference()
+        self.val_losses = [*getattr(self, "val_losses", []), loss.item()]
+
+
+def _validated(stage: int, scope: Any) -> tuple[float, int]:
+    module, twin = Validated(), models.Module()
+    twin.load_state_dict(module.state_dict())
+    strategy = ZeroCompileStrategy(stage=stage, compile=scope, backend="aot_eager")
+    trainer = models.make_trainer(
+        strategy, max_steps=4, num_sanity_val_steps=2, val_check_interval=2, limit_val_batches=2
+    )
+    data = models.Batches(models.rank())
+    trainer.fit(module, data, data)
+    models.reference(twin, 4)
+    return models.deviation(module, twin), len(module.val_losses)
+
+
+@STAGES
+@SCOPES
+def test_rule_14_inference_mode_before_training(ranks: Ranks, stage: int, scope: Any) -> None:
+    """The sanity check and validations in inference mode leave no inference tensor behind: training is right."""
+    for deviation, validations in ranks.run(_validated, stage, scope):
+        assert deviation <= 1e-6
+        assert validations == 2 + 2 * 2

@@ -1,0 +1,641 @@
+"""The Trainer's ways to use the strategy: every entry point, loop, precision and what is left behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_zerocompile import ZeroCompileStrategy
+from tests import models
+from tests.harness import Ranks
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+AOT: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
+
+
+def _pair(kind: type[models.Module] = models.Module, **arguments: Any) -> tuple[Any, Any]:
+    """Two equal modules: one to train, one for the reference."""
+    module = kind(**arguments)
+    return module, copy.deepcopy(module)
+
+
+def _ordinary(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Nothing of the strategy is left in the module."""
+    assert type(module) is kind
+    for inner in module.modules():
+        assert "lightning_zerocompile" not in type(inner).__module__
+        assert not [key for key in inner.__dict__ if "zerocompile" in key]
+        assert not hasattr(type(inner), "_zerocompile_base")
+    for tensor in [*module.parameters(), *module.buffers()]:
+        assert not isinstance(tensor, DTensor)
+    assert all(type(p) is nn.Parameter and p.is_leaf for p in module.parameters())
+
+
+def _fit(module: L.LightningModule, strategy: ZeroCompileStrategy, steps: int, **arguments: Any) -> L.Trainer:
+    trainer = models.make_trainer(strategy, max_steps=steps, **arguments)
+    trainer.fit(module, models.Batches(models.rank()))
+    return trainer
+
+
+# ---- entry points ----
+
+
+class Evaluated(models.Module):
+    """Keeps what evaluation saw."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.seen.append(loss.item())
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("val_rank", float(models.rank()), sync_dist=True, reduce_fx="sum")
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch)
+
+
+def _mean_loss(module: models.Module, count: int) -> float:
+    """Over the first batches of every rank."""
+    with torch.no_grad():
+        losses = [module.loss(models.Batches(r)[i].to(models.device())) for r in range(models.world()) for i in range(count)]
+    return float(torch.stack(losses).mean())
+
+
+def _evaluate(stage: int, options: dict[str, Any]) -> None:
+    module, twin = _pair(Evaluated)
+    twin.to(models.device())
+    trainer = models.make_trainer(ZeroCompileStrategy(stage=stage, **options), limit_predict_batches=2)
+    data = models.Batches(models.rank(), 2)
+    [metrics] = trainer.validate(module, data, verbose=False)
+    assert metrics["val_loss"] == pytest.approx(_mean_loss(twin, 2), abs=1e-6)
+    assert metrics["val_rank"] == sum(range(models.world()))
+    _ordinary(module, Evaluated)
+    [metrics] = trainer.test(module, data, verbose=False)
+    assert metrics["test_loss"] == pytest.approx(_mean_loss(twin, 2), abs=1e-6)
+    predictions = trainer.predict(module, data)
+    for batch, prediction in zip(data, predictions, strict=True):  # type: ignore[arg-type]
+        expected = twin.predict_step(batch.to(models.device()), 0)
+        assert torch.allclose(prediction, expected, atol=1e-6)  # type: ignore[arg-type]
+    _ordinary(module, Evaluated)
+    assert models.deviation(module, twin) == 0
+
+
+@STAGES
+@pytest.mark.parametrize("options", [{"compile": False}, AOT], ids=["eager", "aot_eager"])
+def test_validate_test_and_predict_without_fit(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
+    """They compute what a plain module computes, metrics are of all ranks, and weights stay what they were."""
+    ranks.run(_evaluate, stage, options)
+
+
+def _validate_during_fit(stage: int, options: dict[str, Any]) -> None:
+    module, twin = _pair(Evaluated)
+    trainer = models.make_trainer(
+        ZeroCompileStrategy(stage=stage, **options), max_steps=4, val_check_interval=1, num_sanity_val_steps=1,
+        limit_val_batches=1,
+    )  # fmt: skip
+    trainer.fit(module, models.Batches(models.rank()), models.Batches(models.rank(), 1))
+    expected = []
+    probe = copy.deepcopy(twin).to(models.device())
+    for steps in range(5):
+        probe.load_state_dict(twin.state_dict())
+        models.reference(probe, steps)
+        with torch.no_grad():
+            expected.append(probe.loss(models.Batches(models.rank())[0].to(models.device())).item())
+    assert module.seen == pytest.approx(expected, abs=1e-5)  # the sanity check first
+    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(_mean_loss(probe, 1), abs=1e-5)
+
+
+@STAGES
+@pytest.mark.parametrize("options", [{"compile": False}, AOT], ids=["eager", "aot_eager"])
+def test_validation_after_each_step_sees_the_new_weights(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
+    """Sanity check and a validation after every step: each sees the weights of exactly that many steps."""
+    ranks.run(_validate_during_fit, stage, options)
+
+
+def _two_fits(stage: int, same_trainer: bool) -> None:
+    module, twin = _pair(Evaluated)
+    trainer = _fit(module, ZeroCompileStrategy(stage=stage, **AOT), 2)
+    _ordinary(module, Evaluated)
+    models.reference(twin, 2)
+    assert models.deviation(module, twin) < 1e-6
+    data = models.Batches(models.rank(), 1)
+    [metrics] = trainer.validate(module, data, verbose=False)
+    assert metrics["val_loss"] == pytest.approx(_mean_loss(twin, 1), abs=1e-5)
+    if same_trainer:
+        trainer.fit_loop.epoch_loop.max_steps = 5
+        trainer.fit(module, models.Batches(models.rank()))
+    else:
+        _fit(module, ZeroCompileStrategy(stage=stage, **AOT), 3)
+    models.reference(twin, 3)
+    assert models.deviation(module, twin) < 1e-6
+    _ordinary(module, Evaluated)
+
+
+@STAGES
+@pytest.mark.parametrize("same_trainer", [True, False])
+def test_fit_validate_fit(ranks: Ranks, stage: int, same_trainer: bool) -> None:
+    """A second fit goes on from the first one's weights, in the same Trainer and in another one."""
+    ranks.run(_two_fits, stage, same_trainer)
+
+
+class Step(L.Callback):
+    """Trains another module, with its own Trainer and strategy, inside the first one's training."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage, self.module = stage, models.Module()
+        self.twin = copy.deepcopy(self.module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        _fit(self.module, ZeroCompileStrategy(stage=self.stage, **AOT), 1)
+        models.reference(self.twin, 1)
+
+
+def _alternate(outer: int, inner: int) -> None:
+    module, twin = _pair()
+    step = Step(inner)
+    _fit(module, ZeroCompileStrategy(stage=outer, **AOT), 3, callbacks=[step])
+    models.reference(twin, 3)
+    assert models.deviation(module, twin) < 1e-6
+    assert models.deviation(step.module, step.twin) < 1e-6
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(3, 3), (1, 3), (3, 2)])
+def test_two_strategies_alternate_in_one_process(ranks: Ranks, outer: int, inner: int) -> None:
+    """Whole fits with another strategy between the steps of one: neither sees the other."""
+    ranks.run(_alternate, outer, inner)
+
+
+def _overfit_and_detect_anomaly() -> None:
+    module, twin = _pair()
+    _fit(module, ZeroCompileStrategy(compile=False), 2, detect_anomaly=True)
+    models.reference(twin, 2)
+    assert models.deviation(module, twin) < 1e-6
+    trainer = models.make_trainer(ZeroCompileStrategy(**AOT), max_epochs=8, overfit_batches=1, limit_val_batches=0)
+    module.losses.clear()
+    trainer.fit(module, torch.utils.data.DataLoader(models.Batches(0, 4)._batches, batch_size=None))
+    assert trainer.global_step == 8 and module.losses[-1] < 0.8 * module.losses[0]
+    _fit(module, ZeroCompileStrategy(**AOT), 10, fast_dev_run=1)
+
+
+def test_detect_anomaly_overfit_batches_and_fast_dev_run(ranks: Ranks) -> None:
+    ranks.run(_overfit_and_detect_anomaly)
+
+
+# ---- optimization ----
+
+
+class Clipped(models.Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+
+def _clip(stage: int, algorithm: str, limit: float) -> None:
+    module, twin = _pair(Clipped)
+    _fit(module, ZeroCompileStrategy(stage=stage, **AOT), 5, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
+    [optimizer], [scheduler] = twin.configure_optimizers()
+    clipped = 0
+    for step in range(5):
+        optimizer.zero_grad()
+        for r in range(models.world()):
+            (twin.loss(models.Batches(r)[step]) / models.world()).backward()
+        norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
+        if algorithm == "norm":
+            clipped += bool(norm > limit)
+            nn.utils.clip_grad_norm_(twin.parameters(), limit)
+        else:
+            clipped += any(bool((p.grad.abs() > limit).any()) for p in twin.parameters())
+            nn.utils.clip_grad_value_(twin.parameters(), limit)
+        optimizer.step()
+        scheduler["scheduler"].step()
+    assert clipped == 5  # or the test shows nothing
+    assert models.deviation(module, twin) < 1e-6
+
+
+@STAGES
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.3), ("value", 0.01)])
+def test_clipping_and_step_scheduler(ranks: Ranks, stage: int, algorithm: str, limit: float) -> None:
+    """The norm is of the whole gradient, not of a shard; the schedule moves the sharded optimizer."""
+    ranks.run(_clip, stage, algorithm, limit)
+
+
+class Plateau(Evaluated):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def _plateau() -> None:
+    module = Plateau()
+    rates = []
+
+    class Watch(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] = group["lr"] or 0.1
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    data = models.Batches(models.rank(), 1)
+    trainer = models.make_trainer(ZeroCompileStrategy(compile=False), max_epochs=3, callbacks=[Watch()])
+    module.loss = lambda batch: 0 * models.Module.loss(module, batch) + 1  # type: ignore[method-assign]
+    trainer.fit(module, data, data)
+    assert rates == pytest.approx([0.1, 0.1, 0.01])
+
+
+def test_plateau_scheduler(ranks: Ranks) -> None:
+    """A monitored metric of all ranks drives it."""
+    ranks.run(_plateau)
+
+
+class Manual(models.Module):
+    """Two optimizers, each with its own loss and parameters; backward twice before the first one's step."""
+
+    automatic_optimization = False
+
+    def __init__(self, toggle: bool = False) -> None:
+        super().__init__()
+        self.toggle = toggle
+        self.other = nn.Linear(5, 3)
+
+    def other_loss(self, batch: Tensor) -> Tensor:
+        return self.other(batch[:, 1:].float()).square().mean() / 100
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        for optimizer, loss in ((first, self.loss), (second, self.other_loss)):
+            if self.toggle:
+                self.toggle_optimizer(optimizer)
+            self.manual_backward(loss(batch))
+            self.manual_backward(loss(batch.flip(0, 1)))
+            optimizer.step()
+            assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+            optimizer.zero_grad()
+            if self.toggle:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.2), torch.optim.Adam(self.other.parameters(), lr=0.01)
+
+
+def _manual(stage: int, toggle: bool, options: dict[str, Any]) -> None:
+    module, twin = _pair(Manual, toggle=toggle)
+    trainer = _fit(module, ZeroCompileStrategy(stage=stage, **options), 6)
+    assert trainer.global_step == 6
+    optimizers = twin.configure_optimizers()
+    for step in range(3):
+        for optimizer, loss in zip(optimizers, (twin.loss, twin.other_loss), strict=True):
+            optimizer.zero_grad()
+            for r in range(models.world()):
+                batch = models.Batches(r)[step]
+                ((loss(batch) + loss(batch.flip(0, 1))) / models.world()).backward()
+            optimizer.step()
+    assert models.deviation(module, twin) < 1e-6
+
+
+@STAGES
+@pytest.mark.parametrize("toggle", [False, True])
+@pytest.mark.parametrize("options", [{"compile": False}, AOT], ids=["eager", "aot_eager"])
+def test_manual_optimization_with_two_optimizers(ranks: Ranks, stage: int, toggle: bool, options: dict[str, Any]) -> None:
+    """backward, backward, step equals DDP at every stage; gradients are None after the step."""
+    ranks.run(_manual, stage, toggle, options)
+
+
+class Kept(models.Module):
+    """Never clears its gradients: each step adds to them, as in torch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        assert all(p.grad is not None for p in self.model.parameters())
+
+
+def _keep_gradients(stage: int) -> None:
+    module, twin = _pair(Kept, lr=0.05)
+    _fit(module, ZeroCompileStrategy(stage=stage, keep_gradients=True, **AOT), 3)
+    optimizer = twin.configure_optimizers()
+    for step in range(3):
+        for r in range(models.world()):
+            (twin.loss(models.Batches(r)[step]) / models.world()).backward()
+        optimizer.step()
+    assert models.deviation(module, twin) < 1e-6
+
+
+@STAGES
+def test_keep_gradients(ranks: Ranks, stage: int) -> None:
+    """Gradients outlive the step and add up until ``zero_grad``."""
+    ranks.run(_keep_gradients, stage)
+
+
+# ---- what comes right after the optimizer's step ----
+
+
+class Next(models.Module):
+    """Uses the weights right after a step in one of the ways that must wait for the gather."""
+
+    automatic_optimization = False
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.read: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+        if self.how == "read":
+            self.read.append(self.model.head.weight.detach().clone())
+        elif self.how == "full_parameters":
+            with self.trainer.strategy.full_parameters(self.model.head) as values:
+                self.read.append(values["weight"].detach().clone())
+        elif self.how == "state_dict":
+            state = self.trainer.strategy.lightning_module_state_dict()
+            self.read.append(state["model.head.weight"] if models.rank() == 0 else torch.empty(0))
+
+    def configure_optimizers(self) -> Any:
+        if self.how != "optimizer":
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+        rest = [p for name, p in self.named_parameters() if "head" not in name]
+        return torch.optim.SGD(self.model.head.parameters(), lr=0.5), torch.optim.SGD(rest, lr=0.5)
+
+
+def _next(stage: int, how: str) -> None:
+    module, twin = _pair(Next, how=how)
+    _fit(module, ZeroCompileStrategy(stage=stage, **AOT), 6 if how == "optimizer" else 3)
+    plain = models.Module()
+    plain.load_state_dict(twin.state_dict())
+    for step, read in enumerate(module.read or [torch.empty(0)] * 3):
+        probe = copy.deepcopy(plain)
+        models.reference(probe, step + 1)
+        if read.numel():
+            assert torch.allclose(read.cpu(), probe.model.head.weight.cpu(), atol=1e-6)
+    assert models.deviation(module.model, probe.model) < 1e-6
+    assert len(module.read) == (0 if how == "optimizer" else 3)
+
+
+@STAGES
+@pytest.mark.parametrize("how", ["read", "full_parameters", "state_dict", "optimizer"])
+def test_weights_right_after_the_step(ranks: Ranks, stage: int, how: str) -> None:
+    """A user's read, a checkpoint and another optimizer see the step's weights, at stages that gather ahead too."""
+    ranks.run(_next, stage, how)
+
+
+# ---- precision ----
+
+
+class Recorded(models.Module):
+    """Keeps the dtypes that the forward, the gradient and the optimizer see."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(optimizer="adamw", lr=1e-2, **arguments)
+        self.register_buffer("offset", torch.zeros(3))
+        self.dtypes: dict[str, Any] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.dtypes["forward"] = {self.model.head.weight.dtype, self.model(batch).dtype}
+        self.dtypes["buffer"] = self.offset.dtype
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.dtypes["master"] = {p.dtype for p in self.parameters()}
+        self.dtypes["grad"] = {p.grad.dtype for p in self.parameters()}
+
+    def on_train_end(self) -> None:
+        states = self.trainer.optimizers[0].state.values()
+        self.dtypes["state"] = {state["exp_avg"].dtype for state in states}
+
+
+def _bf16_reference(twin: models.Module, low: dict[str, Any], steps: int, param: torch.dtype, reduce: torch.dtype) -> None:
+    """Compute in ``param`` on casts of the masters, gradients averaged in ``reduce``."""
+    optimizer = twin.configure_optimizers()
+    masters = dict(twin.named_parameters())
+    for step in range(steps):
+        total: dict[str, Tensor] = {}
+        for r in range(models.world()):
+            casts = {n: p.detach().to(param).requires_grad_() for n, p in masters.items()}
+            loss = torch.func.functional_call(_Loss(twin), {f"module.{n}": v for n, v in casts.items()}, (models.Batches(r)[step],))
+            for (n, cast), grad in zip(casts.items(), torch.autograd.grad(loss, list(casts.values())), strict=True):
+                grad = grad.to(cast.dtype).to(reduce)
+                total[n] = total[n] + grad if n in total else grad
+        for n, p in masters.items():
+            p.grad = (total[n] / models.world()).to(p.dtype)
+        optimizer.step()
+
+
+class _Loss(nn.Module):
+    def __init__(self, module: models.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.module.loss(batch)
+
+
+def _precision(stage: int, precision: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
+    module, twin = _pair(Recorded)
+    strategy = ZeroCompileStrategy(stage=stage, **AOT, **options)
+    _fit(module, strategy, 4, precision=precision)
+    assert module.dtypes == expected
+    compute = next(iter(expected["forward"]))
+    _bf16_reference(twin, {}, 4, compute, options.get("reduce_dtype") or compute)
+    assert models.deviation(module, twin) < (1e-6 if compute == torch.float32 else 1e-2)
+    start = Recorded()
+    start.load_state_dict(_fresh())
+    assert models.deviation(module, start) > 1e-2  # it moved by more than the tolerance
+
+
+def _fresh() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return Recorded().state_dict()
+
+
+def _dtypes(forward: torch.dtype, master: torch.dtype, buffer: torch.dtype) -> dict[str, Any]:
+    return {"forward": {forward}, "buffer": buffer, "master": {master}, "grad": {master}, "state": {master}}
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@STAGES
+@pytest.mark.parametrize(
+    ("precision", "options", "expected"),
+    [
+        ("32-true", {}, _dtypes(FP32, FP32, FP32)),
+        ("bf16-true", {}, _dtypes(BF16, FP32, BF16)),
+        ("bf16-true", {"reduce_dtype": FP32}, _dtypes(BF16, FP32, BF16)),
+        ("32-true", {"param_dtype": BF16}, _dtypes(BF16, FP32, FP32)),
+    ],
+    ids=["32", "bf16", "bf16_reduce32", "param_dtype"],
+)
+def test_precision(ranks: Ranks, stage: int, precision: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The dtypes are those that were asked for, and training is that of casts of fp32 masters."""
+    ranks.run(_precision, stage, precision, options, expected)
+
+
+class LowPrecision(Recorded):
+    """Its parameters are bfloat16 from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(BF16)
+
+
+def _low_precision(master_dtype: torch.dtype | None) -> None:
+    module = LowPrecision()
+    before = copy.deepcopy(module)
+    _fit(module, ZeroCompileStrategy(stage=3, master_dtype=master_dtype, **AOT), 3)
+    kept = master_dtype or BF16
+    assert module.dtypes == _dtypes(BF16, kept, BF16)
+    assert models.deviation(module, before) > 1e-3
+
+
+@pytest.mark.parametrize("master_dtype", [FP32, None], ids=["fp32", "own"])
+def test_masters_of_bfloat16_parameters(ranks: Ranks, master_dtype: torch.dtype | None) -> None:
+    """By default the optimizer keeps low-precision parameters in fp32; ``None`` keeps their own dtype."""
+    ranks.run(_low_precision, master_dtype)
+
+
+# ---- what is left behind ----
+
+
+def _ordinary_afterwards(stage: int) -> None:
+    module, twin = _pair()
+    module.model.head.weight.mark = "kept"  # type: ignore[attr-defined]
+    module.model.embedding.weight.requires_grad_(False)
+    twin.model.embedding.weight.requires_grad_(False)
+    _fit(module, ZeroCompileStrategy(stage=stage, **AOT), 2)
+    _ordinary(module, models.Module)
+    assert module.model.head.weight.mark == "kept" and not module.model.embedding.weight.requires_grad
+    models.reference(twin, 2)
+    for clone in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert models.deviation(clone, module) == 0
+    models.reference(module, 2)  # plain training goes on
+    models.reference(twin, 2)
+    assert models.deviation(module, twin) < 1e-6
+
+
+@STAGES
+def test_module_is_ordinary_after_fit(ranks: Ranks, stage: int) -> None:
+    """Original class, plain parameters with their attributes, copies, pickles, plain training."""
+    ranks.run(_ordinary_afterwards, stage)
+
+
+def _stays_sharded(stage: int) -> None:
+    module, twin = _pair(Evaluated)
+    strategy = ZeroCompileStrategy(stage=stage, unshard_after_fit=False, **AOT)
+    trainer = _fit(module, strategy, 2)
+    models.reference(twin, 2)
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+    [metrics] = trainer.validate(module, models.Batches(models.rank(), 1), verbose=False)
+    assert metrics["val_loss"] == pytest.approx(_mean_loss(twin, 1), abs=1e-5)
+    state = strategy.lightning_module_state_dict()
+    assert list(state) == (list(twin.state_dict()) if models.rank() == 0 else [])
+    for name, value in state.items():
+        assert torch.allclose(value, twin.state_dict()[name], atol=1e-6)
+    with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
+        copy.deepcopy(module)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module, models.Batches(models.rank()))
+    models.reference(twin, 2)
+    with strategy.full_parameters(writeback=False) as values:
+        assert all(torch.allclose(values[n], p, atol=1e-6) for n, p in twin.named_parameters())
+
+
+@STAGES
+def test_module_stays_sharded_on_request(ranks: Ranks, stage: int) -> None:
+    """``unshard_after_fit=False``: validate, state_dict and a further fit work on the shards."""
+    ranks.run(_stays_sharded, stage)
+
+
+# ---- full parameters ----
+
+
+class Writer(models.Module):
+    """Doubles and then restores the head through ``full_parameters``."""
+
+    def __init__(self, writeback: bool) -> None:
+        super().__init__()
+        self.writeback = writeback
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        with self.trainer.strategy.full_parameters(self.model, writeback=self.writeback) as values:
+            assert set(values) == set(dict(self.model.named_parameters()))
+            assert values["head.weight"].shape == (models.VOCABULARY, 10)
+            values["head.weight"].mul_(0.5)
+            values["scale"].add_(0.25)
+
+
+def _full_parameters(stage: int, writeback: bool) -> None:
+    module, twin = _pair(Writer, writeback=writeback)
+    _fit(module, ZeroCompileStrategy(stage=stage, **AOT), 3)
+    optimizer = twin.configure_optimizers()
+    for step in range(3):
+        optimizer.zero_grad()
+        if writeback:
+            with torch.no_grad():
+                twin.model.head.weight.mul_(0.5)
+                twin.model.scale.add_(0.25)
+        for r in range(models.world()):
+            (twin.loss(models.Batches(r)[step]) / models.world()).backward()
+        optimizer.step()
+    assert models.deviation(module, twin) < 1e-6
+
+
+@STAGES
+@pytest.mark.parametrize("writeback", [True, False])
+def test_full_parameters(ranks: Ranks, stage: int, writeback: bool) -> None:
+    """What is written inside is taken over by every later use, or by none."""
+    ranks.run(_full_parameters, stage, writeback)
+
+
+def _save_inside(stage: int) -> None:
+    module, twin = _pair()
+    saved: list[dict[str, Any]] = []
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            state = trainer._checkpoint_connector.dump_checkpoint()
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            saved.append(state)
+
+    _fit(module, ZeroCompileStrategy(stage=stage, **AOT), 3, callbacks=[Save()])
+    for state in saved:
+        models.reference(twin, 0)
+        for name, value in state["state_dict"].items():
+            assert type(value) is Tensor and value.device.type == "cpu", name
+    assert len(saved) == 3
+    if models.rank() == 0:
+        for step, state in enumerate(saved):
+            probe = copy.deepcopy(twin)
+            models.reference(probe, step + 1)
+            probe_state = probe.state_dict()
+            assert all(torch.allclose(v, probe_state[n], atol=1e-6) for n, v in state["state_dict"].items())
+
+
+@STAGES
+def test_checkpoint_right_after_each_step(ranks: Ranks, stage: int) -> None:
+    """A checkpoint between two steps holds the weights of exactly that many steps."""
+    ranks.run(_save_inside, stage)

@@ -1,0 +1,114 @@
+"""What the strategy's arguments allow: a wrong one names itself, what is allowed and what to do instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pickle
+import typing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.config import Config, as_dtype
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 0}, "`stage=0`.*choose 1"),
+    ({"stage": 4}, "`stage=4`.*choose 1"),
+    ({"stage": True}, "`stage=True`"),
+    ({"stage": "3"}, "`stage='3'`"),
+    ({"compile": "layers"}, "`compile='layers'`.*'blocks'"),
+    ({"compile": True}, "`compile=True`.*'blocks'"),
+    ({"compile": None}, "`compile=None`.*'blocks'"),
+    ({"backend": "eager"}, "`backend='eager'`.*aot_eager.*compile=False"),
+    ({"mode": "fast"}, "`mode='fast'`.*max-autotune-no-cudagraphs"),
+    ({"mode": "reduce-overhead"}, "CUDA graphs.*max-autotune-no-cudagraphs"),
+    ({"mode": "max-autotune"}, "CUDA graphs.*max-autotune-no-cudagraphs"),
+    ({"options": {"triton.cudagraphs": True}}, "CUDA graphs.*max-autotune-no-cudagraphs"),
+    ({"backend": "aot_eager", "mode": "default"}, "`mode` and `options` belong to Inductor"),
+    ({"param_dtype": "bf61"}, "`param_dtype='bf61'`.*bfloat16"),
+    ({"reduce_dtype": "float61"}, "`reduce_dtype='float61'`.*bfloat16"),
+    ({"master_dtype": torch.int64}, "`master_dtype=torch.int64`"),
+    ({"param_dtype": 16}, "`param_dtype=16`"),
+    ({"unit_bytes": -1}, "`unit_bytes=-1`.*positive"),
+    ({"unit_bytes": 0}, "`unit_bytes=0`.*positive"),
+    ({"unit_bytes": 1.5}, "`unit_bytes=1.5`.*positive"),
+    ({"unit_bytes": True}, "`unit_bytes=True`.*positive"),
+    ({"prefetch": -1}, "`prefetch=-1`.*0 or more"),
+    ({"timeout": timedelta(seconds=-1)}, "`timeout=.*positive"),
+    ({"timeout": 5}, "`timeout=5`.*timedelta"),
+    ({"options": ["max_autotune"]}, "`options=.*dictionary"),
+    ({"dynamic": "yes"}, "`dynamic='yes'`.*True, False or None"),
+    ({"keep_gradients": 1}, "`keep_gradients=1`.*True or False"),
+    ({"unshard_after_fit": "no"}, "`unshard_after_fit='no'`.*True or False"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_wrong_argument_is_named_with_the_remedy(arguments: dict[str, Any], message: str) -> None:
+    """A wrong value raises in the constructor, before any process is started."""
+    with pytest.raises(ValueError, match=message):
+        ZeroCompileStrategy(**arguments)
+
+
+def test_misspelt_argument_raises() -> None:
+    with pytest.raises(TypeError, match="stagee"):
+        ZeroCompileStrategy(stagee=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("value", [torch.bfloat16, "bfloat16", "torch.bfloat16"])
+def test_dtypes_are_taken_by_value_and_by_name(value: torch.dtype | str) -> None:
+    assert as_dtype("param_dtype", value) is torch.bfloat16
+    assert ZeroCompileStrategy(reduce_dtype=value).config.reduce_dtype is torch.bfloat16
+
+
+def test_defaults() -> None:
+    """Without arguments: ZeRO-3, blocks compiled by Inductor, fp32 masters, the module whole after fit."""
+    config = ZeroCompileStrategy().config
+    assert (config.stage, config.compile, config.backend) == (3, "blocks", "inductor")
+    assert (config.param_dtype, config.reduce_dtype, config.master_dtype) == (None, None, torch.float32)
+    assert config.unshard_after_fit and not config.keep_gradients
+
+
+def test_strategy_passes_on_every_option() -> None:
+    """The constructor and Config have the same options with the same defaults."""
+    parameters = inspect.signature(ZeroCompileStrategy.__init__).parameters
+    config = ZeroCompileStrategy().config
+    for field in dataclasses.fields(Config):
+        assert field.name in parameters
+        default = parameters[field.name].default
+        assert getattr(config, field.name) == ({} if field.name == "options" else default)
+
+
+def test_options_of_the_caller_are_copied() -> None:
+    options: dict[str, Any] = {"max_autotune": False}
+    config = ZeroCompileStrategy(options=options).config
+    options["max_autotune"] = True
+    assert config.options == {"max_autotune": False}
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ZeroCompileStrategy().config.stage = 1  # type: ignore[misc]
+
+
+def test_options_without_compilation_warn() -> None:
+    with pytest.warns(UserWarning, match="no effect with compile=False"):
+        ZeroCompileStrategy(compile=False, mode="default")
+
+
+def test_every_argument_is_typed_for_the_command_line() -> None:
+    """LightningCLI builds its options from the annotations: each must resolve, none may hide in ``**kwargs``."""
+    hints = typing.get_type_hints(ZeroCompileStrategy.__init__)
+    for name, parameter in inspect.signature(ZeroCompileStrategy.__init__).parameters.items():
+        assert parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        assert name == "self" or name in hints
+
+
+def test_strategy_can_be_pickled_before_launch() -> None:
+    """Launchers that spawn send the strategy to the other processes."""
+    strategy = pickle.loads(pickle.dumps(ZeroCompileStrategy(stage=2, param_dtype="bfloat16")))
+    assert strategy.config == Config(stage=2, param_dtype=torch.bfloat16, timeout=strategy.config.timeout)

@@ -1,0 +1,162 @@
+"""The names: registered by the import, in any order and number of imports; a wrong one says what is right."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_zerocompile
+from lightning_zerocompile import ZeroCompileStrategy
+
+NAMES = {"zerocompile": 3, "zerocompile_stage_1": 1, "zerocompile_stage_2": 2, "zerocompile_stage_3": 3}
+QUIET = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+
+needs_pytorch_lightning = pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed"
+)
+needs_jsonargparse = pytest.mark.skipif(
+    importlib.util.find_spec("jsonargparse") is None, reason="jsonargparse is not installed"
+)
+
+
+def _python(code: str, *arguments: str) -> str:
+    """What a fresh interpreter prints."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=root, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("name", "stage"), NAMES.items())
+def test_name_selects_the_stage(name: str, stage: int) -> None:
+    strategy = L.Trainer(strategy=name, **QUIET).strategy
+    assert type(strategy) is ZeroCompileStrategy
+    assert strategy.config.stage == stage
+    assert strategy.is_distributed
+
+
+def test_names_are_case_insensitive_as_lightnings_are() -> None:
+    assert L.Trainer(strategy="ZeroCompile_Stage_2", **QUIET).strategy.config.stage == 2  # type: ignore[attr-defined]
+
+
+def test_import_twice_and_reload() -> None:
+    """A second import or a reload neither fails nor registers twice."""
+    importlib.reload(lightning_zerocompile)
+    from lightning_zerocompile.strategy import register_strategies
+
+    register_strategies()
+    assert {name for name in StrategyRegistry.available_strategies() if name.startswith("zerocompile")} == set(NAMES)
+    assert type(L.Trainer(strategy="zerocompile", **QUIET).strategy) is lightning_zerocompile.ZeroCompileStrategy
+
+
+def test_registered_description_tells_what_it_is() -> None:
+    assert all("ZeRO" in StrategyRegistry[name]["description"] for name in NAMES)
+
+
+def test_typo_in_the_name() -> None:
+    """Lightning's own error: it repeats what was asked for."""
+    with pytest.raises(ValueError, match="zerocompil'"):
+        L.Trainer(strategy="zerocompil", **QUIET)
+
+
+def test_class_instead_of_instance() -> None:
+    with pytest.raises(ValueError, match="ZeroCompileStrategy"):
+        L.Trainer(strategy=ZeroCompileStrategy, **QUIET)  # type: ignore[arg-type]
+
+
+def test_import_has_no_side_effects_beyond_the_names() -> None:
+    """The import is cheap: no extension is built, no process group or CUDA context exists afterwards."""
+    printed = _python(
+        "import lightning_zerocompile, torch;"
+        "from lightning_zerocompile import extension;"
+        "print(torch.distributed.is_initialized(), torch.cuda.is_initialized(), hasattr(torch.ops.zerocompile, 'gather'))"
+    )
+    assert printed.split() == ["False", "False", "False"]
+
+
+@pytest.mark.parametrize("device", ["mps", "xla"])
+def test_other_accelerators_are_refused(device: str) -> None:
+    """A device that is neither CPU nor CUDA raises before any process group exists, and names the two."""
+    strategy = ZeroCompileStrategy(parallel_devices=[torch.device(device)])
+    with pytest.raises(RuntimeError, match=f"not on '{device}'.*accelerator='cpu' or accelerator='cuda'"):
+        strategy.setup_environment()
+    assert not torch.distributed.is_initialized()
+
+
+# ---- beside pytorch_lightning ----
+
+FOREIGN = """
+import sys, {order}
+arguments = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+import lightning
+assert type(lightning.Trainer(strategy="zerocompile", **arguments).strategy).__name__ == "ZeroCompileStrategy"
+try:
+    pytorch_lightning.Trainer(strategy={strategy}, **arguments)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@needs_pytorch_lightning
+@pytest.mark.parametrize("order", ["lightning_zerocompile, pytorch_lightning", "pytorch_lightning, lightning_zerocompile"])
+def test_instance_in_a_pytorch_lightning_trainer(order: str) -> None:
+    """Its classes are others: the error says which package to import."""
+    printed = _python(FOREIGN.format(order=order, strategy="lightning_zerocompile.ZeroCompileStrategy()"))
+    assert "ZeroCompileStrategy" in printed and "import lightning" in printed
+
+
+@needs_pytorch_lightning
+def test_name_in_a_pytorch_lightning_trainer() -> None:
+    """With pytorch_lightning imported first, its Trainer knows the name and says which package to import."""
+    order = "pytorch_lightning, lightning_zerocompile"
+    printed = _python(FOREIGN.format(order=order, strategy="'zerocompile'"))
+    assert "import lightning" in printed
+
+
+@needs_pytorch_lightning
+def test_name_in_a_pytorch_lightning_trainer_imported_later() -> None:
+    """Imported later, its Trainer does not know the name: its own error, which repeats it."""
+    printed = _python(FOREIGN.format(order="lightning_zerocompile, pytorch_lightning", strategy="'zerocompile'"))
+    assert printed.startswith("ValueError") and "zerocompile" in printed
+
+
+# ---- LightningCLI ----
+
+CLI = """
+import sys, lightning as L, lightning_zerocompile
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+cli = LightningCLI(BoringModel, run=False, save_config_callback=None)
+print(type(cli.trainer.strategy).__name__, cli.trainer.strategy.config)
+"""
+CLASS = "lightning_zerocompile.ZeroCompileStrategy"
+
+
+@needs_jsonargparse
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--trainer.strategy", "zerocompile_stage_2"], ["stage=2"]),
+        (["--trainer.strategy", CLASS, "--trainer.strategy.stage", "1"], ["stage=1"]),
+        (
+            ["--trainer.strategy", CLASS, "--trainer.strategy.param_dtype", "bfloat16"]
+            + ["--trainer.strategy.compile", "false", "--trainer.strategy.prefetch", "2"],
+            ["torch.bfloat16", "compile=False", "prefetch=2"],
+        ),
+    ],
+)
+def test_command_line(arguments: list[str], expected: list[str]) -> None:
+    """LightningCLI takes the name, and the class with its arguments."""
+    printed = _python(CLI, "--trainer.accelerator", "cpu", *arguments)
+    assert printed.startswith("ZeroCompileStrategy")
+    assert all(part in printed for part in expected)
