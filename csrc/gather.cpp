@@ -40,9 +40,24 @@ bool Runtime::current(const Unit& unit, int64_t needed) const {
   });
 }
 
+// [Note: mismatched gathers] Ranks that gather different units would hang, or worse. Every gather has a sequence number;
+// the first time that one unit follows another, the ranks compare through the store, before the collective starts,
+// which unit each of them has at that number. In a steady state nothing is compared.
+void Runtime::check_order(const Unit& unit) {
+  const int64_t index = &unit - units_.data();
+  const int64_t sequence = launched_++;
+  const auto succession = std::make_pair(last_launched_, index);
+  last_launched_ = index;
+  if (world_ == 1 || compare_ == nullptr || compared_.count(succession)) return;
+  const auto message = compare_(sequence, unit.name);
+  TORCH_CHECK(message.empty(), message);
+  compared_.insert(succession);
+}
+
 // [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
 void Runtime::launch_gather(Unit& unit) {
+  check_order(unit);
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
   for (auto i : unit.parameters) {

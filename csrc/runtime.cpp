@@ -78,6 +78,7 @@ void Runtime::shutdown() {
   reduced_.clear();
   bind_ = nullptr;
   agree_ = nullptr;
+  compare_ = nullptr;
   gather_group_.reset();
   reduce_group_.reset();
 }
@@ -126,9 +127,11 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
 }
 
 void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
-                            std::function<std::vector<int64_t>(std::vector<int64_t>)> agree) {
+                            std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
+                            std::function<std::string(int64_t, std::string)> compare) {
   bind_ = std::move(bind);
   agree_ = std::move(agree);
+  compare_ = std::move(compare);
 }
 
 Parameter& Runtime::parameter(int64_t index) {

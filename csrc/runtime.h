@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -109,7 +110,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t add_parameter(ParameterSpec spec, Tensor master, Tensor local, Tensor handle);
   int64_t add_unit(std::string name, std::vector<int64_t> parameters, Lifetime lifetime);
   void set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
-                     std::function<std::vector<int64_t>(std::vector<int64_t>)> agree);
+                     std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
+                     std::function<std::string(int64_t, std::string)> compare);
   void shutdown();
   int64_t identity(int64_t parameter) const { return parameters_.at(parameter).identity; }
   Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input
@@ -168,6 +170,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // gather.cpp
   void acquire(int64_t unit, Phase phase, int64_t needed);
   void launch_gather(Unit& unit);
+  void check_order(const Unit& unit);
   void drop(Unit& unit);
   void demanded(Token token);
   std::vector<int64_t> predicted() const;
@@ -198,6 +201,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<Unit> units_;
   std::function<void(std::vector<ReducedGrad>)> bind_;
   std::function<std::vector<int64_t>(std::vector<int64_t>)> agree_;
+  std::function<std::string(int64_t, std::string)> compare_;
   Lane gather_lane_, reduce_lane_;
   Stats stats_;
 
@@ -206,6 +210,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::map<std::pair<Token, Token>, Token> successor_;   // (token before, token) -> the token that came next
   std::vector<int64_t> forward_order_;                   // units by their first use
   std::vector<char> seen_forward_;
+
+  int64_t launched_ = 0, last_launched_ = -1;            // gathers so far, and the unit of the last one
+  std::set<std::pair<int64_t, int64_t>> compared_;       // successions of units that all ranks were seen to share
 
   bool trusted_ = false;   // the code that reads now is known not to write, see [Note: write back]
   bool deferred_ = false;

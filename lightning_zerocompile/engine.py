@@ -51,6 +51,7 @@ class Engine:
         self._add_regions(units)
         self._hooks: dict[Optimizer, list[Any]] = {}
         self._stepped_by_unit = False
+        self._window = False
         self._stepper = UnitStepper(self.runtime.units_in_order, self._unit_written, config.keep_gradients)
 
     def manages(self, model: nn.Module) -> bool:
@@ -130,12 +131,41 @@ class Engine:
         if not self.runtime.policy.accumulates_locally:
             yield
             return
+        if self._window:
+            raise RuntimeError("An accumulation cannot start inside `coalesce_grad_reduction`; the window defers already.")
         before = self.runtime.core.deferred()
         self.runtime.core.set_deferred(True)
         try:
             yield
         finally:
             self.runtime.core.set_deferred(before)
+
+    @contextlib.contextmanager
+    def coalesced_reduction(self) -> Iterator[None]:
+        """See :meth:`ZeroCompileStrategy.coalesce_grad_reduction`."""
+        core = self.runtime.core
+        if self._window:
+            raise RuntimeError("`coalesce_grad_reduction` is already open; windows do not nest.")
+        if core.deferred():
+            raise RuntimeError("`coalesce_grad_reduction` cannot open inside an accumulation that defers reductions.")
+        self._window = True
+        core.set_deferred(True)
+        try:
+            yield
+        except BaseException:
+            core.drop_gradients()  # no collective: the other ranks may not come to theirs
+            raise
+        finally:
+            self._window = False
+            core.set_deferred(False)
+        core.flush()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._window:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() inside `coalesce_grad_reduction`: the gradients are not reduced yet. "
+                "Step after the window has closed."
+            )
 
     # ---- optimizers ----
 
@@ -158,7 +188,10 @@ class Engine:
                     f"the model's (the first has shape {tuple(foreign[0].shape)}). Create it in "
                     "`configure_optimizers` from `self.parameters()`: before that the model is not sharded yet."
                 )
-            self._hooks[optimizer] = [optimizer.register_step_post_hook(self._after_step)]
+            self._hooks[optimizer] = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """``optimizer.step(closure)``; an elementwise optimizer updates unit by unit, see [Note: step by unit]."""

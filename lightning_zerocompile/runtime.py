@@ -93,7 +93,12 @@ class Runtime:
             owner = this()
             return order if owner is None else owner._agree(order)
 
-        self.core.set_callbacks(bind, agree)
+        def compare(sequence: int, unit: str) -> str:
+            owner = this()
+            return "" if owner is None else owner._compare(sequence, unit)
+
+        self.core.set_callbacks(bind, agree, compare)
+        self._store_prefix = f"zerocompile/{reduce_group.group_name}/gather"
 
     # ---- set-up ----
 
@@ -193,12 +198,34 @@ class Runtime:
         """Rank 0's order, on all ranks; through the store, since this runs inside a backward."""
         return broadcast_object(self.mesh, order)
 
+    def _compare(self, sequence: int, unit: str) -> str:
+        """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
+        store = dist.distributed_c10d._get_default_store()
+        key, mine = f"{self._store_prefix}/{sequence}", dist.get_rank()
+        store.set(f"{key}/{mine}", unit)
+        for rank in dist.get_process_group_ranks(self.mesh.get_group()):
+            try:
+                theirs = store.get(f"{key}/{rank}").decode()
+            except dist.DistStoreError:
+                return (
+                    f"zerocompile: rank {mine} gathers unit `{unit}` as gather number {sequence}, but rank {rank} has not "
+                    f"come to that gather within {self.config.timeout}: it died, hangs, or does not use the same modules."
+                )
+            if theirs != unit:
+                return (
+                    f"zerocompile: gather number {sequence} is of unit `{unit}` on rank {mine} but of unit `{theirs}` on "
+                    f"rank {rank}. With parameters sharded (stage 3) every rank must use the same modules in the same "
+                    "order; use stage 1 or 2 for models in which ranks differ."
+                )
+        return ""
+
     # ---- phases of a step ----
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Around user code that may read parameters: weights that autograd saves are kept as their identity."""
         if self.policy.lifetime is Lifetime.STEP:
+            self._refresh_resident()
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self.core.pack, self.core.unpack):
@@ -210,6 +237,13 @@ class Runtime:
         for slot, unit in zip(self.slots, self._unit_of_slot, strict=True):
             masters.setdefault(unit, []).append(slot.master)
         return [(unit, masters[unit]) for unit in self.core.unit_order()]
+
+    @torch.no_grad()  # so this does not count as the forward's order
+    def _refresh_resident(self) -> None:
+        """Gathers stale values (first step, loaded weights) here, since ranks may read different parameters later."""
+        for unit in range(len(set(self._unit_of_slot))):
+            self.core.open(unit)
+            self.core.close(unit)
 
     def masters_changed(self, masters: Sequence[Tensor]) -> None:
         """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""

@@ -272,6 +272,20 @@ class ZeroCompileStrategy(ParallelStrategy):
             yield
 
     @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Any number of backwards inside, one reduction when it closes: every unit is reduced once.
+
+        Gradients from before the window are kept and added to. While it is open this rank holds up to one full
+        gradient of the model, in the gradients' own dtype. An exception inside drops the window's gradients without
+        communication and is raised again. Source: DeepSpeed PR 7992.
+
+        Raises:
+            RuntimeError: windows are nested, or an optimizer steps inside one.
+        """
+        with self.engine.coalesced_reduction():
+            yield
+
+    @contextmanager
     def full_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> Iterator[dict[str, Tensor]]:
         """The full values of the module's parameters, by name; all ranks must enter.
 
