@@ -12,7 +12,6 @@ fp32 AdamW states, one sequence per GPU, in a process group of its own. One JSON
 
 systems: limit        forward, backward and a fused AdamW over 1/W of the parameters, no communication
          stage_1|2|3  this strategy, by a bare loop; with `_model`: the whole model as one graph
-         trainer_1|2|3  the same through Lightning's Trainer
          fsdp2        fully_shard per layer, reshard after forward, layers compiled (ZeRO-3); fsdp2_prefetch: + explicit
                       prefetch of two layers; fsdp2_keep: no reshard after forward (ZeRO-2)
          ddp          where it fits
@@ -22,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -137,7 +137,7 @@ def finish(optimizer: torch.optim.Optimizer, model: nn.Module, loss: Tensor, arg
 def fsdp2(args: argparse.Namespace, device: torch.device) -> Run:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = build_model(args.model, torch.float32, "meta", args.checkpointing)
+    model = build_model(args.model, torch.float32, device, args.checkpointing)
     numel = sum(p.numel() for p in model.parameters())
     reduce_dtype = torch.float32 if args.reduce_fp32 else torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -151,12 +151,6 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> Run:
         for k, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[k + 1 : k + 3])
             layer.set_modules_to_backward_prefetch(layers[max(0, k - 2) : k][::-1])
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            local = parameter.to_local()
-            local.fill_(1.0) if "norm" in name else local.normal_(0, 0.02)
-        model.model.rotary_emb.__init__(model.config, device=device)
     optimizer = adamw(model.parameters())
 
     def step(batches: list[Tensor]) -> Tensor:
@@ -172,7 +166,7 @@ def ours(args: argparse.Namespace, device: torch.device) -> Run:
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.engine import Engine
 
-    model = build_model(args.model, torch.bfloat16, device, args.checkpointing)
+    model = build_model(args.model, torch.float32, device, args.checkpointing)  # the same start as fsdp2's
     numel = sum(p.numel() for p in model.parameters())
     config = Config(
         stage=int(args.system.split("_")[1]),
@@ -211,8 +205,9 @@ def systems(name: str) -> Callable[[argparse.Namespace, torch.device], Run]:
 def micro_batches(args: argparse.Namespace, seq: int, device: torch.device) -> Iterator[list[Tensor]]:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     fixed = [torch.randint(0, 32000, (1, seq), generator=generator).to(device) for _ in range(4)]
+    turn = itertools.count()
     while True:
-        yield [fixed[k % 4] for k in range(args.accumulate)]
+        yield [fixed[next(turn) % 4] for _ in range(args.accumulate)]
 
 
 def measure(run: Run, args: argparse.Namespace, seq: int, device: torch.device, started: float) -> dict[str, Any]:
@@ -228,7 +223,7 @@ def measure(run: Run, args: argparse.Namespace, seq: int, device: torch.device, 
         loss = run.step(next(batches))
         end.record()
         if number < WARM_UP:
-            losses.append(float(loss))
+            losses.append(float(loss))  # equal starts and data: the systems' losses can be compared
             first = first or time.time() - started
         times.append((begin, end))
     torch.cuda.synchronize()
@@ -242,7 +237,7 @@ def measure(run: Run, args: argparse.Namespace, seq: int, device: torch.device, 
         "seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4),
         "allocated": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "reserved": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "first": round(first, 1), "loss": [round(losses[0], 4), round(losses[-1], 4)],
+        "first": round(first, 1), "losses": [round(x, 3) for x in losses],
     }  # fmt: skip
 
 

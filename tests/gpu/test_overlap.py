@@ -1,0 +1,90 @@
+"""On GPUs: communication overlaps compute, across regions, and its buffers are safe meanwhile (rule 4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zerocompile.config import Config
+from lightning_zerocompile.engine import Engine
+from tests.harness import Worlds
+
+pytestmark = pytest.mark.gpu
+WIDTH, ROWS = 4096, 8192
+
+
+class Wide(nn.Module):
+    """A region whose compute takes longer than the transfer of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, width]
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wide() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, width]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _spans(events: Any, word: str) -> list[tuple[float, float]]:
+    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [(e.time_range.start, e.time_range.end) for e in kernels if word in e.name]
+
+
+def _overlap(stage: int) -> dict[str, float]:
+    """The share of each collective's time in which a matrix product ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    engine = Engine(Stack(), device, Config(stage=stage), torch.bfloat16, "nccl")
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=1e-3)
+    engine.attach_optimizers([optimizer])
+    x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with engine.training_step():
+            loss = engine.model(x).float().square().mean()
+            loss.backward()
+            engine.after_backward()
+        engine.step(optimizer, lambda: loss)
+
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    events = profiler.events()
+    compute = sorted(_spans(events, "nvjet") + _spans(events, "gemm") + _spans(events, "triton"))
+    shares = {}
+    for word in ("ReduceScatter", "AllGather"):
+        spans = _spans(events, word)
+        total = sum(e - s for s, e in spans)
+        covered = sum(max(0.0, min(e, ce) - max(s, cs)) for s, e in spans for cs, ce in compute)
+        shares[word] = covered / total
+    return shares
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_reductions_overlap_compute(worlds: Worlds, device: str, stage: int) -> None:
+    """More than 80 % of the reductions' time, over regions of one block each (the last has nothing to hide behind)."""
+    if device != "cuda":
+        pytest.skip("run with --device cuda")
+    for shares in worlds(2).run(_overlap, stage, timeout=180):
+        assert shares["ReduceScatter"] > 0.7
+        if stage == 3:
+            assert shares["AllGather"] > 0.6
