@@ -113,7 +113,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
       .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())
       .def("arm", &Runtime::arm, Release())
-      .def("finish_backward", &Runtime::finish_backward, Release())
+      .def("finish_backward", [](Runtime& self) { if (!self.in_backward()) self.finish_backward(); }, Release())
       .def("set_deferred", &Runtime::set_deferred)
       .def("deferred", &Runtime::deferred)
       .def("flush", &Runtime::flush, Release())

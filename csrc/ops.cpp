@@ -138,7 +138,9 @@ struct ReadFunction : torch::autograd::Function<ReadFunction> {
                         const c10::intrusive_ptr<ReadToken>& token) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->saved_data["token"] = c10::IValue::make_capsule(token);
-    return value.alias();
+    auto result = value.alias();  // with the value's versions: torch's check sees what the optimizer's step gathers
+    torch::autograd::impl::set_version_counter(result, torch::autograd::impl::version_counter(value));
+    return result;
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {

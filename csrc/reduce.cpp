@@ -117,10 +117,14 @@ void Runtime::read_finished(int64_t index) {
   if (!shut_down_) parameter(index).eager_outstanding -= 1;
 }
 
-// A forward whose backward never came must not delay the reductions of the next step.
+// A forward whose backward never came must not delay the reductions of the next step; only such a one can still find
+// its parameters modified.
 void Runtime::forget_outstanding() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (auto& p : parameters_) p.graph_outstanding = 0;
+  for (auto& p : parameters_) {
+    if (p.graph_outstanding == 0) p.forward_version = -1;
+    p.graph_outstanding = 0;
+  }
 }
 
 // [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose

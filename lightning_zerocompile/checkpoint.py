@@ -17,8 +17,11 @@ def _full(value: Any, keep: bool) -> Any:
     """A whole CPU copy of a sharded tensor where ``keep``, else an empty one; collective."""
     if not isinstance(value, DTensor):
         return value
-    whole = value.detach().full_tensor()
-    return whole.cpu() if keep else torch.empty(0, dtype=whole.dtype)
+    local, whole = value.to_local(), value.full_tensor().detach()
+    if not keep:
+        return torch.empty(0, dtype=whole.dtype)
+    shared = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return whole.to("cpu", copy=shared)  # a 0-dim value is no copy yet, and would change with the next step
 
 
 def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:

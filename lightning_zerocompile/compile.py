@@ -99,8 +99,8 @@ def _inductor(config: Config, lower: CustomGraphPass) -> Callable[[fx.GraphModul
 
 def _aot_eager(lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
     """The same passes on AOTAutograd's graphs, which then run node by node."""
-    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch.fx.graph import _BoxedCodeGen
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -155,7 +155,7 @@ class Region:
         if self.regathers and torch.is_grad_enabled():
             for result in (results,) if isinstance(results, Tensor) else tree_leaves(results):
                 if isinstance(result, Tensor) and result.requires_grad and not result.is_leaf:
-                    result.register_hook(self._enter_backward)
+                    result.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
         return results
 
     def _enter_backward(self, grad: Tensor) -> None:

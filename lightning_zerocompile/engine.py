@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_zerocompile import shard
@@ -83,6 +83,7 @@ class Engine:
             slots = module.__dict__.get(shard.SLOTS, {})
             units = {self.runtime.unit_of_slot(slot) for slot in slots.values()}
             plain = getattr(type(module), shard.BASE, type(module)).__module__.startswith("torch.nn.modules.")
+            plain = plain and getattr(module, "max_norm", None) is None  # such an embedding writes to its weight
             if module not in inside and plain and len(units) == 1 and next(module.children(), None) is None:
                 self.regions.add_leaf(name, module, units.pop())
 
@@ -111,12 +112,12 @@ class Engine:
         """Rank 0's buffers on every rank, as DDP does before each forward."""
         buffers = [b.detach() for b in self.model.buffers() if b.numel() > 0]
         if buffers and self.runtime.mesh.size() > 1:
-            dist._broadcast_coalesced(self.runtime.mesh.get_group(), buffers, 250 * 2**20, 0)
+            dist._broadcast_coalesced(self.runtime.mesh.get_group(), buffers, 250 * 2**20, 0)  # type: ignore[attr-defined]
 
     def before_backward(self, loss: Tensor) -> None:
         """Lets the runtime know the outermost backward when it starts: the loss's gradient comes first."""
         if loss.requires_grad and loss.grad_fn is not None:
-            loss.register_hook(self._arm)
+            loss.register_hook(self._arm)  # type: ignore[no-untyped-call]
 
     def _arm(self, grad: Tensor) -> None:
         self.runtime.core.arm()
@@ -166,6 +167,7 @@ class Engine:
                 f"{type(optimizer).__name__}.step() inside `coalesce_grad_reduction`: the gradients are not reduced yet. "
                 "Step after the window has closed."
             )
+        self.settle()
 
     # ---- optimizers ----
 
@@ -195,9 +197,15 @@ class Engine:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """``optimizer.step(closure)``; an elementwise optimizer updates unit by unit, see [Note: step by unit]."""
+
+        def settled() -> Any:
+            result = closure()
+            self.settle()  # a hook between backward and step may have written to weights
+            return result
+
         if not is_elementwise(optimizer):
-            return optimizer.step(closure=closure, **kwargs)
-        with self._stepper.around(optimizer, closure) as run:
+            return optimizer.step(closure=settled, **kwargs)
+        with self._stepper.around(optimizer, settled) as run:
             return optimizer.step(closure=run, **kwargs)
 
     def _unit_written(self, unit: int) -> None:
@@ -235,12 +243,17 @@ class Engine:
             self.runtime.core.open(unit)
         try:
             with torch.no_grad():
-                yield {name: self.runtime.core.read(slot.index, slot.handle, False) for name, slot in slots.items()}
+                values = {name: self.runtime.core.read(slot.index, slot.handle, False) for name, slot in slots.items()}
+                versions = {name: value._version for name, value in values.items()}
+                yield values
             if writeback:
                 self.settle()
                 self.runtime.masters_changed([slot.master for slot in slots.values()])
         finally:
             self.runtime.core.discard_writes()
+            if not writeback:  # what was written to a resident value must not be read again: gather at its next use
+                written = [name for name, value in values.items() if value._version != versions[name]]
+                torch.autograd.graph.increment_version([slots[name].master for name in written])
             for unit in units:
                 self.runtime.core.close(unit)
 
@@ -275,13 +288,13 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
     """
     mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     buffers = [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
-    if not mine:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine + buffers)
+    if not mine and all(theirs == everyone[0] for theirs in everyone):
         raise RuntimeError(
             f"{type(model).__name__} has no parameters, so there is nothing to shard or to train. Create its layers "
             "in `__init__` or `configure_model`."
         )
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine + buffers)
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
@@ -295,11 +308,10 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
             f"The ranks hold different models: {what}. Build the same model on every rank (same code path, same "
             "configuration; do not depend on the rank)."
         )
-    first = next(iter(model.parameters())).device
-    _check_devices(model, first)
+    _check_devices(model)
 
 
-def _check_devices(model: nn.Module, first: torch.device) -> None:
+def _check_devices(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type not in ("cpu", "cuda", "meta"):
             raise RuntimeError(f"`{name}` is on {tensor.device}; only cpu, cuda and meta tensors can be sharded.")

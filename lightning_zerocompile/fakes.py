@@ -28,19 +28,18 @@ def register() -> None:
     if torch._C._dispatch_has_kernel_for_dispatch_key("zerocompile::gather", "Meta"):
         return
 
-    @torch.library.register_fake("zerocompile::gather")
     def gather(source: Tensor, handle: Tensor, size: Sequence[int]) -> Tensor:
         return source.new_empty(size)
 
-    @torch.library.register_fake("zerocompile::reduce_grad")
     def reduce_grad(grad: Tensor, handle: Tensor) -> Tensor:
         return torch.empty_like(handle)
 
-    @torch.library.register_fake("zerocompile::gather_unit")
     def gather_unit(
         sources: Sequence[Tensor], handles: Sequence[Tensor], sizes: Sequence[int], expects_grad: bool
     ) -> list[Tensor]:
         return [s.new_empty(size) for s, size in zip(sources, unflatten(sizes), strict=True)]
 
+    for fake in (gather, reduce_grad, gather_unit):
+        torch.library.register_fake(f"zerocompile::{fake.__name__}", fake)
     for name in ("wait_", "release_", "reduce_unit_", "reduce_fence_"):
         torch.library.register_fake(f"zerocompile::{name}", lambda *_: None)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-
-from lightning_zerocompile.shard import SLOTS
 
 
 class Places:
@@ -67,25 +66,30 @@ class Places:
                 "that says how to initialise it. Add that method (it must set the module's own parameters and "
                 "buffers), or build the module on a real device."
             )
-        sharded = sorted(module.__dict__.get(SLOTS, {}))
-        if sharded:
-            raise RuntimeError(
-                f"{what} is on the meta device, but {sharded} of the same module {type(module).__name__} were "
-                "sharded before (as parts of an earlier unit). Build this module on a real device."
-            )
+        # what is real already (a tied parameter that was sharded before) stays; its initialiser writes to a stand-in
+        parameters = {n: p for n, p in module._parameters.items() if p is not None}
+        kept = {n: p for n, p in parameters.items() if not p.is_meta}
+        kept_buffers = {n: b for n, b in module._buffers.items() if b is not None and not b.is_meta}
+        for local_name, parameter in kept.items():
+            stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            module._parameters[local_name] = nn.Parameter(stand_in, requires_grad=False)
         module.to_empty(device=self._device, recurse=False)
         with torch.no_grad():
             initialize()
-        for local_name, parameter in module._parameters.items():
-            if parameter is None:
+        module._parameters.update(kept)
+        module._buffers.update(kept_buffers)
+        for local_name, old in parameters.items():
+            new = module._parameters[local_name]
+            if local_name in kept or new is None:
                 continue
+            new.__dict__.update(old.__dict__)  # marks that users put on a parameter
             for other, other_name in self._places[self._name_at[module, local_name]]:
-                other._parameters[other_name] = parameter  # ties survive
+                other._parameters[other_name] = new  # ties survive
 
     def _initializer(self, module: nn.Module) -> Callable[[], object] | None:
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
-            return reset
+            return lambda: reset()
         for ancestor in self._model.modules():
             init_weights = getattr(ancestor, "_init_weights", None)
             if callable(init_weights) and any(m is module for m in ancestor.modules()):

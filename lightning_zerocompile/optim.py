@@ -135,5 +135,5 @@ def _store(entry: dict[str, Any], new: dict[str, Any], master: Tensor, local: Te
             continue
         elementwise = isinstance(value, Tensor) and value.shape == local.shape and local.dim() > 0
         if elementwise and isinstance(master, DTensor):
-            value = DTensor(value, spec_like(master, value.dtype), requires_grad=False)  # type: ignore[call-arg, arg-type]
+            value = DTensor(value, spec_like(master, value.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
         entry[name] = value

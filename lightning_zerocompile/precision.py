@@ -32,11 +32,11 @@ class StepsThroughEngine:
         return self.engine.step(optimizer, wrapped, **kwargs)
 
 
-class ZeroCompilePrecision(StepsThroughEngine, Precision):
+class ZeroCompilePrecision(StepsThroughEngine, Precision):  # type: ignore[misc]
     """``32-true``."""
 
 
-class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):
+class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):  # type: ignore[misc]
     """``bf16-true``: the model computes in bfloat16, masters and optimizer states stay in ``master_dtype``.
 
     Parameters are neither initialised nor kept in bfloat16: what is gathered is cast. Floating-point buffers become

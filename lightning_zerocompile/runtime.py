@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import extension, fakes
 from lightning_zerocompile.config import Config
-from lightning_zerocompile.policy import Lifetime, Policy
 from lightning_zerocompile.materialize import Places
+from lightning_zerocompile.policy import Lifetime, Policy
 from lightning_zerocompile.shard import ClassCache, Slot, install, make_master, spec_like
 from lightning_zerocompile.units import UnitPlan
 
@@ -187,7 +187,7 @@ class Runtime:
             for index, local in reduced:
                 master = self.slots[index].master
                 assert isinstance(master, DTensor)
-                grad = DTensor(local, spec_like(master, local.dtype), requires_grad=False)  # type: ignore[call-arg, arg-type]
+                grad = DTensor(local, spec_like(master, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
                 if master.grad is not None:
                     master.grad.add_(grad)
                 else:
@@ -196,7 +196,8 @@ class Runtime:
 
     def _agree(self, order: list[int]) -> list[int]:
         """Rank 0's order, on all ranks; through the store, since this runs inside a backward."""
-        return broadcast_object(self.mesh, order)
+        agreed: list[int] = broadcast_object(self.mesh, order)
+        return agreed
 
     def _compare(self, sequence: int, unit: str) -> str:
         """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
@@ -247,7 +248,7 @@ class Runtime:
 
     def masters_changed(self, masters: Sequence[Tensor]) -> None:
         """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""
-        by_id = {slot.master: unit for slot, unit in zip(self.slots, self._unit_of_slot, strict=True)}
+        by_id: dict[Tensor, int] = {slot.master: unit for slot, unit in zip(self.slots, self._unit_of_slot, strict=True)}
         units = sorted({by_id[master] for master in masters if master in by_id})
         self.core.masters_changed(units)
         self.core.forget_outstanding()

@@ -81,10 +81,11 @@ def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: s
     """Full tensors load into the shards at any time: each rank takes its rows."""
     for name, slot in self.__dict__[SLOTS].items():
         value = state_dict.get(prefix + name)
-        same_shape = isinstance(value, Tensor) and tuple(value.shape) == slot.size
-        if same_shape and not isinstance(value, DTensor):
+        plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if isinstance(value, Tensor) and plain and tuple(value.shape) == slot.size:
             state_dict[prefix + name] = shard_like(value, slot.master)
-    super(type(self), self)._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    base: Any = getattr(type(self), BASE)
+    base._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
 
 def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
@@ -244,6 +245,8 @@ def unshard(model: nn.Module, device: torch.device) -> None:
                 value = slot.master.detach()
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 full[slot] = nn.Parameter(whole.to(device), requires_grad=slot.master.requires_grad)
+                attributes = {name: value for name, value in vars(slot.master).items() if name != "_is_param"}
+                full[slot].__dict__.update(attributes)
             module._parameters[name] = full[slot]
     remove(model)
 

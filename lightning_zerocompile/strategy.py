@@ -12,15 +12,14 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
 )
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -28,7 +27,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -88,7 +86,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         keep_gradients: bool = False,
         unshard_after_fit: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
+        timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -178,7 +176,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # ---- set-up ----
 
@@ -231,7 +229,8 @@ class ZeroCompileStrategy(ParallelStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        if getattr(self, "_engine", None) is not None:
+        fitting = self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING
+        if getattr(self, "_engine", None) is not None and fitting:  # else: those of a fit that has ended
             self.engine.attach_optimizers([_raw(optimizer) for optimizer in optimizers])
 
     # ---- steps ----
@@ -315,7 +314,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         return objects[0]
 
     @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
     # ---- state ----

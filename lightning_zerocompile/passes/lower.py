@@ -26,7 +26,7 @@ from lightning_zerocompile.passes.tag import TRAINING
 
 
 def _output(graph: fx.Graph) -> fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    return graph.output_node()
 
 
 def _shape(node: fx.Node) -> list[Any]:
@@ -35,8 +35,9 @@ def _shape(node: fx.Node) -> list[Any]:
 
 def _is_resident(gather: fx.Node) -> bool:
     """Whether the gather's source is the full value itself (lifetime: one step)."""
-    source, _, size = gather.args
-    return isinstance(source, fx.Node) and _shape(source) == list(size)  # type: ignore[call-overload]
+    source: Any = gather.args[0]
+    size: Any = gather.args[2]
+    return _shape(source) == list(size)
 
 
 def _returns_alias(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ In a graph a gathered value is a temporary: `weight.mul_(2)` would change that t
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,6 +34,19 @@ def _writes(node: fx.Node) -> bool:
     return node.target in _IN_PLACE_FUNCTIONS or in_place_name or node.target is torch.Tensor.set_
 
 
+def _written(node: fx.Node) -> list[Any]:
+    """What the node writes to in place."""
+    written: list[Any] = [node.kwargs.get("out")]
+    if _writes(node) and node.args:
+        first = node.args[0]
+        written += first if isinstance(first, list | tuple) else [first]  # torch._foreach_mul_ takes lists
+    if _name(node) in ("embedding", "embedding_bag"):
+        arguments = dict(zip(("input", "weight", "", "max_norm"), node.args, strict=False)) | node.kwargs
+        if arguments.get("max_norm") is not None:
+            written.append(arguments.get("weight"))
+    return written
+
+
 def reject_writes(graph: fx.Graph) -> None:
     """Raises if the graph writes in place to a parameter, or to a view of one.
 
@@ -44,10 +58,9 @@ def reject_writes(graph: fx.Graph) -> None:
         if _is_gather(node):
             derived.add(node)
             continue
-        target = node.args[0] if node.args else None
-        if node.op not in ("call_function", "call_method") or target not in derived:
+        if node.op not in ("call_function", "call_method"):
             continue
-        if _writes(node):
+        if any(isinstance(target, fx.Node) and target in derived for target in _written(node)):
             where = (node.meta.get("stack_trace") or "").strip()
             raise RuntimeError(
                 f"`{_name(node)}` writes in place to a parameter inside a compiled region; the write would be lost. "
@@ -55,5 +68,8 @@ def reject_writes(graph: fx.Graph) -> None:
                 "`strategy.full_parameters(module, writeback=True)`), or keep this module out of compilation with "
                 f"`torch.compiler.disable`.\n{where}"
             )
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source not in derived:
+            continue
         if node.target is operator.getitem or _name(node).removesuffix("_copy") in _VIEWS or "get_data" in _name(node):
             derived.add(node)

