@@ -177,7 +177,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool current(const Unit& unit, int64_t needed) const;
   void write_back(Parameter& p);
 
-  // reduce.cpp
+  // backward.cpp, reduce.cpp
   bool complete(const Unit& unit) const;
   bool trainable(const Unit& unit) const;
   void launch_complete();

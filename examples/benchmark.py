@@ -307,7 +307,8 @@ def worker(args: argparse.Namespace) -> None:
     for seq in args.seq:
         row = measure(run, args, seq, device, started)
         if dist.get_rank() == 0:
-            Path(args.out).open("a").write(json.dumps(row) + "\n")
+            with Path(args.out).open("a") as out:
+                out.write(json.dumps(row) + "\n")
         torch.cuda.empty_cache()
     dist.barrier()
     dist.destroy_process_group()

@@ -193,7 +193,6 @@ class Regions:
         module.__dict__[REGION] = region
         self._runtime.classes.swap(module, frozenset(module.__dict__.get(SLOTS, ())), self._forwards[base])
 
-
     def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:
         """Makes one of torch's own layers outside blocks a region that runs eagerly, see [Note: write back]."""
         base = getattr(type(module), BASE, type(module))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -133,7 +134,9 @@ class Engine:
             yield
             return
         if self._window:
-            raise RuntimeError("An accumulation cannot start inside `coalesce_grad_reduction`; the window defers already.")
+            raise RuntimeError(
+                "An accumulation cannot start inside `coalesce_grad_reduction`; the window defers already."
+            )
         before = self.runtime.core.deferred()
         self.runtime.core.set_deferred(True)
         try:
@@ -164,8 +167,8 @@ class Engine:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._window:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() inside `coalesce_grad_reduction`: the gradients are not reduced yet. "
-                "Step after the window has closed."
+                f"{type(optimizer).__name__}.step() inside `coalesce_grad_reduction`: the gradients are not reduced "
+                "yet. Step after the window has closed."
             )
         self.settle()
 
@@ -298,15 +301,12 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
-        difference = next((pair for pair in zip(everyone[0], theirs, strict=False) if pair[0] != pair[1]), None)
-        what = (
-            f"rank 0 has {difference[0]}, rank {rank} has {difference[1]}"
-            if difference
-            else f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}"
+        first, other = next(
+            pair for pair in zip_longest(everyone[0], theirs, fillvalue="no more") if pair[0] != pair[1]
         )
         raise RuntimeError(
-            f"The ranks hold different models: {what}. Build the same model on every rank (same code path, same "
-            "configuration; do not depend on the rank)."
+            f"The ranks hold different models: rank 0 has {first}, rank {rank} has {other}. Build the same "
+            "model on every rank (same code path, same configuration; do not depend on the rank)."
         )
     _check_devices(model)
 

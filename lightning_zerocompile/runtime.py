@@ -209,13 +209,14 @@ class Runtime:
                 theirs = store.get(f"{key}/{rank}").decode()
             except dist.DistStoreError:
                 return (
-                    f"zerocompile: rank {mine} gathers unit `{unit}` as gather number {sequence}, but rank {rank} has not "
-                    f"come to that gather within {self.config.timeout}: it died, hangs, or does not use the same modules."
+                    f"zerocompile: rank {mine} gathers unit `{unit}` as gather number {sequence}, but rank {rank} "
+                    f"has not come to that gather within {self.config.timeout}: it died, hangs, or does not use the "
+                    "same modules."
                 )
             if theirs != unit:
                 return (
-                    f"zerocompile: gather number {sequence} is of unit `{unit}` on rank {mine} but of unit `{theirs}` on "
-                    f"rank {rank}. With parameters sharded (stage 3) every rank must use the same modules in the same "
+                    f"zerocompile: gather number {sequence} is of unit `{unit}` on rank {mine} but of unit `{theirs}` "
+                    f"on rank {rank}. With parameters sharded (stage 3) every rank must use the same modules in the same "
                     "order; use stage 1 or 2 for models in which ranks differ."
                 )
         return ""
@@ -248,7 +249,9 @@ class Runtime:
 
     def masters_changed(self, masters: Sequence[Tensor]) -> None:
         """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""
-        by_id: dict[Tensor, int] = {slot.master: unit for slot, unit in zip(self.slots, self._unit_of_slot, strict=True)}
+        by_id: dict[Tensor, int] = {
+            slot.master: unit for slot, unit in zip(self.slots, self._unit_of_slot, strict=True)
+        }
         units = sorted({by_id[master] for master in masters if master in by_id})
         self.core.masters_changed(units)
         self.core.forget_outstanding()

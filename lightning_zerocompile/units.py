@@ -82,7 +82,10 @@ def plan_units(model: nn.Module, unit_bytes: int, dtype: torch.dtype | None) -> 
     by_block: dict[str, UnitPlan] = {}
     rest: UnitPlan | None = None
     for name, parameter in _owned_parameters(model):
-        size = parameter.numel() * (dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype).itemsize
+        size = (
+            parameter.numel()
+            * (dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype).itemsize
+        )
         prefix = next((p for p in prefixes if name.startswith(p)), None) if prefixes else None
         if prefix is not None:
             block_name, block = block_of[prefix]

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 GRACE = 15.0  # seconds that the other ranks get after one has failed
@@ -180,6 +181,8 @@ class Worlds:
         self._groups: dict[int, Ranks] = {}
 
     def __call__(self, world: int) -> Ranks:
+        if self.device == "cuda" and world > torch.cuda.device_count():
+            pytest.skip(f"needs {world} GPUs")
         return self._groups.setdefault(world, Ranks(world, self.device))
 
     def close(self) -> None:

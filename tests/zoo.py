@@ -123,7 +123,8 @@ class Collections(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.list = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH) / 3) for _ in range(3)])
-        self.dict = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.2)), "shift": nn.Parameter(torch.randn(5, 1))})
+        shift = nn.Parameter(torch.randn(5, 1))
+        self.dict = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.2)), "shift": shift})
         self.nested = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.ModuleList([nn.Linear(WIDTH, WIDTH)])})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,7 +133,8 @@ class Collections(nn.Module):
         for key in self.nested:
             inner = self.nested[key]
             x = inner(x) if isinstance(inner, nn.Linear) else inner[0](x)
-        return x * self.dict["scale"] + self.dict["shift"] + self.list[1].sum() + sum(v.sum() for v in self.dict.values())
+        total = self.list[1].sum() + sum(v.sum() for v in self.dict.values())
+        return x * self.dict["scale"] + self.dict["shift"] + total
 
 
 class Embeddings(nn.Module):
@@ -430,6 +432,6 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
         if left is None or left.numel() == 0:
             continue
         if left.shape != right.shape or left.dtype != right.dtype:
-            raise AssertionError(f"`{name}`: {left.shape} {left.dtype} here, {right.shape} {right.dtype} in the reference")
+            raise AssertionError(f"`{name}`: {left.shape} {left.dtype} here, {right.shape} {right.dtype} expected")
         worst = max(worst, (left.detach().cpu() - right.detach().cpu()).abs().max().item())
     return worst

@@ -13,7 +13,14 @@ from torch import fx
 
 _VIEWS = {"detach", "view", "reshape", "t", "transpose", "permute", "narrow", "select", "unsqueeze", "squeeze", "chunk",
           "split", "flatten", "expand", "view_as", "unbind", "swapaxes", "movedim", "data"}  # fmt: skip
-_IN_PLACE_FUNCTIONS = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.imatmul, operator.setitem}
+_IN_PLACE_FUNCTIONS = {
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.imatmul,
+    operator.setitem,
+}
 
 
 def _name(node: fx.Node) -> str:

@@ -148,7 +148,7 @@ class Moments(L.Callback):
         self.steps, self.epoch = trainer.global_step, trainer.current_epoch
 
 
-def _resume(stage: int, options: dict[str, Any], precision: str, folder: str, saved_by: str) -> None:
+def _resume(stage: int, options: dict[str, Any], precision: str, folder: str) -> None:
     module, twin = Saved(), Saved()
     twin.load_state_dict(module.state_dict())
     whole, resumed = Moments(), Moments()
@@ -185,7 +185,7 @@ def test_resume_equals_an_uninterrupted_run(
     ranks: Ranks, stage: int, options: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
     """Weights, moments, loops, schedule, buffers and losses are equal to the bit."""
-    ranks.run(_resume, stage, options, precision, str(tmp_path), "ours")
+    ranks.run(_resume, stage, options, precision, str(tmp_path))
 
 
 def _resume_from_ddp(stage: int, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""What the parity tests cannot show by themselves: mixed groups, counted traffic, exact memory, mutations, compilation."""
+"""What parity alone cannot show: mixed groups, counted traffic, exact memory, mutations, compilation."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def _mutated(kind: str, stage: int) -> tuple[float, int]:
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", ["none", "divisor", "rank", "unit"])
 def test_parity_notices_a_mutation(worlds: Worlds, kind: str, stage: int) -> None:
-    """A wrong divisor, a rank or a unit that does not contribute: the parity check of test_parity fails on every rank."""
+    """A wrong divisor, a rank or a unit that does not contribute: the parity check fails on every rank."""
     for deviation, hits in worlds(2).run(_mutated, kind, stage):
         if kind == "none":
             assert deviation <= 1e-6
@@ -387,7 +387,7 @@ def _compilation(stage: int, scope: Any, accumulate: int) -> dict[str, Any]:
 @pytest.mark.parametrize("scope", ["blocks", "model"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_compilation_is_whole(worlds: Worlds, stage: int, scope: str, world: int, accumulate: int) -> None:
-    """Three equal blocks: one forward, one backward, no skipped frame, no late compilation, no eager read of a block."""
+    """Three equal blocks: one forward, one backward, no skipped frame, none late, no eager read of a block."""
     for seen in worlds(world).run(_compilation, stage, scope, accumulate):
         blocks = {name: count for name, count in seen["reads"].items() if ".layers." in name}
         assert len(blocks) == 3 and len(seen["reads"]) == 5

@@ -150,7 +150,7 @@ class Squares(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.sin(layer(x)) + (layer.weight * self.mix).cos() @ x
+            x = torch.sin(layer(x)) + (layer.weight * self.mix).cos() @ x / len(x)
         return x @ self.mix
 
 
@@ -182,7 +182,8 @@ def _generated(stage: int) -> tuple[list[str], float]:
 
         def train() -> None:
             for batches in data:
-                engines.step(engine, optimizer, lambda x=batches[models.rank()]: _square_loss(model, x))
+                mine = batches[models.rank()]
+                engines.step(engine, optimizer, lambda x=mine: _square_loss(model, x))
 
         _, codes = run_and_get_code(train)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
@@ -203,7 +204,7 @@ def _reused_early(code: str) -> tuple[int, list[str]]:
         call = body[i]
         first_list = call[call.index("(") + 1 :].split("]")[0]
         if any(name in call for name in ("reduce_unit_", "reduce_fence_", "release_")):
-            last |= {name: i for name in re.findall(r"\bbuf\d+\b", first_list)}
+            last |= dict.fromkeys(re.findall(r"\bbuf\d+\b", first_list), i)
     early = []
     for name, at in last.items():
         for i, line in enumerate(body[:at]):

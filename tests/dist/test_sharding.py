@@ -140,7 +140,8 @@ def _clip(stage: int) -> dict[str, tuple[float, float, bool]]:
         zoo.reference(loose)
         norm_error = max(abs((a or 0.0) - (b or 0.0)) for a, b in zip(ours.norms, norms, strict=True))
         clipped = zoo.difference(dict(twin.named_parameters()), dict(loose.named_parameters())) > 1e-3
-        results[name] = (zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters())), norm_error, clipped)
+        error = zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
+        results[name] = (error, norm_error, clipped)
     return results
 
 
@@ -331,14 +332,15 @@ class Validates(zoo.Net):
 
 def _validate(architecture: str, stage: int, options: dict[str, Any], inference_mode: bool) -> float:
     module = Validates(zoo.ARCHITECTURES[architecture])
-    arguments = {"num_sanity_val_steps": 1, "limit_val_batches": 1, "inference_mode": inference_mode, "val_check_interval": 1}
+    arguments: dict[str, Any] = {"inference_mode": inference_mode, "val_check_interval": 1}
+    arguments |= {"num_sanity_val_steps": 1, "limit_val_batches": 1}
     zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=2, limit_train_batches=2, **arguments)
     assert module.validations == 3  # the sanity check and one after each step
     module.load_state_dict(module.seen)
     module.eval()
     with torch.no_grad():
         expected = module.model(zoo.Floats(models.rank())[0].to(models.device())).cpu()
-    return max((module.outputs - expected).abs().max().item(), (module.with_grad - expected).abs().max().item())
+    return max((output - expected).abs().max().item() for output in (module.outputs, module.with_grad))
 
 
 @pytest.mark.parametrize("architecture", ["attention", "transformer", "batchnorms", "recurrent", "weightnorms"])

@@ -47,7 +47,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: str(value) if isinstance(value, dict) else "")
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[str(arguments) for arguments, _ in WRONG])
 def test_wrong_argument_is_named_with_the_remedy(arguments: dict[str, Any], message: str) -> None:
     """A wrong value raises in the constructor, before any process is started."""
     with pytest.raises(ValueError, match=message):

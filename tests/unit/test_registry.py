@@ -79,7 +79,8 @@ def test_import_has_no_side_effects_beyond_the_names() -> None:
     printed = _python(
         "import lightning_zerocompile, torch;"
         "from lightning_zerocompile import extension;"
-        "print(torch.distributed.is_initialized(), torch.cuda.is_initialized(), hasattr(torch.ops.zerocompile, 'gather'))"
+        "built = hasattr(torch.ops.zerocompile, 'gather');"
+        "print(torch.distributed.is_initialized(), torch.cuda.is_initialized(), built)"
     )
     assert printed.split() == ["False", "False", "False"]
 
@@ -108,7 +109,9 @@ except Exception as error:
 
 
 @needs_pytorch_lightning
-@pytest.mark.parametrize("order", ["lightning_zerocompile, pytorch_lightning", "pytorch_lightning, lightning_zerocompile"])
+@pytest.mark.parametrize(
+    "order", ["lightning_zerocompile, pytorch_lightning", "pytorch_lightning, lightning_zerocompile"]
+)
 def test_instance_in_a_pytorch_lightning_trainer(order: str) -> None:
     """Its classes are others: the error says which package to import."""
     printed = _python(FOREIGN.format(order=order, strategy="lightning_zerocompile.ZeroCompileStrategy()"))
@@ -149,8 +152,16 @@ CLASS = "lightning_zerocompile.ZeroCompileStrategy"
         (["--trainer.strategy", "zerocompile_stage_2"], ["stage=2"]),
         (["--trainer.strategy", CLASS, "--trainer.strategy.stage", "1"], ["stage=1"]),
         (
-            ["--trainer.strategy", CLASS, "--trainer.strategy.param_dtype", "bfloat16"]
-            + ["--trainer.strategy.compile", "false", "--trainer.strategy.prefetch", "2"],
+            [
+                "--trainer.strategy",
+                CLASS,
+                "--trainer.strategy.param_dtype",
+                "bfloat16",
+                "--trainer.strategy.compile",
+                "false",
+                "--trainer.strategy.prefetch",
+                "2",
+            ],
             ["torch.bfloat16", "compile=False", "prefetch=2"],
         ),
     ],

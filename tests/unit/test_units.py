@@ -27,7 +27,8 @@ def _names(model: nn.Module) -> list[str]:
 def test_blocks_in_nested_lists() -> None:
     """Repeated modules are found at any depth of containers, in module order."""
     names = [name for name, _ in find_blocks(_nested())]
-    assert names == [f"encoder.stages.{i}.{j}" for i in (0, 1) for j in (0, 1)] + [f"decoder.layers.{i}" for i in range(3)]
+    encoder = [f"encoder.stages.{i}.{j}" for i in (0, 1) for j in (0, 1)]
+    assert names == encoder + [f"decoder.layers.{i}" for i in range(3)]
 
 
 def test_different_siblings_are_no_blocks() -> None:
@@ -62,7 +63,7 @@ def test_tied_across_blocks() -> None:
 def test_without_blocks_groups_by_size() -> None:
     """Without blocks consecutive parameters form groups of at most `unit_bytes`, unless one alone is larger."""
     model = nn.Sequential(*(nn.Linear(8, 10 - i, bias=False) for i in range(6)))
-    sizes = dict((n, p.numel() * 4) for n, p in model.named_parameters())
+    sizes = {n: p.numel() * 4 for n, p in model.named_parameters()}
     units = plan_units(model, 2 * 4 * 8 * 10, None)
     assert [name for unit in units for name in unit.parameters] == _names(model)
     assert all(unit.block is None for unit in units)
@@ -85,7 +86,8 @@ def test_large_embedding_is_its_own_unit() -> None:
 
 def test_sizes_are_of_gathered_values() -> None:
     """In bfloat16 twice as many parameters fit; integers keep their dtype."""
-    model = nn.ParameterList([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8, dtype=torch.int32), requires_grad=False)])
+    whole = nn.Parameter(torch.zeros(8, dtype=torch.int32), requires_grad=False)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(8)), whole])
     (unit,) = plan_units(model, LARGE, torch.bfloat16)
     assert unit.bytes == 8 * 2 + 8 * 4
 

@@ -1,0 +1,150 @@
+// Backward: when it begins and ends, and how gradients are taken as they are produced.
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "runtime.h"
+
+namespace zerocompile {
+
+// [Note: end of backward] An engine callback, not a graph node, ends a backward: it is the same for any number of
+// graphs, breaks and recompilations. It is armed by the first thing that happens in a backward. In a nested backward
+// (reentrant checkpoint, GradCache) some node of the outer one is still being evaluated when the callback runs: then
+// it leaves everything to the outer backward, which arms again at its next event or is finished by the strategy.
+void Runtime::arm() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (armed_ || torch::autograd::get_current_graph_task_id() == -1) return;
+  armed_ = true;
+  if (!backward_) {
+    backward_ = true;
+    next_reduction_ = 0;
+    for (auto& u : units_) u.reduced = false;
+  }
+  agree_on_order();
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (auto self = weak.lock()) self->backward_ended();
+  });
+}
+
+void Runtime::backward_ended() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  armed_ = false;
+  if (torch::autograd::get_current_node() != nullptr) return;  // nested
+  finish_backward();
+}
+
+void Runtime::finish_backward() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!backward_ || shut_down_) return;
+  backward_ = armed_ = false;
+  stats_.backwards += 1;
+  if (!deferred_) reduce_everything();
+  write_back();
+  for (auto& u : units_) {
+    u.graph_uses = 0;
+    if (u.open_modules == 0) drop(u);
+  }
+}
+
+// A use outside any backward while one is open: that backward raised. Its gradients are incomplete on this rank.
+void Runtime::abort_failed_backward() {
+  if (!armed_ || torch::autograd::get_current_graph_task_id() != -1) return;
+  backward_ = armed_ = false;
+  retire(0);
+  drop_gradients();
+}
+
+void Runtime::drop_gradients() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto& p : parameters_) {
+    p.grad.reset();
+    p.grad_owned = p.contributed = false;
+    p.graph_outstanding = 0;
+  }
+  reduced_.clear();
+}
+
+// [Note: order of reductions] One fixed order on all ranks: the reverse of the order in which rank 0 first used the
+// units in a forward. A unit that is ready early waits for its turn; one that is not ready when backward ends is
+// reduced then. Gathers have a process group of their own, so only this order has to agree.
+void Runtime::agree_on_order() {
+  if (!reduce_order_.empty() || units_.empty()) return;
+  auto order = unit_order();
+  std::reverse(order.begin(), order.end());
+  reduce_order_ = agree_ != nullptr && world_ > 1 ? agree_(order) : order;
+  TORCH_CHECK(reduce_order_.size() == units_.size(), "zerocompile: rank 0 has ", reduce_order_.size(), " units, rank ",
+              rank_, " has ", units_.size());
+}
+
+// ---- taking gradients ----
+
+void Runtime::read_started(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  parameter(index).eager_outstanding += 1;
+}
+
+void Runtime::read_finished(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!shut_down_) parameter(index).eager_outstanding -= 1;
+}
+
+// A forward whose backward never came must not delay the reductions of the next step; only such a one can still find
+// its parameters modified.
+void Runtime::forget_outstanding() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto& p : parameters_) {
+    if (p.graph_outstanding == 0) p.forward_version = -1;
+    p.graph_outstanding = 0;
+  }
+}
+
+// [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose
+// backward computed in fp32 never opens an fp32 bucket. `grad_dtype=None` on the parameter opts out, as in torch.
+void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto& p = parameter(index);
+  arm();
+  if (from_graph) p.graph_outstanding = std::max<int64_t>(0, p.graph_outstanding - 1);
+  if (!p.master.requires_grad()) return;  // frozen after the forward: torch drops the gradient too
+  TORCH_CHECK(grad.layout() == at::kStrided, "zerocompile: the gradient of `", p.name,
+              "` is sparse, which cannot be sharded. Use sparse=False for this embedding");
+  TORCH_CHECK(grad.sizes() == at::IntArrayRef(p.size), "zerocompile: the gradient of `", p.name, "` has sizes ",
+              grad.sizes(), ", the parameter ", p.size);
+  at::NoGradGuard no_grad;
+  grad = grad.detach();
+  if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
+  if (!p.grad.defined()) {
+    p.grad = grad;
+    p.grad_owned = false;
+  } else if (p.grad_owned && p.grad.scalar_type() == grad.scalar_type()) {
+    p.grad.add_(grad);
+  } else {
+    p.grad = p.grad.add(grad);
+    p.grad_owned = true;
+  }
+  p.contributed = true;
+  if (from_graph) stats_.graph_reductions += 1;
+  launch_complete();
+}
+
+// The compiler may reuse these gradients' memory from here on, unless the graph ends here (then our reference keeps
+// it). What is on its way is waited for on the stream, what is not started is copied.
+void Runtime::fence(const std::vector<int64_t>& indices, bool last) {
+  if (last) return;
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto i : indices) {
+    auto& p = parameter(i);
+    if (p.grad.defined() && !p.grad_owned) {
+      p.grad = p.grad.clone();
+      p.grad_owned = true;
+    }
+    for (auto& reduction : in_flight_) {
+      if (reduction.unit == p.unit) reduction.done.wait(device_);
+    }
+  }
+}
+
+}  // namespace zerocompile
