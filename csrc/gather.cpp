@@ -58,6 +58,7 @@ void Runtime::check_order(const Unit& unit) {
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
 void Runtime::launch_gather(Unit& unit) {
   check_order(unit);
+  unit.gathering.wait(device_);  // an earlier gather into the same memory must not finish after this one
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
   for (auto i : unit.parameters) {

@@ -216,8 +216,8 @@ class Runtime:
             if theirs != unit:
                 return (
                     f"zerocompile: gather number {sequence} is of unit `{unit}` on rank {mine} but of unit `{theirs}` "
-                    f"on rank {rank}. With parameters sharded (stage 3) every rank must use the same modules in the same "
-                    "order; use stage 1 or 2 for models in which ranks differ."
+                    f"on rank {rank}. With parameters sharded (stage 3) every rank must use the same modules in the "
+                    "same order; use stage 1 or 2 for models in which ranks differ."
                 )
         return ""
 

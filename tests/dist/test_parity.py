@@ -43,14 +43,16 @@ def _check(results: list[dict[str, Any]], mode: str, world: int, tolerance: floa
         if mode == "eager":
             assert record.compiled.forward == 0 and record.stats.graph_uses == 0
         else:
-            assert record.compiled.forward > 0 and record.compiled.backward > 0
+            cached = mode == "inductor"  # a warm compile cache skips our passes
+            assert cached or (record.compiled.forward > 0 and record.compiled.backward > 0)
+            assert record.compiled.dynamo_graphs > 0
             assert record.stats.graph_uses > 0 and record.stats.graph_reductions > 0
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["eager", "aot_eager", "aot_eager_model"])
+@pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sgd_equals_ddp(worlds: Worlds, stage: int, mode: str, world: int, accumulate: int) -> None:
-    results = worlds(world).run(_compare, mode, stage, accumulate, "sgd", 5)
-    _check(results, mode, world, tolerance=1e-6)
+    results = worlds(world).run(_compare, mode, stage, accumulate, "sgd", 5, timeout=400)
+    _check(results, mode, world, tolerance=5e-6 if mode == "inductor" else 1e-6)  # Inductor reorders sums
