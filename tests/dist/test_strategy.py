@@ -71,7 +71,8 @@ class Evaluated(models.Module):
 def _mean_loss(module: models.Module, count: int) -> float:
     """Over the first batches of every rank."""
     with torch.no_grad():
-        losses = [module.loss(models.Batches(r)[i].to(models.device())) for r in range(models.world()) for i in range(count)]
+        data = [models.Batches(r)[i] for r in range(models.world()) for i in range(count)]
+        losses = [module.loss(batch.to(models.device())) for batch in data]
     return float(torch.stack(losses).mean())
 
 
@@ -310,7 +311,9 @@ def _manual(stage: int, toggle: bool, options: dict[str, Any]) -> None:
 @STAGES
 @pytest.mark.parametrize("toggle", [False, True])
 @pytest.mark.parametrize("options", [{"compile": False}, AOT], ids=["eager", "aot_eager"])
-def test_manual_optimization_with_two_optimizers(ranks: Ranks, stage: int, toggle: bool, options: dict[str, Any]) -> None:
+def test_manual_optimization_with_two_optimizers(
+    ranks: Ranks, stage: int, toggle: bool, options: dict[str, Any]
+) -> None:
     """backward, backward, step equals DDP at every stage; gradients are None after the step."""
     ranks.run(_manual, stage, toggle, options)
 
@@ -461,7 +464,7 @@ def _precision(stage: int, precision: str, options: dict[str, Any], expected: di
     assert module.dtypes == expected
     compute = next(iter(expected["forward"]))
     _bf16_reference(twin, 4, compute, options.get("reduce_dtype") or compute)
-    assert models.deviation(module, twin) < (1e-6 if compute == torch.float32 else 1e-2)
+    assert models.deviation(module, twin) < 1e-6  # fp32 training ends 2e-2 away from bf16's
     start = Recorded()
     start.load_state_dict(_fresh())
     assert models.deviation(module, start) > 1e-2  # it moved by more than the tolerance
