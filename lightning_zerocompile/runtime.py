@@ -195,7 +195,7 @@ class Runtime:
                     self.core.bound(index, grad, grad._local_tensor)
 
     def _agree(self, order: list[int]) -> list[int]:
-        """Rank 0's order, on all ranks; through the store, since this runs inside a backward."""
+        """Rank 0's order, on all ranks; a broadcast on the gathers' group, whose order agrees at this point."""
         agreed: list[int] = broadcast_object(self.mesh, order)
         return agreed
 
