@@ -68,7 +68,7 @@ void Runtime::drop_gradients() {
 }
 
 // [Note: order of reductions] One fixed order on all ranks: the reverse of the order in which rank 0 first used the
-// units in a forward. A unit that is ready early waits for its turn; one that is not ready when backward ends is
+// units in a forward, told to the others through the store, so that no collective hides in a backward. A unit that is ready early waits for its turn; one that is not ready when backward ends is
 // reduced then. Gathers have a process group of their own, so only this order has to agree.
 void Runtime::agree_on_order() {
   if (!reduce_order_.empty() || units_.empty()) return;

@@ -1,27 +1,13 @@
 // Gathering: a unit is gathered as a whole, in place, from the masters; the value lives for one use or for one step.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/version.h>
 
 #include <algorithm>
 
+#include "collectives.h"
 #include "runtime.h"
 
 namespace zerocompile {
-
-namespace {
-
-WorkPtr all_gather(c10d::ProcessGroup& group, std::vector<Tensor>& outputs, std::vector<Tensor>& inputs) {
-  c10d::AllgatherOptions options;
-  options.asyncOp = outputs.front().device().is_cpu();  // on a device the lane's stream is the asynchrony
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  return group.all_gather_single_coalesced(outputs, inputs, options);
-#else
-  return group.allgather_into_tensor_coalesced(outputs, inputs, options);
-#endif
-}
-
-}  // namespace
 
 Tensor Runtime::resident_value(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -91,7 +77,7 @@ void Runtime::launch_gather(Unit& unit) {
   for (auto& [dtype, call] : calls) {
     stats_.gathers += 1;
     for (const auto& t : call.first) stats_.gather_bytes += static_cast<int64_t>(t.nbytes());
-    if (world_ > 1) launch.add(all_gather(*gather_group_, call.first, call.second));
+    if (world_ > 1) all_gather(*gather_group_, launch, std::move(call.first), std::move(call.second));
   }
   unit.gathering = launch.finish();
   if (!unit.resident) {

@@ -96,7 +96,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            Release())
       .def("add_unit", &Runtime::add_unit, Release())
       .def("set_callbacks", &Runtime::set_callbacks)
-      .def("shutdown", &Runtime::shutdown)  // holds the GIL: it drops the callbacks
+      .def("shutdown",
+           [](Runtime& self) {
+             {
+               py::gil_scoped_release waiting;  // gloo's threads may need the GIL to end what we wait for
+               self.settle();
+             }
+             self.shutdown();  // with the GIL: it drops the callbacks
+           })
       .def("identity", &Runtime::identity)
       .def("resident_value", &Runtime::resident_value, Release())
       .def("read", [](const std::shared_ptr<Runtime>& self, int64_t parameter, const Tensor& handle,

@@ -1,27 +1,15 @@
 // Reduction: a unit is reduced as a whole when its last gradient is there; what is left is flushed when the outermost
 // backward ends (see backward.cpp).
 #include <ATen/core/grad_mode.h>
-#include <torch/version.h>
 
 #include <algorithm>
 
+#include "collectives.h"
 #include "runtime.h"
 
 namespace zerocompile {
 
 namespace {
-
-WorkPtr reduce_scatter(c10d::ProcessGroup& group, std::vector<Tensor>& outputs, std::vector<Tensor>& inputs,
-                       const c10d::ReduceOp& op) {
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = op;
-  options.asyncOp = outputs.front().device().is_cpu();
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  return group.reduce_scatter_single_coalesced(outputs, inputs, options);
-#else
-  return group.reduce_scatter_tensor_coalesced(outputs, inputs, options);
-#endif
-}
 
 int64_t row_numel(const Parameter& p) {
   int64_t n = 1;
@@ -142,8 +130,8 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<
     stats_.reductions += 1;
     const bool average = divisor_ == static_cast<double>(world_);
     if (world_ > 1) {
-      launch.add(reduce_scatter(*reduce_group_, outputs, inputs,
-                                average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM));
+      const auto op = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+      reduce_scatter(*reduce_group_, launch, outputs, inputs, op);
     } else {
       at::_foreach_copy_(outputs, inputs);
     }

@@ -63,14 +63,20 @@ Runtime::~Runtime() {
   for (auto& p : parameters_) forget_identity(p.identity);
 }
 
+// Waits for everything that is on its way.
+void Runtime::settle() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto& u : units_) u.gathering.wait(device_);
+  retire(0);
+}
+
 // [Note: shutdown] The process group must not be kept alive by this object: a group that is destroyed while somebody
 // holds it aborts the process at exit. After shutdown every use of a parameter raises.
 void Runtime::shutdown() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return;
   shut_down_ = true;
-  for (auto& u : units_) u.gathering.wait(device_);
-  retire(0);
+  settle();
   for (auto& p : parameters_) forget_identity(p.identity);
   parameters_.clear();
   units_.clear();

@@ -112,6 +112,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                      std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                      std::function<std::string(int64_t, std::string)> compare);
+  void settle();
   void shutdown();
   int64_t identity(int64_t parameter) const { return parameters_.at(parameter).identity; }
   Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input

@@ -8,8 +8,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace zerocompile {
@@ -17,14 +19,13 @@ namespace zerocompile {
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // What has been launched and not yet been waited for. `wait` orders the current stream behind it (device) or blocks
-// until it is done (CPU); calling it again costs nothing.
+// until it is done and what was to follow is done too (CPU); calling it again costs nothing.
 class Pending {
  public:
   Pending() = default;
-  Pending(std::vector<WorkPtr> works, std::shared_ptr<c10::Event> event)
-      : works_(std::move(works)), event_(std::move(event)) {}
-
-  bool active() const { return event_ != nullptr || !works_.empty(); }
+  explicit Pending(std::shared_ptr<c10::Event> event) : event_(std::move(event)) {}
+  Pending(std::vector<WorkPtr> works, std::vector<std::function<void()>> afterwards)
+      : works_(std::move(works)), afterwards_(std::move(afterwards)) {}
 
   void wait(c10::Device device) {
     if (event_ != nullptr) {
@@ -33,11 +34,13 @@ class Pending {
     }
     for (auto& work : works_) work->wait();
     works_.clear();
+    for (auto& follow : std::exchange(afterwards_, {})) follow();
     event_.reset();
   }
 
  private:
   std::vector<WorkPtr> works_;
+  std::vector<std::function<void()>> afterwards_;
   std::shared_ptr<c10::Event> event_;
 };
 
@@ -68,6 +71,9 @@ class Lane {
       }
     }
 
+    // On the CPU: what the waiting thread does with the result, once.
+    void then(std::function<void()> follow) { afterwards_.push_back(std::move(follow)); }
+
     // On the CPU the lane has no queue of its own: what is computed from a collective's result must block for it.
     void settle() {
       for (auto& work : works_) work->wait();
@@ -75,17 +81,18 @@ class Lane {
     }
 
     Pending finish() {
-      if (device_.is_cpu()) return Pending(std::move(works_), nullptr);
+      if (device_.is_cpu()) return Pending(std::move(works_), std::move(afterwards_));
       auto event = std::make_shared<c10::Event>(device_.type());
       event->record(guard_->current_stream());
       guard_.reset();
-      return Pending({}, std::move(event));
+      return Pending(std::move(event));
     }
 
    private:
     c10::Device device_;
     std::optional<c10::StreamGuard> guard_;
     std::vector<WorkPtr> works_;
+    std::vector<std::function<void()>> afterwards_;
   };
 
  private:

@@ -184,21 +184,21 @@ class Regions:
     def add(self, name: str, module: nn.Module, units: list[int]) -> None:
         """Makes ``module`` a region. The units in ``units`` stay gathered while it runs; without any, its graph gathers
         each parameter where it is used."""
-        base = getattr(type(module), BASE, type(module))
-        self._forwards.setdefault(base, _entering(base.forward))
         sharded = [inner for inner in module.modules() if SLOTS in inner.__dict__]
         regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
-        run = self._run(base, regional=bool(units))
-        region = Region(name, self._runtime.core, units, run, sharded, regathers=regathers)
-        module.__dict__[REGION] = region
-        self._runtime.classes.swap(module, frozenset(module.__dict__.get(SLOTS, ())), self._forwards[base])
+        run = self._run(_base(module), regional=bool(units))
+        self._install(module, Region(name, self._runtime.core, units, run, sharded, regathers=regathers))
 
     def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:
         """Makes one of torch's own layers outside blocks a region that runs eagerly, see [Note: write back]."""
-        base = getattr(type(module), BASE, type(module))
-        self._forwards.setdefault(base, _entering(base.forward))
-        module.__dict__[REGION] = Region(name, self._runtime.core, [unit], base.forward, [module], trusted=True)
-        self._runtime.classes.swap(module, frozenset(module.__dict__[SLOTS]), self._forwards[base])
+        run = _base(module).forward
+        self._install(module, Region(name, self._runtime.core, [unit], run, [module], trusted=True))
+
+    def _install(self, module: nn.Module, region: Region) -> None:
+        module.__dict__[REGION] = region
+        base = _base(module)
+        forward = self._forwards.setdefault(base, _entering(base.forward))
+        self._runtime.classes.swap(module, frozenset(module.__dict__.get(SLOTS, ())), forward)
 
     def _run(self, base: type, regional: bool) -> Callable[..., Any]:
         """The class's ``forward``, compiled once: all equal regions share its graphs."""
@@ -208,6 +208,11 @@ class Regions:
             backend = self._backends[regional]
             self._runs[base, regional] = torch.compile(base.forward, backend=backend, dynamic=self._config.dynamic)  # type: ignore[attr-defined]
         return self._runs[base, regional]
+
+
+def _base(module: nn.Module) -> Any:
+    """The user's class of a module whose class may have been swapped."""
+    return getattr(type(module), BASE, type(module))
 
 
 def _entering(forward: Callable[..., Any]) -> Callable[..., Any]:

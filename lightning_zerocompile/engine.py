@@ -42,10 +42,10 @@ class Engine:
         check_equal_on_all_ranks(model)
         units = plan_units(model, config.unit_bytes, compute_dtype)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-        # [Note: two groups] gathers and reductions overlap, and their relative order may differ between ranks
-        groups = [mesh.get_group(), dist.new_group(backend=backend, timeout=config.timeout)]
-        self._own_group = groups[1]
-        self.runtime = Runtime(mesh, device, config, groups[0], groups[1])
+        own = [dist.new_group(backend=backend, timeout=config.timeout) for _ in range(_groups_needed(device))]
+        gathers, reductions = [mesh.get_group(), *own][-2:]
+        self._own_groups = own
+        self.runtime = Runtime(mesh, device, config, gathers, reductions)
         self.runtime.shard(model, units, compute_dtype)
         self._buffers_to_device()
         self.regions = Regions(self.runtime, config)
@@ -280,7 +280,15 @@ class Engine:
     def _shutdown(self, destroy: bool = True) -> None:
         self.runtime.shutdown()
         if destroy:
-            dist.destroy_process_group(self._own_group)
+            for group in self._own_groups:
+                dist.destroy_process_group(group)
+
+
+def _groups_needed(device: torch.device) -> int:
+    """[Note: two groups] Gathers and reductions overlap, and their relative order may differ between ranks: each has a
+    process group. On devices gathers use the default one, which costs no further communicator; gloo shares a group
+    badly with the user's collectives (see [Note: gloo gathers]), so there both are our own."""
+    return 2 if device.type == "cpu" else 1
 
 
 def check_equal_on_all_ranks(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class Runtime:
         self.slots: list[Slot] = []
         self.unit_of: dict[str, int] = {}  # block name -> unit
         self._unit_of_slot: list[int] = []
+        self._unit_of_master: dict[Tensor, int] = {}
+        self._masters: list[list[nn.Parameter]] = []  # by unit
         self._classes = ClassCache()
         self._anchors: dict[torch.dtype, Tensor] = {}
         this = weakref.ref(self)  # the C++ object must not keep this one alive
@@ -98,7 +101,7 @@ class Runtime:
             return "" if owner is None else owner._compare(sequence, unit)
 
         self.core.set_callbacks(bind, agree, compare)
-        self._store_prefix = f"zerocompile/{reduce_group.group_name}/gather"
+        self._store_prefix = f"zerocompile/{reduce_group.group_name}"
 
     # ---- set-up ----
 
@@ -121,6 +124,8 @@ class Runtime:
                 self._install(slots[-1], places)
             unit = self.core.add_unit(plan.name, [slot.index for slot in slots], lifetime)
             self._unit_of_slot += [unit] * len(slots)
+            self._masters.append([slot.master for slot in slots])
+            self._unit_of_master |= dict.fromkeys(self._masters[unit], unit)
             self.unit_of[plan.name] = unit
             if self.policy.lifetime is Lifetime.STEP:
                 for slot in slots:
@@ -195,14 +200,24 @@ class Runtime:
                     self.core.bound(index, grad, grad._local_tensor)
 
     def _agree(self, order: list[int]) -> list[int]:
-        """Rank 0's order, on all ranks; a broadcast on the gathers' group, whose order agrees at this point."""
-        agreed: list[int] = broadcast_object(self.mesh, order)
+        """Rank 0's order, on all ranks, through the store."""
+        store, key = dist.distributed_c10d._get_default_store(), f"{self._store_prefix}/order"
+        if self.mesh.get_local_rank() == 0:
+            store.set(key, json.dumps(order))
+            return order
+        try:
+            agreed: list[int] = json.loads(store.get(key))
+        except dist.DistStoreError as error:
+            raise RuntimeError(
+                f"zerocompile: rank {dist.get_rank()} has begun its first backward, but rank 0 has not within "
+                f"{self.config.timeout}: it died, hangs, or does not run the same step."
+            ) from error
         return agreed
 
     def _compare(self, sequence: int, unit: str) -> str:
         """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
         store = dist.distributed_c10d._get_default_store()
-        key, mine = f"{self._store_prefix}/{sequence}", dist.get_rank()
+        key, mine = f"{self._store_prefix}/gather/{sequence}", dist.get_rank()
         store.set(f"{key}/{mine}", unit)
         for rank in dist.get_process_group_ranks(self.mesh.get_group()):
             try:
@@ -235,25 +250,19 @@ class Runtime:
 
     def units_in_order(self) -> list[tuple[int, list[nn.Parameter]]]:
         """Each unit's masters, in the order in which a forward uses the units."""
-        masters: dict[int, list[nn.Parameter]] = {}
-        for slot, unit in zip(self.slots, self._unit_of_slot, strict=True):
-            masters.setdefault(unit, []).append(slot.master)
-        return [(unit, masters[unit]) for unit in self.core.unit_order()]
+        return [(unit, self._masters[unit]) for unit in self.core.unit_order()]
 
     @torch.no_grad()  # so this does not count as the forward's order
     def _refresh_resident(self) -> None:
         """Gathers stale values (first step, loaded weights) here, since ranks may read different parameters later."""
-        for unit in range(len(set(self._unit_of_slot))):
+        for unit in range(len(self._masters)):
             self.core.open(unit)
             self.core.close(unit)
 
     def masters_changed(self, masters: Sequence[Tensor]) -> None:
         """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""
-        by_id: dict[Tensor, int] = {
-            slot.master: unit for slot, unit in zip(self.slots, self._unit_of_slot, strict=True)
-        }
-        units = sorted({by_id[master] for master in masters if master in by_id})
-        self.core.masters_changed(units)
+        units = {self._unit_of_master[master] for master in masters if master in self._unit_of_master}
+        self.core.masters_changed(sorted(units))
         self.core.forget_outstanding()
 
     def stats(self) -> Stats:
@@ -263,15 +272,6 @@ class Runtime:
     def shutdown(self) -> None:
         """Drops every reference to the process groups; before they are destroyed. Idempotent, no communication."""
         self.core.shutdown()
-
-
-def broadcast_object(mesh: DeviceMesh, value: Any) -> Any:
-    """Rank 0's ``value`` on every rank of the mesh."""
-    if mesh.size() == 1:
-        return value
-    objects = [value]
-    dist.broadcast_object_list(objects, group=mesh.get_group(), group_src=0)
-    return objects[0]
 
 
 def _grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[torch.dtype | None, bool]:

@@ -43,7 +43,6 @@ def closing(made: Engine) -> Iterator[Engine]:
 
 def token_loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:  # batch: [batch, length]
     """Next-token loss, a mean."""
-    batch = batch.to(models.device())
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 

@@ -45,6 +45,7 @@ def _serve(rank: int, world: int, port: int, device: str, paths: list[str], stac
     sys.path[:] = paths
     handle = open(stacks, "w")  # noqa: SIM115 - stays open for the handler
     faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
+    faulthandler.enable()  # a rank that a signal kills says where it was
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(world),

@@ -89,11 +89,12 @@ def device() -> str:
 
 
 class Batches:
-    """Different data on each rank: ``[batch, length]`` tokens."""
+    """Different data on each rank, on the device of the tests: ``[batch, length]`` tokens."""
 
     def __init__(self, rank: int, count: int = 100) -> None:
         generator = torch.Generator().manual_seed(100 + rank)
-        self._batches = [torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(count)]
+        batches = [torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(count)]
+        self._batches = [batch.to(device()) for batch in batches]
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._batches)
@@ -121,6 +122,8 @@ class Record(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.stats = trainer.strategy.stats  # type: ignore[attr-defined]
         self.compiled = trainer.strategy.compile_stats  # type: ignore[attr-defined]
+        runtime = trainer.strategy.engine.runtime  # type: ignore[attr-defined]
+        self.reads = {name: runtime.core.eager_reads_of(unit) for name, unit in runtime.unit_of.items()}
         self.local_numel = sum(p.to_local().numel() for p in module.parameters())  # type: ignore[attr-defined]
         self.full_numel = sum(p.numel() for p in module.parameters())
 
@@ -143,7 +146,7 @@ def reference(module: Module, steps: int = 5, accumulate: int = 1) -> list[float
         optimizer.zero_grad()
         for micro in range(accumulate):
             for r in range(world()):
-                loss = module.loss(data[r][step * accumulate + micro].to(device()))
+                loss = module.loss(data[r][step * accumulate + micro])
                 (loss / world() / accumulate).backward()
                 if r == rank():
                     losses.append(loss.item())

@@ -1,4 +1,4 @@
-"""What parity alone cannot show: mixed groups, counted traffic, exact memory, mutations, compilation."""
+"""What parity alone cannot show: mixed groups, counted traffic, exact memory, mutations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests import engines, models
@@ -74,7 +73,7 @@ MODELS = {"plain": models.ByteModel, "branches": _branches, "recompute": _frozen
 def _uneven_reference(module: models.Module, counts: list[int], accumulate: int) -> None:
     """DDP in one process with ``counts[step]`` micro-batches in each step, every loss divided by ``accumulate``."""
     data, world = [models.Batches(r) for r in range(models.world())], models.world()
-    optimizer = module.configure_optimizers()
+    optimizer = module.to(models.device()).configure_optimizers()
     batch = 0
     for count in counts:
         optimizer.zero_grad()
@@ -163,12 +162,13 @@ def _traffic(stage: int, accumulate: int, compile: Any) -> dict[str, int]:
         with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
             step(3)
     events = Counter(event.name for event in profile.events())
+    gathers = events["c10d::_allgather_base_"] + events["c10d::allgather_into_tensor_coalesced_"]  # gloo's, NCCL's
     reduced = [e.input_shapes for e in profile.events() if e.name == "gloo:all_reduce"]
     gathered = [e.input_shapes for e in profile.events() if e.name == "gloo:all_gather"]
     flags = sum(shapes == [[PARAMETERS]] for shapes in reduced)
     scales = sum(shapes == [[1]] for shapes in reduced)
     return {
-        "gathers": events["c10d::allgather_into_tensor_coalesced_"],
+        "gathers": gathers,
         "gathered": models.world() * sum(_nbytes(shapes, 4) for shapes in gathered),
         "scatters": events["c10d::reduce_scatter_tensor_coalesced_"],
         # gloo scatters by an all-reduce of the full gradient, one per tensor
@@ -176,7 +176,7 @@ def _traffic(stage: int, accumulate: int, compile: Any) -> dict[str, int]:
         "allreduces": events["c10d::allreduce_"],
         "allreduced": PARAMETERS * flags + 4 * scales,
         "other": sum(count for name, count in events.items() if name.startswith("c10d::"))
-        - events["c10d::allgather_into_tensor_coalesced_"]
+        - gathers
         - events["c10d::reduce_scatter_tensor_coalesced_"]
         - events["c10d::allreduce_"],
     }  # fmt: skip
@@ -351,84 +351,20 @@ def test_parity_notices_a_mutation(worlds: Worlds, kind: str, stage: int) -> Non
             assert hits > 0 and deviation > 1e-4
 
 
-# ---- compilation ----
+# ---- AdamW ----
 
 
-class NoLateCompilation(L.Callback):
-    """From the third step on, a recompilation raises."""
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: Tensor, batch_idx: int
-    ) -> None:
-        torch._dynamo.config.error_on_recompile = trainer.global_step >= 2
-
-
-class BlockReads(L.Callback):
-    """Eager reads of the blocks' parameters when training ends."""
-
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        runtime = trainer.strategy.engine.runtime  # type: ignore[attr-defined]
-        self.reads = {name: runtime.core.eager_reads_of(unit) for name, unit in runtime.unit_of.items()}
-
-
-def _compilation(stage: int, scope: Any, accumulate: int) -> dict[str, Any]:
-    module, reads = models.Module(), BlockReads()
-    counters.clear()
-    strategy = ZeroCompileStrategy(stage=stage, compile=scope, backend="aot_eager")
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, error_on_recompile=False):
-        record = models.train(
-            module, strategy, steps=5, accumulate_grad_batches=accumulate, callbacks=[NoLateCompilation(), reads]
-        )
-    return {"compiled": record.compiled, "counters": {k: dict(v) for k, v in counters.items()}, "reads": reads.reads}
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("scope", ["blocks", "model"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_compilation_is_whole(worlds: Worlds, stage: int, scope: str, world: int, accumulate: int) -> None:
-    """Three equal blocks: one forward, one backward, no skipped frame, none late, no eager read of a block."""
-    for seen in worlds(world).run(_compilation, stage, scope, accumulate):
-        blocks = {name: count for name, count in seen["reads"].items() if ".layers." in name}
-        assert len(blocks) == 3 and len(seen["reads"]) == 5
-        assert (seen["compiled"].dynamo_graphs, seen["compiled"].forward, seen["compiled"].backward) == (1, 1, 1)
-        frames = seen["counters"]["frames"]
-        assert frames["total"] == frames["ok"] == 1
-        assert not seen["counters"].get("graph_break") and not seen["counters"].get("unimplemented")
-        assert set(blocks.values()) == {0}
-        assert scope == "blocks" or set(seen["reads"].values()) == {0}
-
-
-def test_eager_reads_are_counted(worlds: Worlds) -> None:
-    """The counter that the compiled cells find at zero does count where nothing is compiled."""
-    for seen in worlds(1).run(_compilation, 3, False, 1):
-        assert seen["compiled"].forward == 0 and all(count > 0 for count in seen["reads"].values())
-
-
-# ---- Inductor, and AdamW ----
-
-
-def _compare(stage: int, optimizer: str, steps: int, **options: Any) -> tuple[float, Any, Any]:
-    lr = 0.5 if optimizer == "sgd" else 1e-2
-    module, twin = models.Module(optimizer=optimizer, lr=lr), models.Module(optimizer=optimizer, lr=lr)
+def _adamw(stage: int) -> tuple[float, int]:
+    module, twin = models.Module(optimizer="adamw", lr=1e-2), models.Module(optimizer="adamw", lr=1e-2)
     twin.load_state_dict(module.state_dict())
-    record = models.train(module, ZeroCompileStrategy(stage=stage, **options), steps=steps)
-    models.reference(twin, steps)
-    return models.deviation(module, twin), record.compiled, record.stats
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_inductor_equals_ddp(worlds: Worlds, stage: int) -> None:
-    """Generated code, five steps of SGD."""
-    for deviation, compiled, stats in worlds(2).run(_compare, stage, "sgd", 5, timeout=240):
-        assert (compiled.forward, compiled.backward) <= (1, 1)  # none at all when the compile cache had it
-        assert compiled.dynamo_graphs == 1 and stats.graph_uses > 0 and stats.graph_reductions > 0
-        assert deviation <= 5e-6
+    record = models.train(module, ZeroCompileStrategy(stage=stage, backend="aot_eager"), steps=20)
+    models.reference(twin, 20)
+    return models.deviation(module, twin), record.compiled.backward
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_adamw_equals_ddp(worlds: Worlds, stage: int) -> None:
     """Twenty steps of AdamW, whose moments make a wrong gradient scale visible only late."""
-    for deviation, compiled, _ in worlds(2).run(_compare, stage, "adamw", 20, backend="aot_eager"):
-        assert (compiled.forward, compiled.backward) == (1, 1)
+    for deviation, compiled in worlds(2).run(_adamw, stage):
+        assert compiled == 1
         assert deviation <= 1e-5

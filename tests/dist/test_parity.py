@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests import models
@@ -18,35 +21,45 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def _compare(mode: str, stage: int, accumulate: int, optimizer: str, steps: int) -> dict[str, Any]:
-    lr = 0.5 if optimizer == "sgd" else 1e-2
-    module = models.Module(optimizer=optimizer, lr=lr)
-    twin = models.Module(optimizer=optimizer, lr=lr)
+class NoLateCompilation(L.Callback):
+    """From the third step on, a recompilation raises."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        torch._dynamo.config.error_on_recompile = trainer.global_step >= 2
+
+
+def _compare(mode: str, stage: int, accumulate: int) -> dict[str, Any]:
+    module, twin = models.Module(), models.Module()
     twin.load_state_dict(module.state_dict())
     strategy = ZeroCompileStrategy(stage=stage, **MODES[mode])
-    record = models.train(module, strategy, steps=steps, accumulate_grad_batches=accumulate)
-    losses = models.reference(twin, steps, accumulate)
+    counters.clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, error_on_recompile=False):
+        record = models.train(
+            module, strategy, accumulate_grad_batches=accumulate, callbacks=[NoLateCompilation()]
+        )
+    frames = {name: dict(counters[name]) for name in ("frames", "graph_break", "unimplemented")}
+    losses = models.reference(twin, accumulate=accumulate)
     return {
         "parameters": models.deviation(module, twin),
         "losses": max(abs(a - b) for a, b in zip(module.losses, losses, strict=True)),
         "record": record,
+        "frames": frames,
     }
 
 
-def _check(results: list[dict[str, Any]], mode: str, world: int, tolerance: float) -> None:
-    for result in results:
-        assert result["parameters"] <= tolerance
-        assert result["losses"] <= 10 * tolerance
-        record = result["record"]
-        assert record.stats.gathers > 0 and record.stats.reductions > 0
-        assert world == 1 or record.local_numel < record.full_numel
-        if mode == "eager":
-            assert record.compiled.forward == 0 and record.stats.graph_uses == 0
-        else:
-            cached = mode == "inductor"  # a warm compile cache skips our passes
-            assert cached or (record.compiled.forward > 0 and record.compiled.backward > 0)
-            assert record.compiled.dynamo_graphs > 0
-            assert record.stats.graph_uses > 0 and record.stats.graph_reductions > 0
+def _check_whole(record: Any, frames: dict[str, dict[str, int]], mode: str) -> None:
+    """One forward and one backward graph for all three blocks, no skipped frame, no eager read of a block."""
+    compiled = record.compiled
+    if mode == "inductor":  # a warm compile cache skips our passes
+        assert (compiled.forward, compiled.backward) in ((1, 1), (0, 0)) and compiled.dynamo_graphs == 1
+    else:
+        assert (compiled.dynamo_graphs, compiled.forward, compiled.backward) == (1, 1, 1)
+    assert frames["frames"] == {"total": 1, "ok": 1}
+    assert not frames["graph_break"] and not frames["unimplemented"]
+    blocks = [count for name, count in record.reads.items() if ".layers." in name]
+    assert len(blocks) == 3 and len(record.reads) == 5
+    assert sum(record.reads.values() if mode == "aot_eager_model" else blocks) == 0
+    assert record.stats.graph_uses > 0 and record.stats.graph_reductions > 0
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -54,5 +67,16 @@ def _check(results: list[dict[str, Any]], mode: str, world: int, tolerance: floa
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sgd_equals_ddp(worlds: Worlds, stage: int, mode: str, world: int, accumulate: int) -> None:
-    results = worlds(world).run(_compare, mode, stage, accumulate, "sgd", 5, timeout=400)
-    _check(results, mode, world, tolerance=5e-6 if mode == "inductor" else 1e-6)  # Inductor reorders sums
+    """Five steps: parameters and losses, and that the path which the cell names is the one that ran."""
+    tolerance = 5e-6 if mode == "inductor" else 1e-6  # Inductor reorders sums
+    for result in worlds(world).run(_compare, mode, stage, accumulate, timeout=400):
+        assert result["parameters"] <= tolerance
+        assert result["losses"] <= 10 * tolerance
+        record = result["record"]
+        assert record.stats.gathers > 0 and record.stats.reductions > 0
+        assert world == 1 or record.local_numel < record.full_numel
+        if mode == "eager":
+            assert record.compiled.forward == 0 and record.stats.graph_uses == 0
+            assert all(count > 0 for count in record.reads.values())  # the counter does count
+        else:
+            _check_whole(record, result["frames"], mode)

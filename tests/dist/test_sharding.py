@@ -337,7 +337,7 @@ def _validate(architecture: str, stage: int, options: dict[str, Any], inference_
     zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=2, limit_train_batches=2, **arguments)
     assert module.validations == 3  # the sanity check and one after each step
     module.load_state_dict(module.seen)
-    module.eval()
+    module.to(models.device()).eval()
     with torch.no_grad():
         expected = module.model(zoo.Floats(models.rank())[0].to(models.device())).cpu()
     return max((output - expected).abs().max().item() for output in (module.outputs, module.with_grad))

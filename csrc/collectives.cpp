@@ -1,0 +1,65 @@
+#include "collectives.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/version.h>
+
+namespace zerocompile {
+
+namespace {
+
+// [Note: gloo gathers] Gloo runs a group's collectives on two threads, which both write the last collective's name to
+// one std::string without a lock; names of more than 15 characters live on the heap, and two "ALLGATHER_COALESCED"
+// in flight at a time free it twice (torch 2.11 and 2.13). So on the CPU a unit is gathered by one flat all-gather,
+// whose name is short, and its parts are copied to their places by the thread that waits for it.
+void all_gather_flat(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
+                     const std::vector<at::Tensor>& inputs) {
+  std::vector<at::Tensor> parts;
+  for (const auto& input : inputs) parts.push_back(input.reshape(-1));
+  auto input = at::cat(parts).unsqueeze(0);  // [1, sum of n_i]
+  auto output = at::empty({group.getSize(), input.numel()}, input.options());
+  c10d::AllgatherOptions options;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  launch.add(group.all_gather_single(output, input, options));
+#else
+  launch.add(group._allgather_base(output, input, options));
+#endif
+  launch.then([output, outputs = std::move(outputs)] {
+    c10::InferenceMode normal_tensors(false);
+    at::NoGradGuard no_grad;
+    int64_t offset = 0;
+    for (const auto& full : outputs) {
+      const auto numel = full.numel() / output.size(0);
+      full.view({output.size(0), numel}).copy_(output.narrow(1, offset, numel));
+      offset += numel;
+    }
+  });
+}
+
+}  // namespace
+
+void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
+                std::vector<at::Tensor> inputs) {
+  if (outputs.front().device().is_cpu()) return all_gather_flat(group, launch, std::move(outputs), inputs);
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;  // the lane's stream is the asynchrony
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  launch.add(group.all_gather_single_coalesced(outputs, inputs, options));
+#else
+  launch.add(group.allgather_into_tensor_coalesced(outputs, inputs, options));
+#endif
+}
+
+void reduce_scatter(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
+                    std::vector<at::Tensor> inputs, const c10d::ReduceOp& op) {
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op;
+  options.asyncOp = outputs.front().device().is_cpu();
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  launch.add(group.reduce_scatter_single_coalesced(outputs, inputs, options));
+#else
+  launch.add(group.reduce_scatter_tensor_coalesced(outputs, inputs, options));
+#endif
+}
+
+}  // namespace zerocompile
