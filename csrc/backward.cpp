@@ -42,23 +42,32 @@ void Runtime::finish_backward() {
   backward_ = armed_ = false;
   stats_.backwards += 1;
   if (!deferred_) reduce_everything();
+  else if (max_deferred_bytes_ >= 0) reduce_largest();
   write_back();
   for (auto& u : units_) {
     u.graph_uses = 0;
-    if (u.open_modules == 0) drop(u);
+    if (u.open_modules == 0 && !held_) drop(u);
   }
 }
 
 // A use outside any backward while one is open: that backward raised. Its gradients are incomplete on this rank.
 void Runtime::abort_failed_backward() {
   if (!armed_ || torch::autograd::get_current_graph_task_id() != -1) return;
-  backward_ = armed_ = false;
-  retire(0);
+  check_complete();
   drop_gradients();
+}
+
+// What waits for the end of a window must not be dropped in silence, nor be used without the part that is missing.
+void Runtime::check_complete() const {
+  TORCH_CHECK(!deferred_ || !backward_, "zerocompile: a backward raised inside `coalesce_grad_reduction` or an accumulation, "
+              "so the gradients that wait for its end are incomplete on rank ", rank_, ". Leave it with the exception, which "
+              "drops them, and repeat the step");
 }
 
 void Runtime::drop_gradients() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (torch::autograd::get_current_graph_task_id() == -1) backward_ = armed_ = false;
+  retire(0);
   for (auto& p : parameters_) {
     p.grad.reset();
     p.grad_owned = p.contributed = false;
@@ -116,9 +125,13 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
   at::NoGradGuard no_grad;
   grad = grad.detach();
   if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
+  const auto raw = grad.scalar_type();
+  p.raw_dtype = p.grad.defined() ? at::promote_types(p.raw_dtype, raw) : raw;
+  const bool sums_in_another = deferred_ && sum_dtype_.has_value() && grad.is_floating_point() && raw != *sum_dtype_;
+  if (sums_in_another) grad = grad.to(*sum_dtype_);
   if (!p.grad.defined()) {
     p.grad = grad;
-    p.grad_owned = false;
+    p.grad_owned = sums_in_another;
   } else if (p.grad_owned && p.grad.scalar_type() == grad.scalar_type()) {
     p.grad.add_(grad);
   } else {

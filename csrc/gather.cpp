@@ -128,6 +128,7 @@ void Runtime::demanded(Token token) {
   successor_[{before_last_, last_}] = token;
   before_last_ = last_;
   last_ = token;
+  if (held_) return;
   const auto next = predicted();
   for (auto& u : units_) {
     const int64_t index = &u - units_.data();
@@ -186,7 +187,7 @@ void Runtime::close(int64_t index) {
 }
 
 // A graph asks for values. It keeps them until its `release`, so their memory is not reused while they are shared.
-std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expects_grad) {
+std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expects_grad, bool reuses_memory) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto now = phase();
   if (expects_grad && now != Phase::Backward) now = Phase::Forward;  // autograd disables grad mode inside its functions
@@ -206,7 +207,7 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expec
                   "so the gradients would be wrong. Run the backward before the modification");
     }
     stats_.graph_uses += 1;
-    values.push_back(p.value.alias());
+    values.push_back(held_ && reuses_memory ? p.value.clone() : p.value.alias());  // see [Note: held units]
   }
   return values;
 }
@@ -219,13 +220,35 @@ void Runtime::release(const std::vector<int64_t>& indices, bool last) {
     auto& unit = units_[p.unit];
     if (unit.lifetime == Lifetime::Step || !unit.resident) continue;
     unit.graph_uses = std::max<int64_t>(0, unit.graph_uses - 1);
-    if (last || !p.full.defined()) continue;
+    if (last || held_ || !p.full.defined()) continue;
     by_storage_.erase(p.full.storage().unsafeGetStorageImpl());
     p.full.reset();
     p.value.reset();
     const bool empty = std::none_of(unit.parameters.begin(), unit.parameters.end(),
                                     [&](int64_t k) { return parameters_[k].full.defined(); });
     if (empty) drop(unit);
+  }
+}
+
+// [Note: held units] Within a window no parameter changes, so at stage 3 one gather of each unit can serve all of its
+// forwards and backwards. All units are gathered when the window opens, in their fixed order: then nothing is gathered
+// inside, and ranks may run different numbers of backwards. A graph that reuses a value's memory gets a copy.
+void Runtime::hold() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
+  held_ = true;
+  for (auto& u : units_) {
+    if (u.lifetime == Lifetime::Step || current(u, -1)) continue;
+    drop(u);
+    launch_gather(u);
+  }
+}
+
+void Runtime::let_go() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  held_ = false;
+  for (auto& u : units_) {
+    if (u.open_modules == 0) drop(u);
   }
 }
 
@@ -292,7 +315,7 @@ void Runtime::end_forward() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto& u : units_) {
     u.open_modules = 0;
-    drop(u);
+    if (!held_) drop(u);
   }
   before_last_ = last_ = {-1, -1};
 }

@@ -85,16 +85,17 @@ Tensor gather_autograd(const Tensor& source, const Tensor& handle, c10::SymIntAr
 
 // ---- lowered ----
 
-std::vector<Tensor> gather_unit(at::TensorList sources, at::TensorList handles, at::IntArrayRef, bool expects_grad) {
+std::vector<Tensor> gather_unit(at::TensorList sources, at::TensorList handles, at::IntArrayRef, bool expects_grad,
+                                bool reuses_memory) {
   TORCH_CHECK(sources.size() == handles.size(), "zerocompile: gather_unit takes one handle per source");
   auto uses = find_all(handles);
-  return uses.runtime->use(uses.parameters, expects_grad);
+  return uses.runtime->use(uses.parameters, expects_grad, reuses_memory);
 }
 
 void wait_(at::TensorList fulls, at::TensorList handles, bool expects_grad) {
   TORCH_CHECK(fulls.size() == handles.size(), "zerocompile: wait_ takes one handle per value");
   auto uses = find_all(handles);
-  uses.runtime->use(uses.parameters, expects_grad);
+  uses.runtime->use(uses.parameters, expects_grad, /*reuses_memory=*/false);
 }
 
 void release_(at::TensorList fulls, at::TensorList handles, bool last) {
@@ -170,7 +171,8 @@ TORCH_LIBRARY(zerocompile, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def("gather(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
   m.def("reduce_grad(Tensor grad, Tensor handle) -> Tensor", tags);
-  m.def("gather_unit(Tensor[] sources, Tensor[] handles, int[] sizes, bool expects_grad) -> Tensor[]", tags);
+  m.def("gather_unit(Tensor[] sources, Tensor[] handles, int[] sizes, bool expects_grad, bool reuses_memory) -> Tensor[]",
+        tags);
   m.def("wait_(Tensor(a!)[] fulls, Tensor[] handles, bool expects_grad) -> ()", tags);
   m.def("release_(Tensor(a!)[] fulls, Tensor[] handles, bool last) -> ()", tags);
   m.def("reduce_unit_(Tensor(a!)[] grads, Tensor[] handles) -> ()", tags);

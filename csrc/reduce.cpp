@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "collectives.h"
 #include "runtime.h"
@@ -70,8 +71,11 @@ void Runtime::launch_reduction(int64_t index, const std::vector<char>& used) {
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
     if (!p.master.requires_grad()) continue;
-    if (!p.grad.defined()) p.grad = at::zeros(p.size, p.local.options().dtype(p.cast_grad ? p.grad_dtype : p.dtype));
-    const auto communicated = p.reduce_dtype.value_or(p.grad.scalar_type());
+    if (!p.grad.defined()) {
+      p.raw_dtype = p.cast_grad ? p.grad_dtype : p.dtype;
+      p.grad = at::zeros(p.size, p.local.options().dtype(p.raw_dtype));
+    }
+    const auto communicated = communicated_dtype(p);
     if (p.replicated) replicated.push_back(i);
     else groups[{communicated, p.bound_dtype.value_or(communicated)}].push_back(i);
   }
@@ -85,7 +89,7 @@ void Runtime::launch_reduction(int64_t index, const std::vector<char>& used) {
 // One collective: the parameters of a unit that share their dtypes. The result is one flat partition, [sum of rows].
 void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<char>& used, Reduction& reduction) {
   const auto& first = parameters_[group.front()];
-  const auto communicated = first.reduce_dtype.value_or(first.grad.scalar_type());
+  const auto communicated = communicated_dtype(first);
   const auto bound = first.bound_dtype.value_or(communicated);
   const auto options = first.local.options().requires_grad(false);
   int64_t total = 0;
@@ -167,13 +171,13 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, const std::vect
   std::vector<Tensor> results;
   for (auto i : group) {
     auto& p = parameters_[i];
-    const auto communicated = p.reduce_dtype.value_or(p.grad.scalar_type());
+    const auto communicated = communicated_dtype(p);
     results.push_back(at::empty({}, p.local.options().dtype(p.bound_dtype.value_or(communicated)).requires_grad(false)));
   }
   Lane::Launch launch(reduce_lane_);
   for (size_t k = 0; k < group.size(); ++k) {
     auto& p = parameters_[group[k]];
-    const auto communicated = p.reduce_dtype.value_or(p.grad.scalar_type());
+    const auto communicated = communicated_dtype(p);
     auto sum = p.grad.to(communicated, /*non_blocking=*/false, /*copy=*/true).reshape({1});
     reduction.inputs.push_back(p.grad);
     p.grad.reset();
@@ -253,15 +257,56 @@ void Runtime::reduce_everything() {
   next_reduction_ = 0;
   for (auto& p : parameters_) p.contributed = false;
   for (auto& u : units_) u.reduced = false;
-  auto reduced = std::move(reduced_);
-  reduced_.clear();
+  bind_reduced();
+}
+
+void Runtime::bind_reduced() {
+  auto reduced = std::exchange(reduced_, {});
   if (bind_ != nullptr && !reduced.empty()) bind_(std::move(reduced));
+}
+
+void Runtime::set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  sum_dtype_ = sum_dtype;
+  max_deferred_bytes_ = max_bytes;
+}
+
+// [Note: bounded windows] At the end of each backward of a window the largest units are reduced until what is left
+// fits. Which ones follows from the used flags and the parameters' sizes, so all ranks choose the same; what comes
+// later for such a unit is reduced at the window's end and added.
+void Runtime::reduce_largest() {
+  at::NoGradGuard no_grad;
+  agree_on_order();
+  const auto used = agree_on_used();
+  std::vector<std::pair<int64_t, int64_t>> sizes;  // (bytes, unit)
+  int64_t total = 0;
+  for (auto index : reduce_order_) {
+    int64_t bytes = 0;
+    for (auto i : units_[index].parameters) {
+      const auto& p = parameters_[i];
+      if (!used[i] || !p.master.requires_grad()) continue;
+      const auto dtype = sum_dtype_.value_or(p.cast_grad ? p.grad_dtype : p.dtype);
+      bytes += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(dtype));
+    }
+    if (bytes > 0) sizes.emplace_back(bytes, index);
+    total += bytes;
+  }
+  std::stable_sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  for (const auto& [bytes, index] : sizes) {
+    if (total <= max_deferred_bytes_) break;
+    launch_reduction(index, used);
+    for (auto i : units_[index].parameters) parameters_[i].contributed = false;
+    total -= bytes;
+  }
+  retire(0);
+  bind_reduced();
 }
 
 // The window closes (or an accumulation ends without a further backward): one reduction of all that was deferred.
 void Runtime::flush() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  TORCH_CHECK(!backward_, "zerocompile: flush inside a backward");
+  TORCH_CHECK(!backward_, "zerocompile: the last backward before this reduction raised or has not ended on rank ", rank_,
+              ", so its gradients are incomplete");
   reduce_everything();
 }
 

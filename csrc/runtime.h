@@ -56,6 +56,7 @@ struct Parameter : ParameterSpec {
 
   // gradient of the backward that runs, or of the window
   Tensor grad;               // full, not reduced
+  at::ScalarType raw_dtype = at::kFloat;  // of the gradients in `grad`, which may be summed in another
   bool grad_owned = false;   // made here: may be added to in place
   bool contributed = false;  // since the last reduction
   int64_t eager_outstanding = 0;  // reads whose gradient is still to come
@@ -122,8 +123,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_trusted(bool trusted) { trusted_ = trusted; }
   void open(int64_t unit);
   void close(int64_t unit);
-  std::vector<Tensor> use(const std::vector<int64_t>& parameters, bool expects_grad);
+  std::vector<Tensor> use(const std::vector<int64_t>& parameters, bool expects_grad, bool reuses_memory);
   void release(const std::vector<int64_t>& parameters, bool last);
+  void hold();
+  void let_go();
   std::vector<int64_t> unit_order() const;
   void masters_changed(const std::vector<int64_t>& units);
   void write_back();
@@ -141,6 +144,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void backward_ended();
   void finish_backward();
   void set_deferred(bool deferred) { deferred_ = deferred; }
+  void set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes);
   bool deferred() const { return deferred_; }
   bool in_backward() const { return phase() == Phase::Backward; }
   void flush();
@@ -180,6 +184,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // backward.cpp, reduce.cpp
   bool complete(const Unit& unit) const;
+  at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(p.raw_dtype); }
   bool trainable(const Unit& unit) const;
   void launch_complete();
   void launch_reduction(int64_t unit, const std::vector<char>& used);
@@ -187,10 +192,13 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void replicate_group(const std::vector<int64_t>& group, const std::vector<char>& used, Reduction& reduction);
   std::vector<char> agree_on_used();
   void reduce_everything();
+  void reduce_largest();
+  void bind_reduced();
   void retire(size_t keep);
   Tensor existing_grad(Parameter& p);
   void agree_on_order();
   void abort_failed_backward();
+  void check_complete() const;
 
   mutable std::recursive_mutex mutex_;
   c10::Device device_;
@@ -217,6 +225,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   bool trusted_ = false;   // the code that reads now is known not to write, see [Note: write back]
   bool deferred_ = false;
+  bool held_ = false;      // units stay gathered, see [Note: held units]
+  std::optional<at::ScalarType> sum_dtype_;  // of gradients that wait for the end of a window; absent: their own
+  int64_t max_deferred_bytes_ = -1;          // of gradients that wait for the end of a window; negative: any
   bool armed_ = false;    // the engine will call us when this backward ends
   bool backward_ = false; // something happened in a backward that has not been finished
   std::vector<int64_t> reduce_order_;  // agreed by all ranks before the first reduction

@@ -49,6 +49,7 @@ class Config:
     master_dtype: torch.dtype | None = torch.float32
     unit_bytes: int = 64 * 2**20
     prefetch: int = 1
+    accumulate: str | None = None
     keep_gradients: bool = False
     unshard_after_fit: bool = True
     timeout: timedelta = timedelta(minutes=10)
@@ -93,6 +94,11 @@ class Config:
             raise ValueError(f"`unit_bytes={self.unit_bytes!r}` must be a positive number of bytes, for example 2**26.")
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise ValueError(f"`prefetch={self.prefetch!r}` must be a number of units, 0 or more.")
+        if self.accumulate not in (None, "local"):
+            raise ValueError(
+                f"`accumulate={self.accumulate!r}` is not understood; choose 'local' (full gradients wait for the last "
+                "backward of an accumulation, at every stage) or None (they do at stage 1 only)."
+            )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             raise ValueError(f"`timeout={self.timeout!r}` must be a positive datetime.timedelta.")
         if self.compile is False and (self.mode is not None or self.options):

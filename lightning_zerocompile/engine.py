@@ -19,6 +19,7 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim import UnitStepper, is_elementwise
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.units import UnitPlan, plan_units
+from lightning_zerocompile.window import Windows
 
 
 class Engine:
@@ -52,7 +53,8 @@ class Engine:
         self._add_regions(units)
         self._hooks: dict[Optimizer, list[Any]] = {}
         self._stepped_by_unit = False
-        self._window = False
+        self.windows = Windows(self.runtime)
+        self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
         self._stepper = UnitStepper(self.runtime.units_in_order, self._unit_written, config.keep_gradients)
 
     def manages(self, model: nn.Module) -> bool:
@@ -130,13 +132,13 @@ class Engine:
     @contextlib.contextmanager
     def accumulation(self) -> Iterator[None]:
         """Backwards that are not the last of an accumulation."""
-        if not self.runtime.policy.accumulates_locally:
-            yield
-            return
-        if self._window:
+        if self.windows.is_open:
             raise RuntimeError(
                 "An accumulation cannot start inside `coalesce_grad_reduction`; the window defers already."
             )
+        if not self._accumulates_locally:
+            yield
+            return
         before = self.runtime.core.deferred()
         self.runtime.core.set_deferred(True)
         try:
@@ -144,28 +146,8 @@ class Engine:
         finally:
             self.runtime.core.set_deferred(before)
 
-    @contextlib.contextmanager
-    def coalesced_reduction(self) -> Iterator[None]:
-        """See :meth:`ZeroCompileStrategy.coalesce_grad_reduction`."""
-        core = self.runtime.core
-        if self._window:
-            raise RuntimeError("`coalesce_grad_reduction` is already open; windows do not nest.")
-        if core.deferred():
-            raise RuntimeError("`coalesce_grad_reduction` cannot open inside an accumulation that defers reductions.")
-        self._window = True
-        core.set_deferred(True)
-        try:
-            yield
-        except BaseException:
-            core.drop_gradients()  # no collective: the other ranks may not come to theirs
-            raise
-        finally:
-            self._window = False
-            core.set_deferred(False)
-        core.flush()
-
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._window:
+        if self.windows.is_open:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside `coalesce_grad_reduction`: the gradients are not reduced "
                 "yet. Step after the window has closed."

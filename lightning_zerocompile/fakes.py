@@ -35,7 +35,7 @@ def register() -> None:
         return torch.empty_like(handle)
 
     def gather_unit(
-        sources: Sequence[Tensor], handles: Sequence[Tensor], sizes: Sequence[int], expects_grad: bool
+        sources: Sequence[Tensor], handles: Sequence[Tensor], sizes: Sequence[int], expects_grad: bool, reuses: bool
     ) -> list[Tensor]:
         return [s.new_empty(size) for s, size in zip(sources, unflatten(sizes), strict=True)]
 

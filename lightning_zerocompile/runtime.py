@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import extension, fakes
+from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
 from lightning_zerocompile.policy import Lifetime, Policy
@@ -101,7 +103,8 @@ class Runtime:
             return "" if owner is None else owner._compare(sequence, unit)
 
         self.core.set_callbacks(bind, agree, compare)
-        self._store_prefix = f"zerocompile/{reduce_group.group_name}"
+        self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
+        self._agreement = Agreement(mesh, self.name, config.timeout)
 
     # ---- set-up ----
 
@@ -180,6 +183,10 @@ class Runtime:
         """The unit that the parameter is gathered and reduced with."""
         return self._unit_of_slot[slot.index]
 
+    def gathered_bytes(self) -> int:
+        """Bytes of all parameters when they are gathered."""
+        return sum(slot.source.element_size() * math.prod(slot.size) for slot in self.slots)
+
     @property
     def classes(self) -> ClassCache:
         return self._classes
@@ -201,28 +208,20 @@ class Runtime:
 
     def _agree(self, order: list[int]) -> list[int]:
         """Rank 0's order, on all ranks, through the store."""
-        store, key = dist.distributed_c10d._get_default_store(), f"{self._store_prefix}/order"
-        if self.mesh.get_local_rank() == 0:
-            store.set(key, json.dumps(order))
-            return order
-        try:
-            agreed: list[int] = json.loads(store.get(key))
-        except dist.DistStoreError as error:
+        agreed = self._agreement.of_first("order", json.dumps(order))
+        if agreed is None:
             raise RuntimeError(
                 f"zerocompile: rank {dist.get_rank()} has begun its first backward, but rank 0 has not within "
                 f"{self.config.timeout}: it died, hangs, or does not run the same step."
-            ) from error
-        return agreed
+            )
+        result: list[int] = json.loads(agreed)
+        return result
 
     def _compare(self, sequence: int, unit: str) -> str:
         """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
-        store = dist.distributed_c10d._get_default_store()
-        key, mine = f"{self._store_prefix}/gather/{sequence}", dist.get_rank()
-        store.set(f"{key}/{mine}", unit)
-        for rank in dist.get_process_group_ranks(self.mesh.get_group()):
-            try:
-                theirs = store.get(f"{key}/{rank}").decode()
-            except dist.DistStoreError:
+        mine = dist.get_rank()
+        for rank, theirs in self._agreement.exchange(f"gather/{sequence}", unit).items():
+            if theirs is None:
                 return (
                     f"zerocompile: rank {mine} gathers unit `{unit}` as gather number {sequence}, but rank {rank} "
                     f"has not come to that gather within {self.config.timeout}: it died, hangs, or does not use the "

@@ -38,6 +38,7 @@ from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.precision import StepsThroughEngine, compute_dtype, convert_plugin
 from lightning_zerocompile.runtime import Stats
 from lightning_zerocompile.support import check_trainer
+from lightning_zerocompile.window import Gathers
 
 
 class ZeroCompileStrategy(ParallelStrategy):
@@ -57,6 +58,9 @@ class ZeroCompileStrategy(ParallelStrategy):
         master_dtype: what parameters of lower precision are kept in for the optimizer; ``None``: their own dtype.
         unit_bytes: parameters outside repeated blocks are gathered in groups of up to this many bytes.
         prefetch: how many units are gathered ahead of their use (stage 3).
+        accumulate: ``"local"``: at every stage the full gradients of an accumulation (Lightning's
+            ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; ``None``: only
+            at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.
         keep_gradients: leave ``p.grad`` after ``optimizer.step()``; by default its memory is released there.
         unshard_after_fit: make the module an ordinary one with full parameters when ``fit`` has succeeded.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
@@ -83,6 +87,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         master_dtype: torch.dtype | str | None = torch.float32,
         unit_bytes: int = 64 * 2**20,
         prefetch: int = 1,
+        accumulate: Literal["local"] | None = None,
         keep_gradients: bool = False,
         unshard_after_fit: bool = True,
         process_group_backend: str | None = None,
@@ -105,6 +110,7 @@ class ZeroCompileStrategy(ParallelStrategy):
             master_dtype=as_dtype("master_dtype", master_dtype),
             unit_bytes=unit_bytes,
             prefetch=prefetch,
+            accumulate=accumulate,
             keep_gradients=keep_gradients,
             unshard_after_fit=unshard_after_fit,
             timeout=timeout,
@@ -266,22 +272,38 @@ class ZeroCompileStrategy(ParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradients of the backwards inside wait for the next one outside (stage 1; others reduce at once)."""
+        """Gradients of the backwards inside wait for the next one outside (see ``accumulate``)."""
         with self.engine.accumulation():
             yield
 
     @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
+    def coalesce_grad_reduction(
+        self,
+        gather: Gathers = "auto",
+        max_bytes: int | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> Iterator[None]:
         """Any number of backwards inside, one reduction when it closes: every unit is reduced once.
 
         Gradients from before the window are kept and added to. While it is open this rank holds up to one full
-        gradient of the model, in the gradients' own dtype. An exception inside drops the window's gradients without
-        communication and is raised again. Source: DeepSpeed PR 7992.
+        gradient of the model. Every rank must open the window in the same step; at stages 1 and 2, and at stage 3 with
+        ``gather="step"``, ranks may run different numbers of backwards inside. An exception inside drops the window's
+        gradients without communication and is raised again. Source: DeepSpeed PR 7992.
+
+        Args:
+            gather: at stage 3, ``"step"`` gathers every parameter once for all forwards and backwards inside (and
+                holds the whole model meanwhile), ``"use"`` gathers each at each use as outside, ``"auto"`` (default)
+                is ``"step"`` if parameters and gradients fit in half of what is free on every rank.
+            max_bytes: of full gradients that wait; when a backward leaves more, the largest units are reduced then.
+            accumulate_dtype: ``None``: gradients are summed in their own dtype; ``torch.float32``: in fp32. They are
+                communicated in ``reduce_dtype``, or in their own.
 
         Raises:
-            RuntimeError: windows are nested, or an optimizer steps inside one.
+            RuntimeError: windows are nested, an optimizer steps inside one, or (where it closes) a rank did not open
+                it, failed inside it, or would have met other collectives.
+            ValueError: an argument is outside what it allows.
         """
-        with self.engine.coalesced_reduction():
+        with self.engine.windows.open(gather, max_bytes, accumulate_dtype):
             yield
 
     @contextmanager

@@ -118,7 +118,7 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         training = any(g.meta.get(TRAINING, False) for g in group)
         with graph.inserting_before(first_use):
             unit = graph.call_function(
-                torch.ops.zerocompile.gather_unit.default, ([g.args[0] for g in group], handles, sizes, training)
+                torch.ops.zerocompile.gather_unit.default, ([g.args[0] for g in group], handles, sizes, training, False)
             )
             unit.meta["val"] = values
             fulls = []
@@ -129,14 +129,16 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         for gather, full in zip(group, fulls, strict=True):
             gather.replace_all_uses_with(full)
             graph.erase_node(gather)
-        self._release(graph, fulls, handles)
+        unit.update_arg(4, self._release(graph, fulls, handles))
 
-    def _release(self, graph: fx.Graph, fulls: list[fx.Node], handles: list[Any]) -> None:
+    def _release(self, graph: fx.Graph, fulls: list[fx.Node], handles: list[Any]) -> bool:
+        """Returns whether the graph may reuse the values' memory before it ends."""
         output = _output(graph)
         if self.regional:
             with graph.inserting_before(output):
                 _call(graph, torch.ops.zerocompile.release_.default, fulls, handles, True)
-            return
+            return False
+        reuses = False
         position = {node: i for i, node in enumerate(graph.nodes)}
         for full, handle in zip(fulls, handles, strict=True):
             users = {user for alias in _aliases(full) for user in alias.users}
@@ -144,6 +146,8 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
             last = last_use is output
             with graph.inserting_before(output) if last else graph.inserting_after(last_use):
                 _call(graph, torch.ops.zerocompile.release_.default, [full], [handle], last)
+            reuses = reuses or not last
+        return reuses
 
     # ---- reductions ----
 

@@ -26,7 +26,7 @@ def _arguments(engine: Any, name: str) -> tuple[Any, ...]:
     return {
         "gather": (slots[0].source, slots[0].handle, list(slots[0].size)),
         "reduce_grad": (full[0], handles[0]),
-        "gather_unit": ([slot.source for slot in slots], handles, sizes, False),
+        "gather_unit": ([slot.source for slot in slots], handles, sizes, False, False),
         "wait_": (full, handles, False),
         "release_": (full, handles, True),
         "reduce_unit_": (full, handles),
@@ -72,7 +72,9 @@ def _identities() -> dict[str, Any]:
     values = [gather(slot.source, slot.handle, slot.size).detach().clone() for slot in (a, b)]
     apart = [float((value - slot.master.full_tensor()).abs().max()) for value, slot in zip(values, (a, b), strict=True)]
     with pytest.raises(RuntimeError, match="two strategies"):
-        torch.ops.zerocompile.gather_unit([a.source, b.source], [a.handle, b.handle], flatten([a.size, b.size]), False)
+        torch.ops.zerocompile.gather_unit(
+            [a.source, b.source], [a.handle, b.handle], flatten([a.size, b.size]), False, False
+        )
     one.unshard()
     with pytest.raises(RuntimeError, match="torn down"):
         gather(a.source, a.handle, a.size)

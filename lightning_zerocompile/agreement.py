@@ -1,0 +1,66 @@
+"""What ranks tell each other through the store: no collective, so it can say what is wrong before one starts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Agreement:
+    """Messages between the ranks of a mesh.
+
+    Args:
+        mesh: the shard group, one dimension.
+        name: of this conversation, alike on all ranks and used by no other.
+        timeout: how long a message is waited for.
+    """
+
+    def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta) -> None:
+        self._ranks = dist.get_process_group_ranks(mesh.get_group())
+        self._mine = dist.get_rank()
+        self._name, self._timeout = name, timeout
+
+    def tell(self, topic: str, message: str) -> None:
+        """Leaves ``message`` for whoever asks; never blocks on another rank."""
+        self._store().set(self._key(topic, self._mine), message)
+
+    def forget(self, topic: str) -> None:
+        """Removes this rank's message; all ranks must have read it."""
+        self._store().delete_key(self._key(topic, self._mine))
+
+    def ask(self, topic: str, rank: int) -> str | None:
+        """The message of ``rank`` (a global one); ``None`` if none came in time."""
+        key = self._key(topic, rank)
+        try:
+            self._store().wait([key], self._timeout)
+        except dist.DistStoreError:
+            return None
+        message: str = self._store().get(key).decode()
+        return message
+
+    def of_first(self, topic: str, message: str) -> str | None:
+        """The first rank's message, on all ranks."""
+        if self._mine == self._ranks[0]:
+            self.tell(topic, message)
+            return message
+        return self.ask(topic, self._ranks[0])
+
+    def exchange(self, topic: str, message: str) -> dict[int, str | None]:
+        """Every rank's message by global rank; stops at the first that does not come in time, whose entry is None."""
+        self.tell(topic, message)
+        heard: dict[int, str | None] = {}
+        for rank in self._ranks:
+            heard[rank] = message if rank == self._mine else self.ask(topic, rank)
+            if heard[rank] is None:
+                break
+        return heard
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"zerocompile/{self._name}/{topic}/{rank}"
+
+    @staticmethod
+    def _store() -> Any:
+        return dist.distributed_c10d._get_default_store()

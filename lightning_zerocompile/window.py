@@ -1,0 +1,149 @@
+"""Windows of several backwards with one reduction.
+
+Source: DeepSpeed pull request 7992, ``engine.coalesce_grad_reduction``.
+
+[Note: agreement on windows] A rank that does not open a window, fails inside it or runs another number of backwards
+would meet the others' collectives with its own. So every rank says through the store, where its window ends and before
+anything is reduced, how it went; whoever hears something else raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_zerocompile.agreement import Agreement
+from lightning_zerocompile.policy import Lifetime
+from lightning_zerocompile.runtime import Runtime
+
+Gathers = Literal["auto", "step", "use"]
+
+_SHARE_OF_FREE_MEMORY = 0.5  # what "auto" may fill with gathered parameters; the rest is for activations to come
+
+
+class Windows:
+    """Opens and closes the windows of one model.
+
+    Args:
+        runtime: holds the model's parameters.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._core = runtime, runtime.core
+        self._agreement = Agreement(runtime.mesh, f"{runtime.name}/window", runtime.config.timeout)
+        self._world = runtime.mesh.size()
+        self._gathers_at_use = runtime.policy.lifetime is Lifetime.USE
+        self._number = 0
+        self._fits: bool | None = None
+        self.is_open = False
+
+    @contextmanager
+    def open(self, gather: Gathers, max_bytes: int | None, accumulate_dtype: torch.dtype | None) -> Iterator[None]:
+        """See :meth:`ZeroCompileStrategy.coalesce_grad_reduction`."""
+        self._check(gather, max_bytes, accumulate_dtype)
+        self._number += 1
+        topic = str(self._number)
+        held = self._gathers_at_use and self._holds(gather, topic)
+        self.is_open = True
+        self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
+        self._core.set_deferred(True)
+        before = self._runtime.stats()
+        try:
+            if held:
+                self._core.hold()
+            yield
+        except BaseException as error:
+            self._core.drop_gradients()  # no collective: the other ranks may not come to theirs
+            with suppress(RuntimeError):  # of a store whose host has died
+                self._agreement.tell(topic, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            raise
+        finally:
+            self.is_open = False
+            self._core.set_deferred(False)
+            self._core.set_window(None, -1)
+            if held:
+                self._core.let_go()
+        now = self._runtime.stats()
+        mine = {}  # what ranks that run different numbers of backwards must not differ in
+        if self._gathers_at_use and not held:
+            mine["gathers"] = now.gathers - before.gathers
+        if max_bytes is not None:
+            mine["backwards"] = now.backwards - before.backwards
+        self._agree(topic, mine)
+        self._core.flush()
+
+    def _check(self, gather: object, max_bytes: object, accumulate_dtype: object) -> None:
+        if self.is_open:
+            raise RuntimeError("`coalesce_grad_reduction` is already open; windows do not nest.")
+        if self._core.deferred():
+            raise RuntimeError("`coalesce_grad_reduction` cannot open inside an accumulation that defers reductions.")
+        if gather not in ("auto", "step", "use"):
+            raise ValueError(f"`gather={gather!r}` is not understood; choose 'auto', 'step' or 'use'.")
+        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
+            raise ValueError(f"`max_bytes={max_bytes!r}` must be a number of bytes, or None for no limit.")
+        if accumulate_dtype not in (None, torch.float32):
+            raise ValueError(f"`accumulate_dtype={accumulate_dtype!r}` is not supported; choose None or torch.float32.")
+
+    def _agree(self, topic: str, mine: dict[str, int]) -> None:
+        """Raises if a rank is not at this window's end, or came to it in another way."""
+        if self._world == 1:
+            return
+        where = f"at the end of window {topic} of `coalesce_grad_reduction`"
+        for rank, message in self._agreement.exchange(topic, json.dumps(mine)).items():
+            if message is None:
+                raise RuntimeError(
+                    f"zerocompile: rank {dist.get_rank()} is {where}, but rank {rank} has not come to it within "
+                    f"{self._runtime.config.timeout}. Every rank must open the window in the same step; rank {rank} "
+                    "did not, died or hangs."
+                )
+            theirs = json.loads(message)
+            if "error" in theirs:
+                raise RuntimeError(
+                    f"zerocompile: rank {rank} failed inside window {topic} of `coalesce_grad_reduction` with "
+                    f"{theirs['error']}. Its gradients are lost, so rank {dist.get_rank()} cannot reduce its own."
+                )
+            if theirs != mine:
+                raise RuntimeError(
+                    f"zerocompile: {where} rank {dist.get_rank()} has {mine}, rank {rank} has {theirs}. With "
+                    "parameters gathered at each use (stage 3), or with `max_bytes`, all ranks must run the same "
+                    "forwards and backwards inside it; use gather='step', or stage 1 or 2, without `max_bytes`."
+                )
+        if self._number > 2:
+            self._agreement.forget(str(self._number - 2))  # everybody has read it: all came to a later one
+
+    def _holds(self, gather: Gathers, topic: str) -> bool:
+        if gather != "auto":
+            return gather == "step"
+        if self._fits is None:
+            self._fits = self._all_fit(topic)
+        return self._fits
+
+    def _all_fit(self, topic: str) -> bool:
+        """Whether all parameters, gathered, and all gradients fit on every rank; asked once, in the first window."""
+        gathered = self._runtime.gathered_bytes()
+        fits = 2 * gathered <= _SHARE_OF_FREE_MEMORY * _free_bytes(self._runtime.device)
+        if self._world == 1:
+            return fits
+        heard = self._agreement.exchange(f"fits/{topic}", json.dumps(fits))
+        silent = [rank for rank, message in heard.items() if message is None]
+        if silent:
+            raise RuntimeError(
+                f"zerocompile: rank {dist.get_rank()} opens its first window of `coalesce_grad_reduction`, but rank "
+                f"{silent[0]} has not within {self._runtime.config.timeout}. Every rank must open it in the same step."
+            )
+        return all(json.loads(message) for message in heard.values() if message is not None)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory of this rank's device that is not needed at the peak so far, in bytes."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        return total - torch.cuda.max_memory_allocated(device)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
