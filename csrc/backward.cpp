@@ -81,7 +81,10 @@ void Runtime::drop_gradients() {
 // reduced then. Gathers have a process group of their own, so only this order has to agree.
 void Runtime::agree_on_order() {
   if (!reduce_order_.empty() || units_.empty()) return;
-  auto order = unit_order();
+  auto order = forward_order_;
+  for (int64_t index = 0; index < static_cast<int64_t>(units_.size()); ++index) {
+    if (!seen_forward_[index]) order.push_back(index);
+  }
   std::reverse(order.begin(), order.end());
   reduce_order_ = agree_ != nullptr && world_ > 1 ? agree_(order) : order;
   TORCH_CHECK(reduce_order_.size() == units_.size(), "zerocompile: rank 0 has ", reduce_order_.size(), " units, rank ",
@@ -155,7 +158,8 @@ void Runtime::fence(const std::vector<int64_t>& indices, bool last) {
       p.grad_owned = true;
     }
     for (auto& reduction : in_flight_) {
-      if (reduction.unit == p.unit) reduction.done.wait(device_);
+      if (reduction.unit != p.unit) continue;
+      for (auto& done : reduction.done) done.wait(device_);
     }
   }
 }

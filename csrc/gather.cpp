@@ -26,24 +26,25 @@ bool Runtime::current(const Unit& unit, int64_t needed) const {
   });
 }
 
-// [Note: mismatched gathers] Ranks that gather different units would hang, or worse. Every gather has a sequence number;
-// the first time that one unit follows another, the ranks compare through the store, before the collective starts,
-// which unit each of them has at that number. In a steady state nothing is compared.
-void Runtime::check_order(const Unit& unit) {
+// [Note: mismatched gathers] Ranks that gather different units would hang, or mix shards of different parameters. Every
+// gather has a sequence number; unless one unit is known to be all that ever followed the last one, the ranks compare
+// through the store, before the collective starts, which unit each of them has at that number. What is known is the
+// same on all ranks, since all were there; a model without branches compares nothing in a steady state.
+void Runtime::check_order(const Unit& unit, Phase phase) {
   const int64_t index = &unit - units_.data();
   const int64_t sequence = launched_++;
-  const auto succession = std::make_pair(last_launched_, index);
+  auto& followers = followers_[{static_cast<int64_t>(phase), last_launched_}];
   last_launched_ = index;
-  if (world_ == 1 || compare_ == nullptr || compared_.count(succession)) return;
+  if (world_ == 1 || compare_ == nullptr || (followers.size() == 1 && followers.count(index))) return;
   const auto message = compare_(sequence, unit.name);
   TORCH_CHECK(message.empty(), message);
-  compared_.insert(succession);
+  followers.insert(index);
 }
 
 // [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
-void Runtime::launch_gather(Unit& unit) {
-  check_order(unit);
+void Runtime::launch_gather(Unit& unit, Phase phase) {
+  check_order(unit, phase);
   unit.gathering.wait(device_);  // an earlier gather into the same memory must not finish after this one
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
@@ -138,7 +139,7 @@ void Runtime::demanded(Token token) {
   for (auto index : next) {
     auto& u = units_[index];
     if (u.resident || u.lifetime == Lifetime::Step) continue;
-    launch_gather(u);
+    launch_gather(u, static_cast<Phase>(token.first));
     stats_.prefetched += 1;
   }
 }
@@ -153,7 +154,7 @@ void Runtime::acquire(int64_t index, Phase phase, int64_t needed) {
   }
   if (!current(unit, needed)) {
     drop(unit);
-    launch_gather(unit);
+    launch_gather(unit, phase);
   }
   if (unit.lifetime == Lifetime::Use) demanded({static_cast<int64_t>(phase), index});
 }
@@ -240,7 +241,7 @@ void Runtime::hold() {
   for (auto& u : units_) {
     if (u.lifetime == Lifetime::Step || current(u, -1)) continue;
     drop(u);
-    launch_gather(u);
+    launch_gather(u, Phase::NoGrad);
   }
 }
 
@@ -252,13 +253,11 @@ void Runtime::let_go() {
   }
 }
 
-// All units, in the order of their first use in a forward.
+// All units, in the order of their first use in rank 0's forward; before any backward in the order of the model.
 std::vector<int64_t> Runtime::unit_order() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto order = forward_order_;
-  for (int64_t index = 0; index < static_cast<int64_t>(units_.size()); ++index) {
-    if (!seen_forward_[index]) order.push_back(index);
-  }
+  std::vector<int64_t> order(reduce_order_.rbegin(), reduce_order_.rend());
+  for (int64_t index = 0; order.size() < units_.size(); ++index) order.push_back(index);
   return order;
 }
 
@@ -271,7 +270,7 @@ void Runtime::masters_changed(const std::vector<int64_t>& units) {
     if (!changed[index]) continue;
     auto& unit = units_[index];
     if (unit.lifetime == Lifetime::Step) {
-      launch_gather(unit);
+      launch_gather(unit, Phase::NoGrad);
     } else if (unit.open_modules == 0) {
       drop(unit);
     }

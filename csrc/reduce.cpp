@@ -67,7 +67,8 @@ void Runtime::launch_reduction(int64_t index, const std::vector<char>& used) {
   auto& unit = units_[index];
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, bound) dtypes
   std::vector<int64_t> replicated;
-  Reduction reduction{index, {}, {}};
+  Reduction reduction;
+  reduction.unit = index;
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
     if (!p.master.requires_grad()) continue;
@@ -130,19 +131,20 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<
     }
     offset += numel;
   }
+  const bool average = divisor_ == static_cast<double>(world_);
   if (!inputs.empty()) {
     stats_.reductions += 1;
-    const bool average = divisor_ == static_cast<double>(world_);
     if (world_ > 1) {
       const auto op = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
       reduce_scatter(*reduce_group_, launch, outputs, inputs, op);
     } else {
       at::_foreach_copy_(outputs, inputs);
     }
-    if (!average || !direct) launch.settle();
-    if (!average) result.div_(divisor_);
   }
-  if (!direct && !adds) partition.copy_(result);
+  struct Part {
+    Tensor existing, reduced, own;  // [<=rows, ...]: bound already, of the result, of the partition
+  };
+  std::vector<Part> parts;
   offset = 0;
   for (size_t k = 0; k < group.size(); ++k) {
     auto& p = parameters_[group[k]];
@@ -150,20 +152,25 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<
     auto size = p.size;
     size[0] = p.rows;
     if (used.empty() || used[group[k]]) {
-      auto reduced = result.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
-      if (existing[k].defined()) {
-        existing[k].add_(reduced);
-      } else {
-        auto part = partition.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
-        if (adds) part.copy_(reduced);
-        reduced_.emplace_back(group[k], part);
+      Part part{existing[k], result.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0)), {}};
+      if (!existing[k].defined()) {
+        part.own = partition.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
+        reduced_.emplace_back(group[k], part.own);
       }
+      parts.push_back(std::move(part));
     }
     offset += numel;
   }
-  reduction.done = launch.finish();
-  if (!device_.is_cpu()) return;
-  reduction.done.wait(device_);  // gloo: nothing computes meanwhile on the same cores, and the next call needs order
+  launch.then([result, partition, direct, adds, divisor = average ? 1.0 : divisor_, parts] {
+    at::NoGradGuard no_grad;
+    if (divisor != 1.0) result.div_(divisor);
+    if (!direct && !adds) partition.copy_(result);
+    for (const auto& part : parts) {
+      if (part.existing.defined()) part.existing.add_(part.reduced);
+      else if (adds) part.own.copy_(part.reduced);
+    }
+  });
+  reduction.done.push_back(launch.finish());
 }
 
 // 0-dim parameters are replicated: their gradients are averaged whole.
@@ -189,20 +196,26 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, const std::vect
       c10d::AllreduceOptions options;
       options.asyncOp = device_.is_cpu();
       launch.add(reduce_group_->allreduce(tensors, options));
-      launch.settle();
     }
-    results[k].copy_(sum.squeeze(0).div_(divisor_));
-    if (!used.empty() && !used[group[k]]) continue;
-    auto existing = existing_grad(p);
-    if (existing.defined()) existing.add_(results[k]);
-    else reduced_.emplace_back(group[k], results[k]);
+    const bool wanted = used.empty() || used[group[k]];
+    auto existing = wanted ? existing_grad(p) : Tensor();
+    if (wanted && !existing.defined()) reduced_.emplace_back(group[k], results[k]);
+    launch.then([sum, existing, result = results[k], divisor = divisor_] {
+      at::NoGradGuard no_grad;
+      result.copy_(sum.squeeze(0).div_(divisor));
+      if (existing.defined()) existing.add_(result);
+    });
   }
-  launch.finish().wait(device_);
+  reduction.done.push_back(launch.finish());
 }
 
+// [Note: gloo reductions] Gloo's waits block the host. A rank that waited inside its backward for the reduction of a unit
+// could wait for one that misses gradients of it and waits for the used flags: so on the CPU only the end of a backward
+// waits.
 void Runtime::retire(size_t keep) {
+  if (device_.is_cpu() && keep > 0) return;
   while (in_flight_.size() > keep) {
-    in_flight_.front().done.wait(device_);
+    for (auto& done : in_flight_.front().done) done.wait(device_);
     in_flight_.erase(in_flight_.begin());
   }
 }

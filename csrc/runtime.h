@@ -85,7 +85,7 @@ struct Unit {
 struct Reduction {
   int64_t unit;
   std::vector<Tensor> inputs;
-  Pending done;
+  std::vector<Pending> done;
 };
 
 struct Stats {
@@ -174,8 +174,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // gather.cpp
   void acquire(int64_t unit, Phase phase, int64_t needed);
-  void launch_gather(Unit& unit);
-  void check_order(const Unit& unit);
+  void launch_gather(Unit& unit, Phase phase);
+  void check_order(const Unit& unit, Phase phase);
   void drop(Unit& unit);
   void demanded(Token token);
   std::vector<int64_t> predicted() const;
@@ -221,7 +221,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<char> seen_forward_;
 
   int64_t launched_ = 0, last_launched_ = -1;            // gathers so far, and the unit of the last one
-  std::set<std::pair<int64_t, int64_t>> compared_;       // successions of units that all ranks were seen to share
+  std::map<Token, std::set<int64_t>> followers_;         // (phase, unit) -> the units that followed it on all ranks
 
   bool trusted_ = false;   // the code that reads now is known not to write, see [Note: write back]
   bool deferred_ = false;

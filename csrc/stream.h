@@ -71,8 +71,11 @@ class Lane {
       }
     }
 
-    // On the CPU: what the waiting thread does with the result, once.
-    void then(std::function<void()> follow) { afterwards_.push_back(std::move(follow)); }
+    // What is computed from the result: now, in the lane's order, or (CPU) once by the thread that waits.
+    void then(std::function<void()> follow) {
+      if (!device_.is_cpu()) return follow();
+      afterwards_.push_back(std::move(follow));
+    }
 
     // On the CPU the lane has no queue of its own: what is computed from a collective's result must block for it.
     void settle() {

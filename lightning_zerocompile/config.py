@@ -49,6 +49,7 @@ class Config:
     master_dtype: torch.dtype | None = torch.float32
     unit_bytes: int = 64 * 2**20
     prefetch: int = 1
+    keep_gathered: tuple[str, ...] = ()
     accumulate: str | None = None
     keep_gradients: bool = False
     unshard_after_fit: bool = True
@@ -94,6 +95,10 @@ class Config:
             raise ValueError(f"`unit_bytes={self.unit_bytes!r}` must be a positive number of bytes, for example 2**26.")
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise ValueError(f"`prefetch={self.prefetch!r}` must be a number of units, 0 or more.")
+        if not all(isinstance(name, str) and name for name in self.keep_gathered):
+            raise ValueError(
+                f"`keep_gathered={self.keep_gathered!r}` must be names of modules, for example ['vision']."
+            )
         if self.accumulate not in (None, "local"):
             raise ValueError(
                 f"`accumulate={self.accumulate!r}` is not understood; choose 'local' (full gradients wait for the last "

@@ -18,7 +18,7 @@ from lightning_zerocompile.compile import Regions, remove_regions
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim import UnitStepper, is_elementwise
 from lightning_zerocompile.runtime import Runtime
-from lightning_zerocompile.units import UnitPlan, plan_units
+from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
 
 
@@ -41,7 +41,8 @@ class Engine:
     ) -> None:
         self.model, self.device, self.config = model, device, config
         check_equal_on_all_ranks(model)
-        units = plan_units(model, config.unit_bytes, compute_dtype)
+        check_names(model, config.keep_gathered)
+        units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         own = [dist.new_group(backend=backend, timeout=config.timeout) for _ in range(_groups_needed(device))]
         gathers, reductions = [mesh.get_group(), *own][-2:]

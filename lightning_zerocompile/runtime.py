@@ -85,6 +85,7 @@ class Runtime:
         self._unit_of_slot: list[int] = []
         self._unit_of_master: dict[Tensor, int] = {}
         self._masters: list[list[nn.Parameter]] = []  # by unit
+        self._kept: list[int] = []  # units that stay gathered from one optimizer step to the next
         self._classes = ClassCache()
         self._anchors: dict[torch.dtype, Tensor] = {}
         this = weakref.ref(self)  # the C++ object must not keep this one alive
@@ -116,7 +117,6 @@ class Runtime:
             units: partition of the model's parameters.
             compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
         """
-        lifetime = getattr(self._extension.Lifetime, self.policy.lifetime.name)
         places = Places(model, self.device)
         for plan in units:
             slots = []
@@ -125,12 +125,15 @@ class Runtime:
                 slots.append(self._add(name, parameter, compute_dtype))
                 del parameter
                 self._install(slots[-1], places)
-            unit = self.core.add_unit(plan.name, [slot.index for slot in slots], lifetime)
+            lifetime = Lifetime.STEP if plan.kept else self.policy.lifetime
+            native = getattr(self._extension.Lifetime, lifetime.name)
+            unit = self.core.add_unit(plan.name, [slot.index for slot in slots], native)
             self._unit_of_slot += [unit] * len(slots)
             self._masters.append([slot.master for slot in slots])
             self._unit_of_master |= dict.fromkeys(self._masters[unit], unit)
             self.unit_of[plan.name] = unit
-            if self.policy.lifetime is Lifetime.STEP:
+            if lifetime is Lifetime.STEP:
+                self._kept.append(unit)
                 for slot in slots:
                     slot.source = self.core.resident_value(slot.index)
                     self._install(slot, places)
@@ -231,7 +234,7 @@ class Runtime:
                 return (
                     f"zerocompile: gather number {sequence} is of unit `{unit}` on rank {mine} but of unit `{theirs}` "
                     f"on rank {rank}. With parameters sharded (stage 3) every rank must use the same modules in the "
-                    "same order; use stage 1 or 2 for models in which ranks differ."
+                    "same order. Name the modules in which ranks differ in `keep_gathered=[...]`, or use stage 1 or 2."
                 )
         return ""
 
@@ -240,8 +243,8 @@ class Runtime:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Around user code that may read parameters: weights that autograd saves are kept as their identity."""
-        if self.policy.lifetime is Lifetime.STEP:
-            self._refresh_resident()
+        self._refresh_kept()
+        if len(self._kept) == len(self._masters):
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self.core.pack, self.core.unpack):
@@ -252,9 +255,9 @@ class Runtime:
         return [(unit, self._masters[unit]) for unit in self.core.unit_order()]
 
     @torch.no_grad()  # so this does not count as the forward's order
-    def _refresh_resident(self) -> None:
+    def _refresh_kept(self) -> None:
         """Gathers stale values (first step, loaded weights) here, since ranks may read different parameters later."""
-        for unit in range(len(self._masters)):
+        for unit in self._kept:
             self.core.open(unit)
             self.core.close(unit)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
@@ -58,6 +58,8 @@ class ZeroCompileStrategy(ParallelStrategy):
         master_dtype: what parameters of lower precision are kept in for the optimizer; ``None``: their own dtype.
         unit_bytes: parameters outside repeated blocks are gathered in groups of up to this many bytes.
         prefetch: how many units are gathered ahead of their use (stage 3).
+        keep_gathered: at stage 3, names of modules (or parameters) that stay gathered from one optimizer step to the
+            next, as at stage 2: those that only some ranks use in a step, and small ones that are used often.
         accumulate: ``"local"``: at every stage the full gradients of an accumulation (Lightning's
             ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; ``None``: only
             at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.
@@ -87,6 +89,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         master_dtype: torch.dtype | str | None = torch.float32,
         unit_bytes: int = 64 * 2**20,
         prefetch: int = 1,
+        keep_gathered: Sequence[str] = (),
         accumulate: Literal["local"] | None = None,
         keep_gradients: bool = False,
         unshard_after_fit: bool = True,
@@ -110,6 +113,7 @@ class ZeroCompileStrategy(ParallelStrategy):
             master_dtype=as_dtype("master_dtype", master_dtype),
             unit_bytes=unit_bytes,
             prefetch=prefetch,
+            keep_gathered=(keep_gathered,) if isinstance(keep_gathered, str) else tuple(keep_gathered),
             accumulate=accumulate,
             keep_gradients=keep_gradients,
             unshard_after_fit=unshard_after_fit,

@@ -6,7 +6,7 @@ Both follow from the order of the modules alone, so they are the same on every r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ class UnitPlan:
     parameters: list[str] = field(default_factory=list)  # fully qualified names, the first of each tied group
     bytes: int = 0
     block: nn.Module | None = None  # the repeated block that this unit is, if it is one
+    kept: bool = False  # stays gathered from one optimizer step to the next, at every stage
 
 
 def _signature(module: nn.Module) -> tuple[object, ...]:
@@ -64,7 +65,30 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     yield from model.named_parameters(remove_duplicate=True)
 
 
-def plan_units(model: nn.Module, unit_bytes: int, dtype: torch.dtype | None) -> list[UnitPlan]:
+def _is_inside(name: str, modules: Sequence[str]) -> bool:
+    """Whether a parameter is, or lies in, one of the named modules or parameters."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def check_names(model: nn.Module, modules: Sequence[str]) -> None:
+    """Raises if one of the names that the user gave is of nothing in the model.
+
+    Raises:
+        ValueError: names it, and what there is.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for module in modules:
+        if not any(_is_inside(name, [module]) for name in names):
+            children = ", ".join(name for name, _ in model.named_children())
+            raise ValueError(
+                f"`keep_gathered`: {type(model).__name__} has no module or parameter `{module}`. Names are as in "
+                f"`named_modules()`; its children are: {children}."
+            )
+
+
+def plan_units(
+    model: nn.Module, unit_bytes: int, dtype: torch.dtype | None, keep_gathered: Sequence[str] = ()
+) -> list[UnitPlan]:
     """Partitions the model's parameters into units.
 
     Each repeated block is a unit; the parameters before, between and after the blocks are grouped in module order
@@ -74,6 +98,7 @@ def plan_units(model: nn.Module, unit_bytes: int, dtype: torch.dtype | None) -> 
         model: the module to shard.
         unit_bytes: size in bytes above which a group outside blocks is closed.
         dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
+        keep_gathered: names of modules or parameters whose units are marked as kept.
     """
     blocks = find_blocks(model)
     block_of = {f"{name}.": (name, block) for name, block in blocks}
@@ -86,16 +111,17 @@ def plan_units(model: nn.Module, unit_bytes: int, dtype: torch.dtype | None) -> 
             parameter.numel()
             * (dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype).itemsize
         )
+        kept = _is_inside(name, keep_gathered)
         prefix = next((p for p in prefixes if name.startswith(p)), None) if prefixes else None
         if prefix is not None:
             block_name, block = block_of[prefix]
             if prefix not in by_block:
-                by_block[prefix] = UnitPlan(name=block_name, block=block)
+                by_block[prefix] = UnitPlan(name=block_name, block=block, kept=kept)
                 units.append(by_block[prefix])
             unit, rest = by_block[prefix], None
         else:
-            if rest is None or rest.bytes + size > unit_bytes:
-                rest = UnitPlan(name=name)
+            if rest is None or rest.bytes + size > unit_bytes or rest.kept != kept:
+                rest = UnitPlan(name=name, kept=kept)
                 units.append(rest)
             unit = rest
         unit.parameters.append(name)

@@ -544,21 +544,3 @@ def test_what_only_some_ranks_do_is_an_error_on_all(ranks: Ranks, what: str, sta
     """A window that a rank does not open, or fails in: no rank hangs, each says what happened."""
     found = ranks.expect_error(_one_sided, what, stage, timeout=60)
     assert text in found and found.count("Traceback") >= 2 and "hangs after" not in found
-
-
-def test_ranks_that_gather_different_units_raise(ranks: Ranks) -> None:
-    """No hang: every rank names the unit, the number of the gather and the remedy."""
-    text = ranks.expect_error(_other_units, timeout=60)
-    assert text.count("gather number") >= 2 and "layers.0" in text and "stage 1 or 2" in text
-
-
-def _other_units() -> None:
-    class Reordered(models.Module):
-        def loss(self, batch: Tensor) -> Tensor:
-            layers = list(self.model.layers)
-            x = self.model.embedding(batch[:, :-1])
-            for layer in layers if models.rank() == 0 else layers[::-1]:
-                x = layer(x)
-            return self.model.head(x).square().mean()
-
-    models.train(Reordered(), ZeroCompileStrategy(stage=3, compile=False), steps=1)
