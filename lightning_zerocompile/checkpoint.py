@@ -87,8 +87,8 @@ class Checkpoints:
             return
 
         def write() -> None:
-            sharded_checkpoint.refuse_dtensors(checkpoint)
             if dist.get_rank() == 0:
+                sharded_checkpoint.refuse_dtensors(checkpoint)
                 io.save_checkpoint(checkpoint, path, storage_options=options)
 
         together(f"Saving the checkpoint `{path}`", write)

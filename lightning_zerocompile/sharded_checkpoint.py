@@ -221,6 +221,8 @@ def check(path: Path) -> None:
     def look() -> list[str]:
         if not (path / CHECKSUMS).is_file():  # written by a strategy of Lightning's
             missing = [name for name in (INDEX, files.META) if not (path / name).is_file()]
+            if len(missing) == 2:
+                raise RuntimeError(f"The directory `{path}` is no checkpoint: it has neither {INDEX} nor {files.META}.")
             return [f"`{name}` is missing" for name in missing]
         checksums = _unsealed((path / CHECKSUMS).read_bytes())
         if checksums is None:
