@@ -96,11 +96,11 @@ def commit(temporary: Path, path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes a checkpoint; at no time does half of it bear the checkpoint's name."""
+    going = _hidden(path, "removing")
+    shutil.rmtree(going, ignore_errors=True)  # left by a killed removal
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
-        going = _hidden(path, "removing")
-        shutil.rmtree(going, ignore_errors=True)
         os.rename(path, going)
         shutil.rmtree(going)
 

@@ -99,8 +99,8 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
             files.sync_directory(temporary)
             files.commit(temporary, path)
 
-    together(what, prepare)
     try:
+        together(what, prepare)
         # what all ranks have (buffers, steps, groups) is rank 0's: buffers may differ between ranks
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         _collective(what, lambda: save_shards(state, storage_writer=FileSystemWriter(temporary), planner=planner))
