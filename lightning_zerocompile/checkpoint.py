@@ -107,12 +107,13 @@ class Checkpoints:
             RuntimeError: a file is missing or damaged; it is named.
             UnpicklingError: it holds more than tensors and plain containers, and ``weights_only`` is not False.
         """
+        torch.cuda.empty_cache()  # as Lightning does before it loads
         path = dist_broadcast(path)
         local = files.local_path(path)
         if local is None:
             return sharded_checkpoint.as_lightning(io.load_checkpoint(path, weights_only=weights_only is not False))
         local = files.locate(local)
-        if local.is_dir():
+        if local.is_dir() and (type(io) is AtomicCheckpointIO or (local / files.META).is_file()):
             masters = dict(module.named_parameters(remove_duplicate=False))
             return sharded_checkpoint.load(local, masters, weights_only, with_optimizers)
         if local.is_file():
@@ -252,18 +253,24 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved_order = [index for group in state["param_groups"] for index in group["params"]]
     by_index = dict(zip(saved_order, parameters, strict=False))
+    saved = {index: entry for index, entry in state["state"].items() if index in by_index}
+    moments = {name for index, entry in saved.items() for name, v in entry.items() if _is_moment(v, by_index[index])}
     entries = {
-        index: {name: _shard_entry(name, value, by_index[index]) for name, value in entry.items()}
-        for index, entry in state["state"].items()
-        if index in by_index
+        index: {name: _shard_entry(name, value, by_index[index], name in moments) for name, value in entry.items()}
+        for index, entry in saved.items()
     }
     optimizer.load_state_dict({**state, "state": entries})
 
 
-def _shard_entry(name: str, value: Any, parameter: Tensor) -> Any:
+def _is_moment(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and parameter.dim() > 0
+
+
+def _shard_entry(name: str, value: Any, parameter: Tensor, moment: bool) -> Any:
+    """``moment``: other parameters' entries of this name have their shape; a 0-dim value alone may be a counter."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
-    if value.shape == parameter.shape and parameter.dim() > 0:
+    if value.shape == parameter.shape and (moment or parameter.dim() > 0):
         return shard_like(value, parameter, dtype=value.dtype)
     if value.numel() == 1:
         return value

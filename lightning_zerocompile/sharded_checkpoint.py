@@ -135,8 +135,12 @@ def _collective(what: str, action: Callable[[], Any]) -> None:
     try:
         action()
     except CheckpointException as error:  # no Exception: it would pass by every handler of the user
-        causes = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
-        raise RuntimeError(f"{what} failed. {causes}") from error
+        causes = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
+        own = error.failures.get(dist.get_rank())
+        if own is not None and len(causes) == dist.get_world_size() and len(set(causes.values())) == 1:
+            raise own[0] from error
+        text = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+        raise RuntimeError(f"{what} failed. {text}") from error
 
 
 def refuse_dtensors(value: Any, where: str = "checkpoint") -> None:
@@ -264,10 +268,11 @@ def refusals(name: str) -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
         raise pickle.UnpicklingError(
             f"`{name}` holds more than tensors and plain containers, and to load that can run any code. If you trust "
             "the file, allow its classes by `torch.serialization.add_safe_globals([...])` (`weights_only=False` of "
-            f"`Trainer.fit` does not reach strategies that restore after set-up). {error}"
+            f"`Trainer.fit` does not reach strategies that restore after set-up). {reason.strip()}"
         ) from error
 
 
@@ -311,4 +316,4 @@ class _IndexUnpickler(pickle.Unpickler):
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if index or path or dtype:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"It asks for `{module}.{name}`.")
+        raise pickle.UnpicklingError(f"It asks for GLOBAL {module}.{name}.")

@@ -49,6 +49,13 @@ class Look(L.Callback):
             "optimizers": [full_optimizer_state(o, keep=True)["state"] for o in trainer.optimizers],
             "rates": [group["lr"] for o in trainer.optimizers for group in o.param_groups],
             "schedules": [c.scheduler.last_epoch for c in trainer.lr_scheduler_configs],
+            "layout": [
+                {name: getattr(value, "placements", None) for name, value in o.state[p].items()}
+                for o in trainer.optimizers
+                for group in o.param_groups
+                for p in group["params"]
+                if isinstance(p, DTensor) and p.dim() > 0
+            ],
             "loops": (trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_progress.total.completed),
         }
         self.state = copy.deepcopy(state)  # counters and 0-dim moments are the live ones
@@ -113,7 +120,8 @@ def _load_all(folder: str) -> dict[str, list[str]]:
         kind = ("full", "sharded")[(number + models.world()) % 2]
         look, module = Look("start"), _another()
         _fit(module, _strategy(kind, stage), 2, str(path), callbacks=[look])
-        expected = torch.load(path.with_suffix(".expected"))
+        expected = torch.load(path.with_suffix(".expected"), weights_only=False)
+        look.state.pop("layout"), expected.pop("layout")
         found[f"{path.stem} -> {kind}-{stage}-{models.world()}"] = _differences(look.state, expected) + (
             [] if module.restored == ["user"] and len(module.losses) == 4 else ["hook or steps"]
         )
@@ -130,7 +138,9 @@ def _load_plain(folder: str) -> dict[str, list[str]]:
             torch.save(_format_checkpoint(_load_distributed_checkpoint(path)), file)
         look, module = Look("start"), _another()
         _fit(module, "auto", 2, str(file), callbacks=[look])
-        found[f"{path.stem} -> plain"] = _differences(look.state, torch.load(path.with_suffix(".expected")))
+        expected = torch.load(path.with_suffix(".expected"), weights_only=False)
+        look.state.pop("layout"), expected.pop("layout")
+        found[f"{path.stem} -> plain"] = _differences(look.state, expected)
         loaded = Saved.load_from_checkpoint(file)
         found[f"{path.stem} -> load_from_checkpoint"] = [] if loaded.restored == ["user"] else ["hook"]
     return found
@@ -166,7 +176,8 @@ def _resume(folder: str, cases: list[tuple[int, dict[str, Any]]]) -> None:
         _fit(other, _strategy("sharded", stage, **options), 4, path, callbacks=[resumed])
         assert other.losses == module.losses[8:]
         assert models.deviation(other, module) == 0 and other.seen == module.seen == 16
-        assert _differences(resumed.state, whole.state) == []
+        assert _differences(resumed.state, whole.state) == [], _differences(resumed.state, whole.state)
+        assert all(entry["exp_avg"] is not None and entry["step"] is None for entry in whole.state["layout"])
         assert len(_tensors(whole.state["optimizers"])) > 0
 
 
@@ -176,6 +187,10 @@ def test_resume_equals_an_uninterrupted_run(ranks: Ranks, tmp_path: Path) -> Non
 
 
 # ---- what a directory holds ----
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """Not one of torch's own classes: it steps once, on DTensors, and so must find its moments to be such."""
 
 
 class TwoOptimizers(models.Module):
@@ -199,7 +214,7 @@ class TwoOptimizers(models.Module):
         [head] = self.model.head.parameters()
         rest = [p for p in self.parameters() if p is not head]
         groups = [{"params": rest[:3], "lr": 0.01}, {"params": rest[3:], "lr": 0.02, "weight_decay": 0.1}]
-        return torch.optim.SGD([head], lr=0.1, momentum=0.9), torch.optim.AdamW(groups)
+        return torch.optim.SGD([head], lr=0.1, momentum=0.9), OwnAdamW(groups)
 
 
 def _contents(folder: str) -> dict[str, Any]:
@@ -207,7 +222,7 @@ def _contents(folder: str) -> dict[str, Any]:
     module, look, again = TwoOptimizers(), Look("end"), Look("start")
     _fit(module, _strategy("sharded", 3, **AOT), callbacks=[look]).save_checkpoint(path)
     _fit(TwoOptimizers(), _strategy("full", 2), 2, str(path), callbacks=[again])
-    assert _differences(again.state, look.state) == []
+    assert _differences(again.state, look.state) == [], _differences(again.state, look.state)
     _fit(Saved(), _strategy("sharded", 1)).save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
     if models.rank() > 0:
         return {}
