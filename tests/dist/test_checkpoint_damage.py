@@ -12,6 +12,9 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy, files, sharded_checkpoint
 from lightning_zerocompile.files import AtomicCheckpointIO
@@ -20,9 +23,11 @@ from tests.dist.test_checkpoint import Saved, _data
 from tests.harness import Ranks
 
 
-def _fit(module: L.LightningModule, kind: str, epochs: int = 1, path: Path | None = None) -> L.Trainer:
+def _fit(
+    module: L.LightningModule, kind: str, epochs: int = 1, path: Path | None = None, **more: Any
+) -> L.Trainer:
     strategy = ZeroCompileStrategy(compile=False, checkpoint=kind)  # type: ignore[arg-type]
-    trainer = models.make_trainer(strategy, max_epochs=epochs, limit_val_batches=0)
+    trainer = models.make_trainer(strategy, max_epochs=epochs, limit_val_batches=0, **more)
     trainer.fit(module, _data(), ckpt_path=path)
     return trainer
 
@@ -170,6 +175,58 @@ def _trusted(folder: str) -> Any:
 def test_weights_only_false_trusts_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """What is refused otherwise loads."""
     assert ranks.run(_trusted, str(tmp_path)) == [Path("x")] * 2
+
+
+# ---- what raises ----
+
+
+class Careless(Saved):
+    """Puts shards beside the model's state, on one rank or on all."""
+
+    where: tuple[int, ...] = ()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weight = self.model._parameters["scale"]
+        checkpoint["average"] = {"scale": weight if models.rank() in self.where else 0}
+
+
+def _refusals(folder: str) -> None:
+    Path(folder, "mine").mkdir(exist_ok=True)
+    Path(folder, "file").touch()
+    for kind in ("full", "sharded"):
+        saved = f"{folder}/{kind}.ckpt"
+        trainer = _fit(Saved(), kind)
+        trainer.save_checkpoint(saved)
+        with pytest.raises((IsADirectoryError, RuntimeError), match="is a directory and no checkpoint"):
+            trainer.save_checkpoint(f"{folder}/mine")
+        with pytest.raises((OSError, RuntimeError), match=r"file"):
+            trainer.save_checkpoint(f"{folder}/file/a.ckpt")
+        with pytest.raises((TypeError, RuntimeError), match="storage_options"):
+            trainer.save_checkpoint(saved, storage_options={})
+        for where in ((0, 1), (1,) if kind == "sharded" else (0,)):
+            module = Careless()
+            module.where = where
+            shards = models.make_trainer(ZeroCompileStrategy(compile=False, checkpoint=kind, unshard_after_fit=False))
+            shards.fit_loop.max_epochs = 1
+            shards.fit(module, _data())
+            assert isinstance(module.model._parameters["scale"], DTensor)
+            with pytest.raises((TypeError, RuntimeError), match=r"checkpoint\['average'\]\['scale'\].*full_tensor"):
+                shards.save_checkpoint(saved)
+        _fit(Saved(), kind, 2, Path(saved))  # none of it has touched what was there
+    with pytest.raises(ValueError, match="checkpoint='sharded' writes to a filesystem"):
+        trainer.save_checkpoint("memory://a.ckpt")
+    with pytest.raises(RuntimeError, match="no checkpoint"):
+        _fit(Saved(), "full", 2, Path(folder, "mine"))
+    plugin = AsyncCheckpointIO()
+    with pytest.raises(MisconfigurationException, match="`AsyncCheckpointIO` cannot write checkpoint='sharded'"):
+        _fit(Saved(), "sharded", plugins=[plugin])
+    there = sorted(p.name for p in Path(folder).iterdir())
+    assert there == ["file", "full.ckpt", "mine", "sharded.ckpt"], there
+
+
+def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
+    """On every rank, without a hang; the checkpoint that is there stays, and nothing is left beside it."""
+    ranks.run(_refusals, str(tmp_path))
 
 
 # ---- saves that fail ----

@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -346,58 +345,6 @@ def test_hooks_edit_the_checkpoint(ranks: Ranks, kind: str, tmp_path: Path) -> N
 def test_directory_of_another_model(ranks: Ranks, tmp_path: Path) -> None:
     """A wrong shape is torch's own message; an optimizer over other parameters is named."""
     ranks.run(_wrong_shape, str(tmp_path))
-
-
-# ---- what raises ----
-
-
-class Careless(Saved):
-    """Puts shards beside the model's state, on one rank or on all."""
-
-    where: tuple[int, ...] = ()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        weight = self.model._parameters["scale"]
-        checkpoint["average"] = {"scale": weight if models.rank() in self.where else 0}
-
-
-def _refusals(folder: str) -> None:
-    Path(folder, "mine").mkdir(exist_ok=True)
-    Path(folder, "file").touch()
-    for kind in ("full", "sharded"):
-        saved = f"{folder}/{kind}.ckpt"
-        trainer = _fit(Saved(), _strategy(kind, 3))
-        trainer.save_checkpoint(saved)
-        with pytest.raises((IsADirectoryError, RuntimeError), match="is a directory and no checkpoint"):
-            trainer.save_checkpoint(f"{folder}/mine")
-        with pytest.raises((OSError, RuntimeError), match=r"file"):
-            trainer.save_checkpoint(f"{folder}/file/a.ckpt")
-        with pytest.raises((TypeError, RuntimeError), match="storage_options"):
-            trainer.save_checkpoint(saved, storage_options={})
-        for where in ((0, 1), (1,) if kind == "sharded" else (0,)):
-            module = Careless()
-            module.where = where
-            shards = models.make_trainer(ZeroCompileStrategy(compile=False, checkpoint=kind, unshard_after_fit=False))
-            shards.fit_loop.max_epochs = 1
-            shards.fit(module, _data())
-            assert isinstance(module.model._parameters["scale"], DTensor)
-            with pytest.raises((TypeError, RuntimeError), match=r"checkpoint\['average'\]\['scale'\].*full_tensor"):
-                shards.save_checkpoint(saved)
-        _fit(Saved(), _strategy(kind, 3), 2, saved)  # none of it has touched what was there
-    with pytest.raises(ValueError, match="checkpoint='sharded' writes to a filesystem"):
-        trainer.save_checkpoint("memory://a.ckpt")
-    with pytest.raises(RuntimeError, match="no checkpoint"):
-        _fit(Saved(), _strategy("full", 3), 2, f"{folder}/mine")
-    plugin = AsyncCheckpointIO()
-    with pytest.raises(MisconfigurationException, match="`AsyncCheckpointIO` cannot write checkpoint='sharded'"):
-        _fit(Saved(), _strategy("sharded", 3), plugins=[plugin])
-    there = sorted(p.name for p in Path(folder).iterdir())
-    assert there == ["file", "full.ckpt", "mine", "sharded.ckpt"], there
-
-
-def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
-    """On every rank, without a hang; the checkpoint that is there stays, and nothing is left beside it."""
-    ranks.run(_refusals, str(tmp_path))
 
 
 # ---- asynchronous ----
