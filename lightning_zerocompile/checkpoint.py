@@ -110,8 +110,10 @@ class Checkpoints:
         torch.cuda.empty_cache()  # as Lightning does before it loads
         path = dist_broadcast(path)
         local = files.local_path(path)
-        if local is None:
-            return sharded_checkpoint.as_lightning(io.load_checkpoint(path, weights_only=weights_only is not False))
+        if local is None:  # torch.load's own default for URLs would unpickle anything
+            with sharded_checkpoint.refusals(path):
+                loaded = io.load_checkpoint(path, weights_only=weights_only is not False)
+            return sharded_checkpoint.as_lightning(loaded)
         local = files.locate(local)
         if local.is_dir() and (type(io) is AtomicCheckpointIO or (local / files.META).is_file()):
             masters = dict(module.named_parameters(remove_duplicate=False))

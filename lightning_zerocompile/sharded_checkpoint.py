@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -175,7 +176,8 @@ def load(path: Path, masters: Mapping[str, Tensor], weights_only: bool | None, w
         with_optimizers: whether the optimizers' states are read.
 
     Raises:
-        RuntimeError: a file is missing or damaged, or holds an object that is not unpickled; it is named.
+        RuntimeError: a file is missing or damaged; it is named.
+        UnpicklingError: a file holds an object that is not unpickled; both are named.
     """
     what = f"Loading the checkpoint `{path}`"
     check(path)
@@ -302,18 +304,28 @@ class _Reader(FileSystemReader):
         return metadata
 
 
+# by their exact names: what a module imports is within reach of a dotted one
+_INDEX_CLASSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "torch.distributed.checkpoint.metadata": (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        ),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.serialization": ("_get_layout",),
+        "torch": ("Size",),
+        "collections": ("OrderedDict",),
+        "pathlib": ("Path", "PosixPath", "WindowsPath"),
+        "pathlib._local": ("Path", "PosixPath", "WindowsPath"),
+    }
+)  # fmt: skip
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Knows the classes of an index: those of torch's checkpoint metadata, dtypes and paths."""
 
     def find_class(self, module: str, name: str) -> Any:
-        index = module == "torch.distributed.checkpoint.metadata" or (module, name) in (
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("collections", "OrderedDict"),
-        )
-        path = module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if index or path or dtype:
+        if dtype or name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"It asks for GLOBAL {module}.{name}.")

@@ -146,14 +146,17 @@ def _trapped(folder: str) -> None:
         assert not trace.exists()
     index = Path(folder, "sharded-rest.ckpt")
 
-    def poison() -> None:
-        (index / "checksums.json").unlink()  # as another strategy would have written it
-        (index / ".metadata").write_bytes(pickle.dumps(Trap(str(trace))))
-
-    _on_first(poison)
-    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata` holds more than tensors.*mkdir"):
-        _fit(models.Module(), "full", 2, index)
-    assert not trace.exists()
+    module, name, argument = (
+        b"\x8c" + bytes([len(text)]) + text.encode()
+        for text in ("torch.distributed.checkpoint.metadata", "os.mkdir", str(trace))
+    )
+    borrowed = b"\x80\x04" + module + name + b"\x93" + argument + b"\x85R."  # mkdir, as an allowed module's
+    _on_first((index / "checksums.json").unlink)  # as another strategy would have written it
+    for content in (pickle.dumps(Trap(str(trace))), borrowed):
+        _on_first(lambda content=content: (index / ".metadata").write_bytes(content))  # type: ignore[misc]
+        with pytest.raises(pickle.UnpicklingError, match=r"\.metadata` holds more than tensors.*mkdir"):
+            _fit(models.Module(), "full", 2, index)
+        assert not trace.exists()
 
 
 def test_nothing_is_run_when_a_checkpoint_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
