@@ -1,16 +1,177 @@
-"""State that does not depend on the stage or on the world size: full tensors under the module's own names."""
+"""State that does not depend on the stage or on the world size, under the module's own names.
+
+It is one file with full tensors, or a directory to which every rank writes its part (sharded_checkpoint.py). What is
+loaded does not depend on which of them the strategy writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zerocompile import files, sharded_checkpoint
+from lightning_zerocompile.files import AtomicCheckpointIO
 from lightning_zerocompile.shard import shard_like
+from lightning_zerocompile.sharded_checkpoint import together
+
+
+class Checkpoints:
+    """Saves and loads for the strategy.
+
+    Args:
+        sharded: what is written: a directory of shards, or one file with full tensors.
+    """
+
+    def __init__(self, sharded: bool) -> None:
+        self._sharded = sharded
+        self._names: dict[Tensor, str] = {}  # of what the optimizers hold, which outlives the sharded model
+
+    def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Notes the names of the optimizers' parameters, while the module's are the same."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._names = {p: names[p] for p in held if p in names}
+
+    # ---- states ----
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's state: its shards, or full tensors on rank 0; collective."""
+        return dict(module.state_dict()) if self._sharded else full_state_dict(module, keep=dist.get_rank() == 0)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state: its shards by their parameters' names, or full tensors on rank 0; collective."""
+        if not self._sharded:
+            return full_optimizer_state(optimizer, keep=dist.get_rank() == 0)
+        return named_optimizer_state(optimizer, self._names_of(optimizer))
+
+    def load_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+        """Loads states of either kind."""
+        for optimizer, state in zip(optimizers, states, strict=False):
+            load_optimizer_state(optimizer, positional_optimizer_state(optimizer, state, self._names))
+
+    def _names_of(self, optimizer: Optimizer) -> dict[Tensor, str]:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p not in self._names for p in held):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds parameters that are not the model's, so they have no names in a "
+                "checkpoint. Assign new optimizers to `trainer.strategy.optimizers` while the model is sharded."
+            )
+        return {p: self._names[p] for p in held}
+
+    # ---- files ----
+
+    def save(self, io: CheckpointIO, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
+        """Writes Lightning's dictionary; collective.
+
+        Raises:
+            TypeError: storage options are given, or the dictionary holds shards beside the model's.
+            ValueError: a directory of shards cannot be written to a remote path.
+        """
+        if self._sharded:
+            if options is not None:
+                raise TypeError("`storage_options` belong to a CheckpointIO plugin; checkpoint='sharded' has none.")
+            sharded_checkpoint.save(checkpoint, _local(dist_broadcast(path)))
+            return
+
+        def write() -> None:
+            if dist.get_rank() == 0:
+                sharded_checkpoint.refuse_dtensors(checkpoint)
+                io.save_checkpoint(checkpoint, path, storage_options=options)
+
+        together(f"Saving the checkpoint `{path}`", write)
+
+    def load(
+        self,
+        io: CheckpointIO,
+        path: _PATH,
+        weights_only: bool | None,
+        module: nn.Module,
+        with_optimizers: bool,
+    ) -> dict[str, Any]:
+        """Lightning's dictionary from a file or a directory; collective.
+
+        Raises:
+            RuntimeError: a file is missing or damaged; it is named.
+            UnpicklingError: it holds more than tensors and plain containers, and ``weights_only`` is not False.
+        """
+        torch.cuda.empty_cache()  # as Lightning does before it loads
+        path = dist_broadcast(path)
+        local = files.local_path(path)
+        if local is None:  # torch.load's own default for URLs would unpickle anything
+            with sharded_checkpoint.refusals(path):
+                loaded = io.load_checkpoint(path, weights_only=weights_only is not False)
+            return sharded_checkpoint.as_lightning(loaded)
+        local = files.locate(local)
+        if local.is_dir() and (type(io) is AtomicCheckpointIO or (local / files.META).is_file()):
+            masters = dict(module.named_parameters(remove_duplicate=False))
+            return sharded_checkpoint.load(local, masters, weights_only, with_optimizers)
+        if local.is_file():
+            first = dist.get_rank() == 0  # one rank reads it all; the others would find the same
+            together(f"Reading the checkpoint `{path}`", lambda: files.check_file(local) if first else None)
+        with sharded_checkpoint.refusals(str(local)):
+            return sharded_checkpoint.as_lightning(io.load_checkpoint(local, weights_only=weights_only))
+
+    def remove(self, io: CheckpointIO, path: _PATH) -> None:
+        """Removes a checkpoint, on rank 0, after those that are still being saved."""
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        pending = io._executor if isinstance(io, AsyncCheckpointIO) else None
+        if pending is None:
+            io.remove_checkpoint(path)
+        else:  # at once, it could go before the one that replaces it is on the disk
+            pending.submit(io.remove_checkpoint, path)
+
+    def plugin(self, io: CheckpointIO | None) -> CheckpointIO:
+        """The user's plugin, or one that writes atomically where the user left the choice."""
+        if isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
+            io.checkpoint_io = AtomicCheckpointIO()
+        return AtomicCheckpointIO() if io is None or type(io) is TorchCheckpointIO else io
+
+    def check_plugin(self, io: CheckpointIO) -> None:
+        """Raises if a plugin would be passed by.
+
+        Raises:
+            MisconfigurationException: names the plugin and the remedy.
+        """
+        if self._sharded and type(io) is not AtomicCheckpointIO:
+            raise MisconfigurationException(
+                f"The plugin `{type(io).__name__}` cannot write checkpoint='sharded', to which all ranks write together"
+                " and at once: asynchronous saving would run collectives beside the training's. Use "
+                "checkpoint='full', or leave out the plugin."
+            )
+
+
+def dist_broadcast(path: _PATH) -> str:
+    """Rank 0's path on all ranks: it may hold a time or a random name."""
+    paths = [os.fspath(path)]
+    dist.broadcast_object_list(paths, 0)
+    return paths[0]
+
+
+def _local(path: str) -> Path:
+    local = files.local_path(path)
+    if local is None:
+        raise ValueError(
+            f"checkpoint='sharded' writes to a filesystem that all ranks see, not to `{path}`. Save to a local "
+            "path, or use checkpoint='full'."
+        )
+    return local
+
+
+# ---- states ----
 
 
 def _full(value: Any, keep: bool) -> Any:
@@ -44,6 +205,47 @@ def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     return state if keep else {}
 
 
+def named_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """The optimizer's ``state_dict`` with its shards, keyed by parameter names instead of positions."""
+    state = optimizer.state_dict()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    order = [index for group in state["param_groups"] for index in group["params"]]
+    name_of = {index: names[p] for index, p in zip(order, held, strict=True)}
+    return {
+        "state": {name_of[index]: entry for index, entry in state["state"].items()},
+        "param_groups": [{**g, "params": [name_of[index] for index in g["params"]]} for g in state["param_groups"]],
+    }
+
+
+def positional_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Tensor, str]
+) -> Mapping[str, Any]:
+    """A state keyed by names as torch loads it, in the order of this optimizer's parameters; others as they are.
+
+    Raises:
+        ValueError: the groups hold other parameters than this optimizer's.
+    """
+    saved = [group.get("params", []) for group in state["param_groups"]]
+    if not any(isinstance(name, str) for group in saved for name in group):
+        return state
+    ours = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    if [set(group) for group in saved] != [set(group) for group in ours]:
+        theirs, mine = {n for group in saved for n in group}, {n for group in ours for n in group}
+        raise ValueError(
+            f"The checkpoint's optimizer does not hold this optimizer's parameters: {len(saved)} groups against "
+            f"{len(ours)}; only in the checkpoint: {sorted(theirs - mine)}; only here: {sorted(mine - theirs)}. Create "
+            "the optimizer in `configure_optimizers` as it was when the checkpoint was saved."
+        )
+    position = {name: number for number, name in enumerate(name for group in ours for name in group)}
+    return {
+        "state": {position[name]: entry for name, entry in state.get("state", {}).items()},
+        "param_groups": [
+            {**group, "params": [position[name] for name in own]}
+            for group, own in zip(state["param_groups"], ours, strict=True)
+        ],
+    }
+
+
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Loads a full optimizer state; every rank passes the same and takes its rows.
 
@@ -53,18 +255,24 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved_order = [index for group in state["param_groups"] for index in group["params"]]
     by_index = dict(zip(saved_order, parameters, strict=False))
+    saved = {index: entry for index, entry in state["state"].items() if index in by_index}
+    moments = {name for index, entry in saved.items() for name, v in entry.items() if _is_moment(v, by_index[index])}
     entries = {
-        index: {name: _shard_entry(name, value, by_index[index]) for name, value in entry.items()}
-        for index, entry in state["state"].items()
-        if index in by_index
+        index: {name: _shard_entry(name, value, by_index[index], name in moments) for name, value in entry.items()}
+        for index, entry in saved.items()
     }
     optimizer.load_state_dict({**state, "state": entries})
 
 
-def _shard_entry(name: str, value: Any, parameter: Tensor) -> Any:
+def _is_moment(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and parameter.dim() > 0
+
+
+def _shard_entry(name: str, value: Any, parameter: Tensor, moment: bool) -> Any:
+    """``moment``: other parameters' entries of this name have their shape; a 0-dim value alone may be a counter."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
-    if value.shape == parameter.shape and parameter.dim() > 0:
+    if value.shape == parameter.shape and (moment or parameter.dim() > 0):
         return shard_like(value, parameter, dtype=value.dtype)
     if value.numel() == 1:
         return value

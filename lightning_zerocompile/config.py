@@ -53,6 +53,7 @@ class Config:
     accumulate: str | None = None
     keep_gradients: bool = False
     unshard_after_fit: bool = True
+    checkpoint: str = "full"
     timeout: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
@@ -88,6 +89,11 @@ class Config:
                 raise ValueError(f"`{name}={value!r}` must be a floating-point torch.dtype or None.")
         if not (self.dynamic is None or isinstance(self.dynamic, bool)):
             raise ValueError(f"`dynamic={self.dynamic!r}` is not understood; choose True, False or None.")
+        if self.checkpoint not in ("full", "sharded"):
+            raise ValueError(
+                f"`checkpoint={self.checkpoint!r}` is not understood; choose 'full' (one file with full tensors) or "
+                "'sharded' (a directory to which every rank writes its shards)."
+            )
         for name in ("keep_gradients", "unshard_after_fit"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}={getattr(self, name)!r}` is not understood; choose True or False.")

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zerocompile import checkpoint as checkpoints
+from lightning_zerocompile.checkpoint import Checkpoints
 from lightning_zerocompile.compile import CompileStats
 from lightning_zerocompile.config import CompileScope, Config, as_dtype
 from lightning_zerocompile.engine import Engine
@@ -65,6 +66,8 @@ class ZeroCompileStrategy(ParallelStrategy):
             at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.
         keep_gradients: leave ``p.grad`` after ``optimizer.step()``; by default its memory is released there.
         unshard_after_fit: make the module an ordinary one with full parameters when ``fit`` has succeeded.
+        checkpoint: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
+            write their shards. Either loads at any stage, world size and with either setting.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
         timeout: of every collective.
 
@@ -93,6 +96,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         accumulate: Literal["local"] | None = None,
         keep_gradients: bool = False,
         unshard_after_fit: bool = True,
+        checkpoint: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
@@ -117,8 +121,10 @@ class ZeroCompileStrategy(ParallelStrategy):
             accumulate=accumulate,
             keep_gradients=keep_gradients,
             unshard_after_fit=unshard_after_fit,
+            checkpoint=checkpoint,
             timeout=timeout,
         )
+        self._checkpoints = Checkpoints(sharded=checkpoint == "sharded")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -217,6 +223,7 @@ class ZeroCompileStrategy(ParallelStrategy):
             raise RuntimeError("The strategy has no accelerator; pass it to a Trainer before using it.")
         self.accelerator.setup(trainer)
         check_trainer(trainer, module)
+        self._checkpoints.check_plugin(self.checkpoint_io)
         dtype = compute_dtype(self.precision_plugin, self.config.param_dtype)
         if self._engine is None or not self._engine.manages(module):
             self._close()
@@ -242,6 +249,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         fitting = self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING
         if getattr(self, "_engine", None) is not None and fitting:  # else: those of a fit that has ended
             self.engine.attach_optimizers([_raw(optimizer) for optimizer in optimizers])
+            self._checkpoints.attach(self._module, self._raw_optimizers)
 
     # ---- steps ----
 
@@ -345,21 +353,43 @@ class ZeroCompileStrategy(ParallelStrategy):
 
     # ---- state ----
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = self._checkpoints.plugin(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Full parameters and buffers on the CPU of rank 0, nothing on the others; collective."""
+        """Shards, or full values on the CPU of rank 0 and nothing on the others; collective."""
         if self._engine is not None:
             self._engine.settle()
-        return checkpoints.full_state_dict(self._module, keep=self.is_global_zero)
+        return self._checkpoints.model_state(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return checkpoints.full_optimizer_state(_raw(optimizer), keep=self.is_global_zero)
+        return self._checkpoints.optimizer_state(_raw(optimizer))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            checkpoints.load_optimizer_state(_raw(optimizer), state)
+        self._checkpoints.load_optimizers(self._raw_optimizers, checkpoint["optimizer_states"])
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        self._checkpoints.save(self.checkpoint_io, checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        return self._checkpoints.load(self.checkpoint_io, checkpoint_path, weights_only, self._module, fitting)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        self._checkpoints.remove(self.checkpoint_io, filepath)
 
     # ---- statistics ----
 
@@ -414,6 +444,10 @@ class ZeroCompileStrategy(ParallelStrategy):
         if self._engine is None:
             raise RuntimeError("The model is not sharded: this works between the Trainer's `setup` and its `teardown`.")
         return self._engine
+
+    @property
+    def _raw_optimizers(self) -> list[Optimizer]:
+        return [_raw(optimizer) for optimizer in self.optimizers]
 
     @property
     def _module(self) -> pl.LightningModule:

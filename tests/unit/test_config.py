@@ -37,6 +37,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"unit_bytes": 0}, "`unit_bytes=0`.*positive"),
     ({"unit_bytes": 1.5}, "`unit_bytes=1.5`.*positive"),
     ({"unit_bytes": True}, "`unit_bytes=True`.*positive"),
+    ({"checkpoint": "dcp"}, "`checkpoint='dcp'`.*'full'.*'sharded'"),
+    ({"checkpoint": None}, "`checkpoint=None`.*'full'.*'sharded'"),
     ({"prefetch": -1}, "`prefetch=-1`.*0 or more"),
     ({"timeout": timedelta(seconds=-1)}, "`timeout=.*positive"),
     ({"timeout": 5}, "`timeout=5`.*timedelta"),
