@@ -164,7 +164,8 @@ class Engine:
             core.set_deferred(False)
         core.flush()
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Gradients and values are ready for the optimizer. Raises RuntimeError inside a window."""
         if self._window:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside `coalesce_grad_reduction`: the gradients are not reduced "
@@ -194,7 +195,7 @@ class Engine:
                     "`configure_optimizers` from `self.parameters()`: before that the model is not sharded yet."
                 )
             self._hooks[optimizer] = [
-                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_pre_hook(self.before_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
 
@@ -210,6 +211,13 @@ class Engine:
             return optimizer.step(closure=settled, **kwargs)
         with self._stepper.around(optimizer, settled) as run:
             return optimizer.step(closure=run, **kwargs)
+
+    def skip_step(self, optimizer: Optimizer) -> None:
+        """What a step releases, when loss scaling skips it: nothing is updated."""
+        self.runtime.core.forget_outstanding()
+        if not self.config.keep_gradients:
+            for master in (p for group in optimizer.param_groups for p in group["params"]):
+                master.grad = None
 
     def _unit_written(self, unit: int) -> None:
         self._stepped_by_unit = True

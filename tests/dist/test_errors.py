@@ -56,10 +56,6 @@ def _arguments(what: str) -> dict[str, Any]:
         "ema": lambda: {"callbacks": [callbacks.EMAWeightAveraging()]},
         "finetuning": lambda: {"callbacks": [Finetuning()]},
         "sync_batchnorm": lambda: {"sync_batchnorm": True},
-        "16-mixed": lambda: {"precision": "16-mixed"},
-        "bf16-mixed": lambda: {"precision": "bf16-mixed"},
-        "16-true": lambda: {"precision": "16-true"},
-        "64-true": lambda: {"precision": "64-true"},
         "plugin": lambda: {"plugins": [ForeignPrecision()]},
         "contradiction": lambda: {
             "precision": "bf16-true", "strategy": ZeroCompileStrategy(compile=False, param_dtype=torch.float16)
@@ -74,10 +70,6 @@ REFUSED = {
     "ema": ("EMAWeightAveraging", "strategy='ddp'"),
     "finetuning": ("Finetuning", "strategy='ddp'"),
     "sync_batchnorm": ("sync_batchnorm=True", "convert_sync_batchnorm"),
-    "16-mixed": ("-mixed", "'bf16-true'"),  # Lightning makes it bf16-mixed on the CPU
-    "bf16-mixed": ("bf16-mixed", "'bf16-true'"),
-    "16-true": ("16-true", "'bf16-true'"),
-    "64-true": ("64-true", "'bf16-true'"),
     "plugin": ("ForeignPrecision", "'bf16-true'"),
     "contradiction": ("param_dtype=torch.float16", "default"),
 }
