@@ -53,7 +53,7 @@ class Recorded(models.Module):
 
     def configure_optimizers(self) -> Any:
         # eps: one gradient (of the logits' common shift) is zero but for rounding, which Adam would blow up
-        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4, fused=self.fused)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-3, fused=self.fused)
 
 
 def _pair(kind: type[Recorded] = Recorded) -> tuple[Any, Any]:
@@ -102,9 +102,9 @@ def _like_ddp(precision: str) -> None:
     plain = _pair()[0]
     _fit(plain, "ddp", 6, **MORE)
     assert models.deviation(ddp, start) > 1e-2
-    assert precision == "32-true" or models.deviation(ddp, plain) > 1e-6  # or the test cannot tell the precision
+    assert precision == "32-true" or models.deviation(ddp, plain) > limit  # or the test cannot tell the precision
     if precision == "16-mixed":
-        assert len(set(ddp.scales)) == 3 and ddp.scales[-1] < 2.0**19, ddp.scales
+        assert set(ddp.scales) == {2.0**19, 2.0**18} and ddp.scales[4:8:3] == [2.0**18, 2.0**19]  # it grew again
     for stage, options in ((1, EAGER), (2, EAGER), (3, EAGER), (1, AOT), (3, AOT)):
         module = _pair()[0]
         _fit(module, ZeroCompileStrategy(stage=stage, **options), 6, **MORE, **_arguments(precision, **SCALING))
