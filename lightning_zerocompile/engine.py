@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_zerocompile import shard
 from lightning_zerocompile.compile import Regions, remove_regions
 from lightning_zerocompile.config import Config
-from lightning_zerocompile.optim import UnitStepper, is_elementwise
+from lightning_zerocompile.optim import UnitStepper, check_optimizer, steps_by_unit
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.units import UnitPlan, plan_units
 
@@ -180,6 +180,7 @@ class Engine:
 
         Raises:
             RuntimeError: an optimizer holds parameters that are not the model's.
+            MisconfigurationException: an optimizer cannot work on sharded parameters.
         """
         for handles in self._hooks.values():
             for handle in handles:
@@ -187,6 +188,7 @@ class Engine:
         self._hooks = {}
         known = {slot.master for slot in self.runtime.slots}
         for number, optimizer in enumerate(optimizers):
+            check_optimizer(optimizer)
             foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
             if foreign:
                 raise RuntimeError(
@@ -200,14 +202,14 @@ class Engine:
             ]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """``optimizer.step(closure)``; an elementwise optimizer updates unit by unit, see [Note: step by unit]."""
+        """``optimizer.step(closure)``; optimizers of known kind update unit by unit, see [Note: step by unit]."""
 
         def settled() -> Any:
             result = closure()
             self.settle()  # a hook between backward and step may have written to weights
             return result
 
-        if not is_elementwise(optimizer):
+        if not steps_by_unit(optimizer):
             return optimizer.step(closure=settled, **kwargs)
         with self._stepper.around(optimizer, settled) as run:
             return optimizer.step(closure=run, **kwargs)

@@ -30,7 +30,7 @@ from lightning.pytorch.plugins import precision as lightning_precision
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zerocompile.scaling import ShardedGradScaler
@@ -76,11 +76,6 @@ class StepsThroughEngine(Precision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                f"LBFGS evaluates the loss several times per step, which precision={self.precision!r} with its loss "
-                "scaling cannot follow. Use '32-true' or 'bf16-mixed'."
-            )
         if not isinstance(scaler, ShardedGradScaler):
             raise MisconfigurationException(
                 f"The precision plugin's scaler was replaced by a {type(scaler).__name__}, which knows nothing of "

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zerocompile import checkpoint as checkpoints
+from lightning_zerocompile.callbacks import before_optimizer_state, prepare_callbacks
 from lightning_zerocompile.compile import CompileStats
 from lightning_zerocompile.config import CompileScope, Config, as_dtype
 from lightning_zerocompile.engine import Engine
@@ -213,6 +214,7 @@ class ZeroCompileStrategy(ParallelStrategy):
             self.model = self.precision_plugin.convert_module(module)
             backend = self._process_group_backend or "gloo"
             self._use(Engine(module, self.root_device, self.config, dtype, backend))
+        prepare_callbacks(trainer, module, self.engine)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -332,6 +334,7 @@ class ZeroCompileStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        before_optimizer_state(self._module.trainer, self._module)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             checkpoints.load_optimizer_state(_raw(optimizer), state)
 

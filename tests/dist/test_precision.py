@@ -354,11 +354,6 @@ class Mine(ZeroCompilePrecision):
         return data
 
 
-class Lbfgs(models.Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 def _plugins() -> None:
     where = models.device()
     for plugin, words in (
@@ -376,8 +371,6 @@ def _plugins() -> None:
         strategy = ZeroCompileStrategy(compile=False, param_dtype=BF16)
         with pytest.raises(MisconfigurationException, match=f"{precision}.*param_dtype=torch.bfloat16"):
             _fit(Recorded(), strategy, 1, precision=precision)
-    with pytest.raises(MisconfigurationException, match=r"LBFGS.*'bf16-mixed'"):
-        _fit(Lbfgs(), ZeroCompileStrategy(compile=False), 1, **_arguments("16-mixed"))
     mine, module = Mine(), Recorded()
     trainer = _fit(module, ZeroCompileStrategy(compile=False), 2, plugins=[mine])
     assert trainer.precision_plugin is mine and mine.converted == 2
