@@ -40,7 +40,7 @@ def prepare_callbacks(trainer: pl.Trainer, module: pl.LightningModule, engine: E
 
 
 def before_optimizer_state(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """What callbacks do in ``on_fit_start`` of a resume: at that time a sharded model's checkpoint is not loaded yet."""
+    """What callbacks do in a resume's ``on_fit_start``: at that time a sharded model's checkpoint is not loaded yet."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BaseFinetuning) and callback._restarting:
             callback.on_fit_start(trainer, module)  # the parameter groups that the optimizer's state is for

@@ -101,8 +101,10 @@ class Engine:
             yield
 
     @contextlib.contextmanager
-    def evaluation_step(self) -> Iterator[None]:
-        """Around a step without backward: nothing stays gathered behind it."""
+    def evaluation_step(self, fitting: bool = False) -> Iterator[None]:
+        """Around a step without backward: nothing stays gathered behind it. As DDP, during fit with rank 0's buffers."""
+        if fitting:
+            self._broadcast_buffers()
         try:
             with self.runtime.forward():
                 yield

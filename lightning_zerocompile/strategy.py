@@ -244,7 +244,8 @@ class ZeroCompileStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context(), self.engine.evaluation_step():
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        with self.precision_plugin.val_step_context(), self.engine.evaluation_step(fitting):
             return self._module.validation_step(*args, **kwargs)
 
     @override

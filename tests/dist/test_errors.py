@@ -140,7 +140,7 @@ def _bad_module(what: str) -> tuple[L.LightningModule, dict[str, Any]]:
     if what.startswith("compiled"):
         return Compiled(what.removeprefix("compiled ")), {}
     made: dict[str, Callable[[], models.Module]] = {
-        "lbfgs": lambda: Stepper(torch.optim.LBFGS), "sparse adam": lambda: Stepper(torch.optim.SparseAdam),
+        "lbfgs": lambda: Stepper(torch.optim.LBFGS), "adam for sparse": lambda: Stepper(torch.optim.SparseAdam),
         "empty": Empty, "early optimizer": Early, "foreign tensor": Foreign, "replaced": Replaced,
     }  # fmt: skip
     return made[what](), {}
@@ -148,7 +148,7 @@ def _bad_module(what: str) -> tuple[L.LightningModule, dict[str, Any]]:
 
 BAD = {
     "lbfgs": ("LBFGS", "strategy='ddp'"),
-    "sparse adam": ("SparseAdam", "strategy='ddp'"),
+    "adam for sparse": ("SparseAdam", "strategy='ddp'"),
     "empty": ("has no parameters", "configure_model"),
     "early optimizer": ("not the model's", "configure_optimizers"),
     "foreign tensor": ("holds 1 parameters", "(2, 5)"),
