@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -21,22 +21,13 @@ if TYPE_CHECKING:
 
 def prepare_callbacks(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> None:
     """Shards the copies that callbacks made of the whole module, see [Note: sharded average]."""
-    copies = False
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             shard_copy(callback._average_model.module, module)
             callback._average_model.__class__ = ShardedAverage
-            copies = True
         elif isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
             shard_copy(callback._average_model, module)
             callback._device = engine.device
-            copies = True
-    written = [callback for callback in callbacks if isinstance(callback, ValuesWritten)]
-    for callback in written:
-        callbacks.remove(callback)
-    if copies:
-        callbacks.append(ValuesWritten(engine))
 
 
 def before_optimizer_state(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -120,28 +111,3 @@ class ShardedAverage(AveragedModel):
         )
         with torch.no_grad():
             AveragedModel.update_parameters(average, _Rows(model))  # type: ignore[arg-type]
-
-
-class ValuesWritten(Callback):
-    """Lets the runtime see what averaging callbacks wrote to the masters; last in the Trainer's list.
-
-    They write through ``parameter.data``, which no version counter notices.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def _tell(self) -> None:
-        torch.autograd.graph.increment_version([slot.master for slot in self._engine.runtime.slots])
-
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tell()
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tell()
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tell()
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tell()

@@ -102,7 +102,7 @@ class Engine:
 
     @contextlib.contextmanager
     def evaluation_step(self, fitting: bool = False) -> Iterator[None]:
-        """Around a step without backward: nothing stays gathered behind it. As DDP, during fit with rank 0's buffers."""
+        """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
         if fitting:
             self._broadcast_buffers()
         try:

@@ -36,6 +36,7 @@ from lightning_zerocompile.callbacks import before_optimizer_state, prepare_call
 from lightning_zerocompile.compile import CompileStats
 from lightning_zerocompile.config import CompileScope, Config, as_dtype
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.materialize import place
 from lightning_zerocompile.precision import StepsThroughEngine, compute_dtype, convert_plugin
 from lightning_zerocompile.runtime import Stats
 from lightning_zerocompile.support import check_trainer
@@ -214,6 +215,7 @@ class ZeroCompileStrategy(ParallelStrategy):
             self.model = self.precision_plugin.convert_module(module)
             backend = self._process_group_backend or "gloo"
             self._use(Engine(module, self.root_device, self.config, dtype, backend))
+            self.model_to_device()
         prepare_callbacks(trainer, module, self.engine)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -221,7 +223,7 @@ class ZeroCompileStrategy(ParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: sharding moves each unit to the device when its turn comes."""
+        place(self._module, self.root_device)  # sharding has moved each parameter and buffer when its turn came
 
     @property
     @override
