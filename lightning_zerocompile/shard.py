@@ -215,7 +215,8 @@ def make_master(
     if master_dtype is not None and local.is_floating_point() and local.dtype.itemsize < master_dtype.itemsize:
         local = local.to(master_dtype)
     master = nn.Parameter(as_dtensor(local, tuple(full.shape), mesh), requires_grad=parameter.requires_grad)
-    master.__class__ = Master  # type: ignore[assignment]  # as a parameter, it could not be made of this class: detach makes DTensors
+    # nn.Parameter cannot make one of this class: it insists that detach does, too
+    master.__class__ = Master  # type: ignore[assignment]
     master.__dict__.update(parameter.__dict__)
     return master
 
