@@ -364,9 +364,7 @@ def _plugins() -> None:
             _fit(Recorded(), ZeroCompileStrategy(compile=False), 1, plugins=[plugin])
         assert all(word in str(error.value) for word in words), error.value
     with pytest.raises(MisconfigurationException, match=r"`Scaler`.*ShardedGradScaler"):
-        models.make_trainer(
-            ZeroCompileStrategy(), plugins=[LightningMixedPrecision("16-mixed", where, Scaler(where))]
-        )
+        models.make_trainer(ZeroCompileStrategy(), plugins=[LightningMixedPrecision("16-mixed", where, Scaler(where))])
     for precision in ("16-true", "64-true"):
         strategy = ZeroCompileStrategy(compile=False, param_dtype=BF16)
         with pytest.raises(MisconfigurationException, match=f"{precision}.*param_dtype=torch.bfloat16"):
