@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ class Overflowing(Recorded):
             grad.to_local()[-1] = torch.nan
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        self.cleared = all(p.grad is None for p in self.parameters())
+        self.cleared = getattr(self, "cleared", True) and all(p.grad is None for p in self.parameters())
 
     def on_train_batch_end(self, *_: Any) -> None:
         optimizer = self.trainer.optimizers[0]
@@ -241,7 +242,7 @@ def _skip(kind: type[Overflowing], accumulate: int) -> None:
             **_arguments("16-mixed", init_scale=64.0),
         )  # fmt: skip
         states = module.states
-        assert [_same(a, b) for a, b in zip(states, states[1:], strict=False)] == [False, True, False, False]
+        assert [_same(a, b) for a, b in itertools.pairwise(states)] == [False, True, False, False]
         assert module.cleared and trainer.global_step == 5
         assert module.scales == ddp.scales == [64.0] * 3 * accumulate + [32.0] * 2 * accumulate
         assert models.deviation(module, ddp) < 1e-6
