@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_zerocompile import shard
 from lightning_zerocompile.compile import Regions, remove_regions
 from lightning_zerocompile.config import Config
-from lightning_zerocompile.optim import UnitStepper, is_elementwise
+from lightning_zerocompile.optim import UnitStepper, check_optimizer, steps_by_unit
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
@@ -104,8 +104,10 @@ class Engine:
             yield
 
     @contextlib.contextmanager
-    def evaluation_step(self) -> Iterator[None]:
-        """Around a step without backward: nothing stays gathered behind it."""
+    def evaluation_step(self, fitting: bool = False) -> Iterator[None]:
+        """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
+        if fitting:
+            self._broadcast_buffers()
         try:
             with self.runtime.forward():
                 yield
@@ -147,7 +149,8 @@ class Engine:
         finally:
             self.runtime.core.set_deferred(before)
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Gradients and values are ready for the optimizer. Raises RuntimeError inside a window."""
         if self.windows.is_open:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside `coalesce_grad_reduction`: the gradients are not reduced "
@@ -162,6 +165,7 @@ class Engine:
 
         Raises:
             RuntimeError: an optimizer holds parameters that are not the model's.
+            MisconfigurationException: an optimizer cannot work on sharded parameters.
         """
         for handles in self._hooks.values():
             for handle in handles:
@@ -169,6 +173,7 @@ class Engine:
         self._hooks = {}
         known = {slot.master for slot in self.runtime.slots}
         for number, optimizer in enumerate(optimizers):
+            check_optimizer(optimizer)
             foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
             if foreign:
                 raise RuntimeError(
@@ -177,22 +182,29 @@ class Engine:
                     "`configure_optimizers` from `self.parameters()`: before that the model is not sharded yet."
                 )
             self._hooks[optimizer] = [
-                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_pre_hook(self.before_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """``optimizer.step(closure)``; an elementwise optimizer updates unit by unit, see [Note: step by unit]."""
+        """``optimizer.step(closure)``; optimizers of known kind update unit by unit, see [Note: step by unit]."""
 
         def settled() -> Any:
             result = closure()
             self.settle()  # a hook between backward and step may have written to weights
             return result
 
-        if not is_elementwise(optimizer):
+        if not steps_by_unit(optimizer):
             return optimizer.step(closure=settled, **kwargs)
         with self._stepper.around(optimizer, settled) as run:
             return optimizer.step(closure=run, **kwargs)
+
+    def skip_step(self, optimizer: Optimizer) -> None:
+        """What a step releases, when loss scaling skips it: nothing is updated."""
+        self.runtime.core.forget_outstanding()
+        if not self.config.keep_gradients:
+            for master in (p for group in optimizer.param_groups for p in group["params"]):
+                master.grad = None
 
     def _unit_written(self, unit: int) -> None:
         self._stepped_by_unit = True

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from torch import nn
 
 
@@ -95,3 +96,15 @@ class Places:
             if callable(init_weights) and any(m is module for m in ancestor.modules()):
                 return lambda: init_weights(module)
         return None
+
+
+def place(model: nn.Module, device: torch.device) -> None:
+    """Moves what is neither parameter nor buffer: tensors that modules keep on their own (torchmetrics' states).
+
+    A LightningModule says ``device`` from then on.
+    """
+    for module in model.modules():
+        if isinstance(module, _DeviceDtypeModuleMixin):
+            module._device = device
+        elif type(module)._apply is not nn.Module._apply and next(module.parameters(), None) is None:
+            module.to(device)

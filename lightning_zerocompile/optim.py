@@ -1,9 +1,14 @@
-"""Elementwise optimizers step unit by unit on local tensors, so that a unit is gathered while the next is updated.
+"""Optimizers of known kind step unit by unit on plain tensors, so that a unit is gathered while the next is updated.
 
 [Note: step by unit] Lightning, schedulers and hooks see one ``optimizer.step(closure)``. The closure we hand to it runs
 the user's, then updates every unit's local shards with the optimizer's own ``step`` (its parameter lists narrowed to
 that unit), and takes the gradients away, so that the step which the closure returns to finds nothing to do.
 DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter and without the overlap.
+
+[Note: whole values] Adafactor and Muon update a parameter from all of its rows. Such an optimizer sees whole
+parameters, gradients and states, one unit at a time, on every rank; afterwards each rank keeps its rows. So it computes
+what it computes under DDP, and memory is that of the shards plus one unit. State of another shape than its parameter's
+(Adafactor's factors) is on every rank.
 """
 
 from __future__ import annotations
@@ -14,11 +19,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zerocompile.shard import spec_like
+from lightning_zerocompile.shard import local_part, shard_like, spec_like
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -31,13 +37,40 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         optim.Adagrad,
         optim.Adadelta,
         optim.RMSprop,
+        optim.Rprop,
+        optim.ASGD,
     }
 )
+PER_PARAMETER: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, optim.Muon})  # see [Note: whole values]
+
+_REFUSED: dict[type[Optimizer], str] = {
+    optim.LBFGS: "it flattens all parameters into one vector and runs the model several times inside one step",
+    optim.SparseAdam: "it needs sparse gradients, which cannot be sharded",
+}
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether updating a shard on its own is updating the parameter (exact types: a subclass may do anything)."""
     return type(optimizer) in ELEMENTWISE
+
+
+def steps_by_unit(optimizer: Optimizer) -> bool:
+    """Whether its parameters may be updated unit by unit; any other optimizer sees DTensors."""
+    return is_elementwise(optimizer) or type(optimizer) in PER_PARAMETER
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raises if the optimizer cannot work on sharded parameters.
+
+    Raises:
+        MisconfigurationException: names the optimizer, the reason and the remedy.
+    """
+    for kind, reason in _REFUSED.items():
+        if isinstance(optimizer, kind):
+            raise MisconfigurationException(
+                f"The optimizer {type(optimizer).__name__} does not work with `strategy='zerocompile'`: {reason}. Use "
+                "another optimizer (torch.optim.AdamW, SGD, Muon, ...), or strategy='ddp'."
+            )
 
 
 class UnitStepper:
@@ -84,34 +117,40 @@ class UnitStepper:
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> None:
         group_of = {master: number for number, parameters in enumerate(lists) for master in parameters}
-        update = _plain_step(optimizer)
-        for unit, masters in self._units():
-            mine = [(master, _local(master)) for master in masters if master in group_of]
+        update, whole = _plain_step(optimizer), type(optimizer) in PER_PARAMETER
+        # whole values are communicated: in one order on all ranks, whose forwards may differ
+        units = sorted(self._units(), key=lambda unit: unit[0]) if whole else self._units()
+        for unit, masters in units:
+            mine = [(master, _value(master, whole)) for master in masters if master in group_of]
             if not mine:
                 continue
             for group in optimizer.param_groups:
                 group["params"] = []
-            for master, local in mine:
-                optimizer.param_groups[group_of[master]]["params"].append(local)
-            self._update(optimizer, mine, update)
+            for master, value in mine:
+                optimizer.param_groups[group_of[master]]["params"].append(value)
+            self._update(optimizer, mine, update, whole)
             self._updated(unit)
 
-    def _update(self, optimizer: Optimizer, mine: list[tuple[Tensor, Tensor]], update: Callable[[], Any]) -> None:
-        """One unit: the optimizer sees local tensors, local gradients and local state."""
+    def _update(
+        self, optimizer: Optimizer, mine: list[tuple[Tensor, Tensor]], update: Callable[[], Any], whole: bool
+    ) -> None:
+        """One unit: the optimizer sees plain tensors, gradients and state; local ones, or the whole ones."""
         state = optimizer.state
         optimizer.state = defaultdict(dict)
-        for master, local in mine:
-            local.grad = None if master.grad is None else _local(master.grad)
+        for master, value in mine:
+            value.grad = None if master.grad is None else _value(master.grad, whole)
             if master in state:
-                optimizer.state[local] = {name: _local(value) for name, value in state[master].items()}
+                optimizer.state[value] = {name: _value(kept, whole) for name, kept in state[master].items()}
         try:
             update()
         finally:
             new_state, optimizer.state = optimizer.state, state
-            for master, local in mine:
-                local.grad = None
-                if local in new_state:
-                    _store(state[master], new_state[local], master, local)
+            for master, value in mine:
+                value.grad = None
+                if whole and isinstance(master, DTensor):
+                    master._local_tensor.copy_(local_part(value, master.device_mesh))
+                if value in new_state:
+                    _store(state[master], new_state[value], master, value, whole)
                 if not self._keep_gradients:
                     master.grad = None
 
@@ -124,16 +163,20 @@ def _plain_step(optimizer: Optimizer) -> Callable[[], Any]:
     return lambda: step(optimizer)
 
 
-def _local(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
+def _value(value: Any, whole: bool) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return value.full_tensor().detach() if whole else value._local_tensor
 
 
-def _store(entry: dict[str, Any], new: dict[str, Any], master: Tensor, local: Tensor) -> None:
-    """Keeps what the update made of a local tensor as state of the master: the same memory, as DTensors."""
-    for name, value in new.items():
-        if name in entry and _local(entry[name]) is value:
+def _store(entry: dict[str, Any], new: dict[str, Any], master: Tensor, value: Tensor, whole: bool) -> None:
+    """Keeps what the update made of a plain tensor as state of the master: DTensors, over the same memory if local."""
+    for name, kept in new.items():
+        if not whole and name in entry and _value(entry[name], whole) is kept:
             continue
-        elementwise = isinstance(value, Tensor) and value.shape == local.shape and local.dim() > 0
-        if elementwise and isinstance(master, DTensor):
-            value = DTensor(value, spec_like(master, value.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
-        entry[name] = value
+        shaped = isinstance(kept, Tensor) and kept.shape == value.shape and value.dim() > 0
+        if shaped and isinstance(master, DTensor) and whole:
+            kept = shard_like(kept, master, dtype=kept.dtype)
+        elif shaped and isinstance(master, DTensor):
+            kept = DTensor(kept, spec_like(master, kept.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+        entry[name] = kept

@@ -32,10 +32,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zerocompile.callbacks import before_optimizer_state, prepare_callbacks
 from lightning_zerocompile.checkpoint import Checkpoints
 from lightning_zerocompile.compile import CompileStats
 from lightning_zerocompile.config import CompileScope, Config, as_dtype
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.materialize import place
 from lightning_zerocompile.precision import StepsThroughEngine, compute_dtype, convert_plugin
 from lightning_zerocompile.runtime import Stats
 from lightning_zerocompile.support import check_trainer
@@ -230,13 +232,15 @@ class ZeroCompileStrategy(ParallelStrategy):
             self.model = self.precision_plugin.convert_module(module)
             backend = self._process_group_backend or "gloo"
             self._use(Engine(module, self.root_device, self.config, dtype, backend))
+            self.model_to_device()
+        prepare_callbacks(trainer, module, self.engine)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: sharding moves each unit to the device when its turn comes."""
+        place(self._module, self.root_device)  # sharding has moved each parameter and buffer when its turn came
 
     @property
     @override
@@ -260,7 +264,8 @@ class ZeroCompileStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context(), self.engine.evaluation_step():
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        with self.precision_plugin.val_step_context(), self.engine.evaluation_step(fitting):
             return self._module.validation_step(*args, **kwargs)
 
     @override
@@ -376,6 +381,7 @@ class ZeroCompileStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        before_optimizer_state(self._module.trainer, self._module)
         self._checkpoints.load_optimizers(self._raw_optimizers, checkpoint["optimizer_states"])
 
     @override

@@ -7,16 +7,9 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.layer_sync import LayerSync
 
 from lightning_zerocompile.compile import is_compiled
-
-_CALLBACKS = {
-    StochasticWeightAveraging: "it copies the whole module, of which each rank holds a part",
-    WeightAveraging: "it copies the whole module, of which each rank holds a part",
-    BaseFinetuning: "it changes which parameters are trained after the model was sharded",
-}
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -25,13 +18,6 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     Raises:
         MisconfigurationException: names the feature and the remedy.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, reason in _CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise MisconfigurationException(
-                    f"The callback `{type(callback).__name__}` does not work with `strategy='zerocompile'` yet: "
-                    f"{reason}. Remove it, or use strategy='ddp'."
-                )
     layer_sync: LayerSync | None = getattr(trainer.strategy, "_layer_sync", None)
     if layer_sync is not None:
         raise MisconfigurationException(

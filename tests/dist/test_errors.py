@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
@@ -43,23 +42,9 @@ class ForeignPrecision(Precision):
     precision = "32-true"
 
 
-class Finetuning(callbacks.BaseFinetuning):
-    def freeze_before_training(self, pl_module: L.LightningModule) -> None: ...
-
-    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: Any) -> None: ...
-
-
 def _arguments(what: str) -> dict[str, Any]:
     made: dict[str, Callable[[], dict[str, Any]]] = {
-        "swa": lambda: {"callbacks": [callbacks.StochasticWeightAveraging(1e-2)]},
-        "weight averaging": lambda: {"callbacks": [callbacks.WeightAveraging()]},
-        "ema": lambda: {"callbacks": [callbacks.EMAWeightAveraging()]},
-        "finetuning": lambda: {"callbacks": [Finetuning()]},
         "sync_batchnorm": lambda: {"sync_batchnorm": True},
-        "16-mixed": lambda: {"precision": "16-mixed"},
-        "bf16-mixed": lambda: {"precision": "bf16-mixed"},
-        "16-true": lambda: {"precision": "16-true"},
-        "64-true": lambda: {"precision": "64-true"},
         "plugin": lambda: {"plugins": [ForeignPrecision()]},
         "contradiction": lambda: {
             "precision": "bf16-true", "strategy": ZeroCompileStrategy(compile=False, param_dtype=torch.float16)
@@ -69,15 +54,7 @@ def _arguments(what: str) -> dict[str, Any]:
 
 
 REFUSED = {
-    "swa": ("StochasticWeightAveraging", "strategy='ddp'"),
-    "weight averaging": ("WeightAveraging", "strategy='ddp'"),
-    "ema": ("EMAWeightAveraging", "strategy='ddp'"),
-    "finetuning": ("Finetuning", "strategy='ddp'"),
     "sync_batchnorm": ("sync_batchnorm=True", "convert_sync_batchnorm"),
-    "16-mixed": ("-mixed", "'bf16-true'"),  # Lightning makes it bf16-mixed on the CPU
-    "bf16-mixed": ("bf16-mixed", "'bf16-true'"),
-    "16-true": ("16-true", "'bf16-true'"),
-    "64-true": ("64-true", "'bf16-true'"),
     "plugin": ("ForeignPrecision", "'bf16-true'"),
     "contradiction": ("param_dtype=torch.float16", "default"),
 }
@@ -89,6 +66,17 @@ REFUSED = {
 class Empty(models.Module):
     def __init__(self) -> None:
         super().__init__(model=nn.Identity)
+
+
+class Stepper(models.Module):
+    """Its optimizer cannot work on shards."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters())
 
 
 class Early(models.Module):
@@ -152,12 +140,15 @@ def _bad_module(what: str) -> tuple[L.LightningModule, dict[str, Any]]:
     if what.startswith("compiled"):
         return Compiled(what.removeprefix("compiled ")), {}
     made: dict[str, Callable[[], models.Module]] = {
+        "lbfgs": lambda: Stepper(torch.optim.LBFGS), "adam for sparse": lambda: Stepper(torch.optim.SparseAdam),
         "empty": Empty, "early optimizer": Early, "foreign tensor": Foreign, "replaced": Replaced,
     }  # fmt: skip
     return made[what](), {}
 
 
 BAD = {
+    "lbfgs": ("LBFGS", "strategy='ddp'"),
+    "adam for sparse": ("SparseAdam", "strategy='ddp'"),
     "empty": ("has no parameters", "configure_model"),
     "early optimizer": ("not the model's", "configure_optimizers"),
     "foreign tensor": ("holds 1 parameters", "(2, 5)"),

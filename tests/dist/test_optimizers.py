@@ -1,0 +1,108 @@
+"""torch.optim's optimizers: what they compute on whole parameters, or an error by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_zerocompile import ZeroCompileStrategy
+from tests import models
+from tests.harness import Ranks
+
+# Adam's eps: the gradient of the logits' common shift is zero but for rounding
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "groups": (torch.optim.SGD, {"lr": 0.2, "momentum": 0.9, "nesterov": True, "foreach": False}),
+    "sgd fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adamw fused": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "fused": True}),
+    "adamw foreach amsgrad": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3, "foreach": True, "amsgrad": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01, "eps": 1e-3}),
+    "radam": (torch.optim.RAdam, {"lr": 0.01, "eps": 1e-3}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01, "eps": 1e-3}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.01, "eps": 1e-3}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1.0, "eps": 1e-3}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-3, "centered": True}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.1}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
+    "muon": (torch.optim.Muon, {"lr": 0.05}),
+}
+
+
+class Stepped(models.Module):
+    """Trained by one of the optimizers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.model.shift.requires_grad_(name != "rprop")  # it looks at a gradient's sign only
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kind, arguments = OPTIMIZERS[self.name]
+        parameters = [p for p in self.parameters() if p.requires_grad and (p.dim() == 2 or self.name != "muon")]
+        if self.name == "groups":
+            return kind([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.05}], **arguments)
+        return kind(parameters, **arguments)
+
+    def on_train_end(self) -> None:
+        """Nothing of a parameter's shape is kept whole."""
+        for parameter, state in self.trainer.optimizers[0].state.items():
+            assert isinstance(parameter, DTensor)
+            for value in state.values():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
+                    assert isinstance(value, DTensor) and value.placements == parameter.placements
+
+
+def _fit(module: L.LightningModule, stage: int, steps: int, path: str | None = None) -> L.Trainer:
+    trainer = models.make_trainer(ZeroCompileStrategy(stage=stage, compile=False), max_epochs=steps)
+    trainer.fit(module, models.Batches(models.rank(), 1), ckpt_path=path, weights_only=False)
+    return trainer
+
+
+def _optimizers(names: list[str]) -> list[tuple[str, int, float]]:
+    wrong = []
+    for name in names:
+        torch.manual_seed(0)
+        start = Stepped(name)
+        twin = copy.deepcopy(start)
+        optimizer = twin.to(models.device()).configure_optimizers()
+        for _ in range(4):
+            optimizer.zero_grad()
+            for r in range(models.world()):
+                (twin.loss(models.Batches(r)[0]) / models.world()).backward()
+            optimizer.step()
+        assert models.deviation(twin, start) > 5e-3, name
+        for stage in (1, 3) if name in ("groups", "muon", "adafactor") else (3,):
+            module = copy.deepcopy(start)
+            _fit(module, stage, 4)
+            deviation = models.deviation(module, twin)
+            if not deviation < 2e-6:
+                wrong.append((name, stage, deviation))
+    return wrong
+
+
+def test_optimizers_compute_what_they_compute_on_whole_parameters(ranks: Ranks) -> None:
+    """Elementwise ones on shards; Adafactor and Muon, which need all rows of a parameter, too."""
+    assert ranks.run(_optimizers, list(OPTIMIZERS)) == [[], []]
+
+
+def _resume(name: str, folder: str) -> None:
+    torch.manual_seed(0)
+    start = Stepped(name)
+    whole, half, resumed = copy.deepcopy(start), copy.deepcopy(start), copy.deepcopy(start)
+    _fit(whole, 3, 4)
+    _fit(half, 1, 2).save_checkpoint(f"{folder}/{name}.ckpt")
+    _fit(resumed, 3, 4, f"{folder}/{name}.ckpt")
+    assert models.deviation(resumed, whole) < 1e-7
+
+
+@pytest.mark.parametrize("name", ["muon", "rprop", "asgd"])
+def test_resume(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    """Their states are sharded, saved whole and loaded into shards, at another stage."""
+    ranks.run(_resume, name, str(tmp_path))
