@@ -149,6 +149,7 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<
       auto reduced = result.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
       if (existing[k].defined()) {
         existing[k].add_(reduced);
+        reduced_.emplace_back(group[k], Tensor());
       } else {
         auto part = partition.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
         if (adds) part.copy_(reduced);
@@ -191,7 +192,7 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, const std::vect
     if (!used.empty() && !used[group[k]]) continue;
     auto existing = existing_grad(p);
     if (existing.defined()) existing.add_(results[k]);
-    else reduced_.emplace_back(group[k], results[k]);
+    reduced_.emplace_back(group[k], existing.defined() ? Tensor() : results[k]);
   }
   launch.finish().wait(device_);
 }

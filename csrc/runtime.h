@@ -98,7 +98,8 @@ struct Stats {
   int64_t backwards = 0;
 };
 
-// One shard of a reduced gradient, to be bound to its master: (parameter, local part of the gradient).
+// One shard of a reduced gradient, to be bound to its master: (parameter, local part of the gradient); undefined if it
+// was added to what is bound already.
 using ReducedGrad = std::pair<int64_t, Tensor>;
 
 class Runtime : public std::enable_shared_from_this<Runtime> {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_zerocompile import shard
+from lightning_zerocompile import leaves, shard
 from lightning_zerocompile.compile import Regions, remove_regions
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim import UnitStepper, is_elementwise
@@ -53,6 +53,7 @@ class Engine:
         self._hooks: dict[Optimizer, list[Any]] = {}
         self._stepped_by_unit = False
         self._window = False
+        self._was_in_step = False
         self._stepper = UnitStepper(self.runtime.units_in_order, self._unit_written, config.keep_gradients)
 
     def manages(self, model: nn.Module) -> bool:
@@ -97,17 +98,31 @@ class Engine:
         for module in self.model.modules():
             shard.refresh(module)
         self._broadcast_buffers()
-        with self.runtime.forward():
+        with self.runtime.forward(), self._user_code():
             yield
 
     @contextlib.contextmanager
     def evaluation_step(self) -> Iterator[None]:
         """Around a step without backward: nothing stays gathered behind it."""
         try:
-            with self.runtime.forward():
+            with self.runtime.forward(), self._user_code():
                 yield
         finally:
             self.runtime.core.end_forward()
+
+    @contextlib.contextmanager
+    def _user_code(self) -> Iterator[None]:
+        """In here a parameter that user code computes with is its full value, see [Note: leaves]."""
+        moment = self.runtime.moment
+        before, moment.in_step = moment.in_step, True
+        try:
+            yield
+        except RuntimeError as error:
+            if "don't yet support saved tensor hooks" not in str(error):
+                raise
+            raise RuntimeError(shard.FUNCTORCH.format("parameters")) from error
+        finally:
+            moment.in_step = before
 
     def _broadcast_buffers(self) -> None:
         """Rank 0's buffers on every rank, as DDP does before each forward."""
@@ -170,6 +185,7 @@ class Engine:
                 f"{type(optimizer).__name__}.step() inside `coalesce_grad_reduction`: the gradients are not reduced "
                 "yet. Step after the window has closed."
             )
+        self._was_in_step, self.runtime.moment.in_step = self.runtime.moment.in_step, False
         self.settle()
 
     # ---- optimizers ----
@@ -216,6 +232,7 @@ class Engine:
         self.runtime.core.masters_changed([unit])
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.runtime.moment.in_step = self._was_in_step
         if self._stepped_by_unit:
             self._stepped_by_unit = False
             self.runtime.core.forget_outstanding()
@@ -223,8 +240,9 @@ class Engine:
         masters = [p for group in optimizer.param_groups for p in group["params"]]
         self.runtime.masters_changed(masters)
         if not self.config.keep_gradients:
-            for master in masters:
-                master.grad = None
+            with leaves.plain():
+                for master in masters:
+                    master.grad = None
 
     # ---- values ----
 

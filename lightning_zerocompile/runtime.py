@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_zerocompile import extension, fakes
+from lightning_zerocompile import extension, fakes, leaves
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
 from lightning_zerocompile.policy import Lifetime, Policy
-from lightning_zerocompile.shard import ClassCache, Slot, install, make_master, spec_like
+from lightning_zerocompile.shard import ClassCache, Moment, Slot, install, make_master, spec_like
 from lightning_zerocompile.units import UnitPlan
 
 
@@ -79,6 +79,7 @@ class Runtime:
         self.core: Any = self._extension.Runtime(gather_group.group_name, reduce_group.group_name, str(device))
         self.core.set_prefetch(config.prefetch)
         self.slots: list[Slot] = []
+        self.moment = Moment()
         self.unit_of: dict[str, int] = {}  # block name -> unit
         self._unit_of_slot: list[int] = []
         self._unit_of_master: dict[Tensor, int] = {}
@@ -87,7 +88,7 @@ class Runtime:
         self._anchors: dict[torch.dtype, Tensor] = {}
         this = weakref.ref(self)  # the C++ object must not keep this one alive
 
-        def bind(reduced: list[tuple[int, Tensor]]) -> None:
+        def bind(reduced: list[tuple[int, Tensor | None]]) -> None:
             owner = this()
             if owner is not None:
                 owner._bind(reduced)
@@ -141,6 +142,7 @@ class Runtime:
         config = self.config
         floating = parameter.is_floating_point()
         dtype = compute_dtype if compute_dtype is not None and floating else parameter.dtype
+        leaves.refuse_hooks(name, parameter)
         master = make_master(parameter, self.mesh, self.device, config.master_dtype)
         grad_dtype, explicit = _grad_dtype(parameter, dtype)
         if explicit:
@@ -167,7 +169,9 @@ class Runtime:
             handle=handle.clone().requires_grad_(floating or parameter.is_complex()),
             frozen_handle=handle.clone(),
             core=self.core,
+            moment=self.moment,
         )
+        leaves.adopt(master, weakref.ref(slot))
         self.slots.append(slot)
         return slot
 
@@ -186,18 +190,27 @@ class Runtime:
 
     # ---- gradients ----
 
-    def _bind(self, reduced: list[tuple[int, Tensor]]) -> None:
-        """Binds local gradients (rows of the step's flat partitions) to the masters, or adds them to what is bound."""
-        with torch.no_grad():
+    def _bind(self, reduced: list[tuple[int, Tensor | None]]) -> None:
+        """Binds local gradients (rows of the step's flat partitions) to the masters, or adds them to what is bound;
+        ``None``: the runtime has added it already. Then the user's post-accumulate hooks run, as FSDP2 runs them."""
+        with torch.no_grad(), leaves.plain():
             for index, local in reduced:
-                master = self.slots[index].master
-                assert isinstance(master, DTensor)
-                grad = DTensor(local, spec_like(master, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
-                if master.grad is not None:
-                    master.grad.add_(grad)
-                else:
-                    master.grad = grad
-                    self.core.bound(index, grad, grad._local_tensor)
+                if local is not None:
+                    self._bind_one(index, local)
+        for index, _ in reduced:
+            master = self.slots[index].master
+            for hook in tuple((master._post_accumulate_grad_hooks or {}).values()):
+                hook(master)
+
+    def _bind_one(self, index: int, local: Tensor) -> None:
+        master = self.slots[index].master
+        assert isinstance(master, DTensor)
+        grad = DTensor(local, spec_like(master, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+        if master.grad is not None:
+            master.grad.add_(grad)
+        else:
+            master.grad = grad
+            self.core.bound(index, grad, grad._local_tensor)
 
     def _agree(self, order: list[int]) -> list[int]:
         """Rank 0's order, on all ranks, through the store."""
