@@ -236,9 +236,16 @@ std::vector<char> Runtime::agree_on_used() {
   return used;
 }
 
+// [Note: blocking reductions] Gloo's reductions block the host. A rank with fewer gradients than another must not wait
+// for the others' flags while one of them waits for it in a reduction: so on the CPU every trainable unit is reduced
+// before the flags are exchanged, and what turns out to be nobody's gradient is dropped.
 void Runtime::reduce_everything() {
   at::NoGradGuard no_grad;
   agree_on_order();
+  for (auto index : reduce_order_) {
+    if (!device_.is_cpu() || world_ == 1) break;
+    if (!units_[index].reduced && trainable(units_[index])) launch_reduction(index, {});
+  }
   const auto used = agree_on_used();
   for (auto index : reduce_order_) {
     auto& unit = units_[index];
@@ -256,6 +263,8 @@ void Runtime::reduce_everything() {
   for (auto& u : units_) u.reduced = false;
   auto reduced = std::move(reduced_);
   reduced_.clear();
+  reduced.erase(std::remove_if(reduced.begin(), reduced.end(), [&](const auto& r) { return !used[r.first]; }),
+                reduced.end());
   if (bind_ != nullptr && !reduced.empty()) bind_(std::move(reduced));
 }
 

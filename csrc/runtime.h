@@ -191,6 +191,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void retire(size_t keep);
   Tensor existing_grad(Parameter& p);
   void agree_on_order();
+  static bool accumulating();
   void abort_failed_backward();
 
   mutable std::recursive_mutex mutex_;
@@ -218,6 +219,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   bool trusted_ = false;   // the code that reads now is known not to write, see [Note: write back]
   bool deferred_ = false;
+  bool accumulates_ = false;  // the backward that runs writes to leaves, see [Note: autograd.grad]
   bool armed_ = false;    // the engine will call us when this backward ends
   bool backward_ = false; // something happened in a backward that has not been finished
   std::vector<int64_t> reduce_order_;  // agreed by all ranks before the first reduction

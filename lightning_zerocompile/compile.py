@@ -137,6 +137,7 @@ class Region:
     sharded: list[nn.Module] = field(default_factory=list)  # modules inside that hold parameters
     trusted: bool = False  # its code is torch's own: it reads parameters and never writes to them
     regathers: bool = False  # its units are gathered again for its backward, see [Note: entry of backward]
+    compiled: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for inner in self.sharded:
@@ -152,7 +153,7 @@ class Region:
                 self.core.set_trusted(False)
             for unit in self.units:
                 self.core.close(unit)
-        if self.regathers and torch.is_grad_enabled():
+        if (self.regathers or self.compiled) and torch.is_grad_enabled():
             for result in (results,) if isinstance(results, Tensor) else tree_leaves(results):
                 if isinstance(result, Tensor) and result.requires_grad and not result.is_leaf:
                     result.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
@@ -161,6 +162,13 @@ class Region:
     def _enter_backward(self, grad: Tensor) -> None:
         """[Note: entry of backward] Whether a backward reads weights differs between a graph, which may recompute, and
         eager code: so neither decides that the unit is gathered; the region's first gradient does, on every rank."""
+        if self.compiled and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"backward with `create_graph=True` through the compiled module `{self.name}`: compiled graphs have no "
+                "second derivative. Use ZeroCompileStrategy(compile=False)."
+            )
+        if not self.regathers:
+            return
         for unit in self.units:
             self.core.open(unit)
             self.core.close(unit)
@@ -187,7 +195,8 @@ class Regions:
         sharded = [inner for inner in module.modules() if SLOTS in inner.__dict__]
         regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
         run = self._run(_base(module), regional=bool(units))
-        self._install(module, Region(name, self._runtime.core, units, run, sharded, regathers=regathers))
+        compiled = bool(self._config.compile)
+        self._install(module, Region(name, self._runtime.core, units, run, sharded, False, regathers, compiled))
 
     def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:
         """Makes one of torch's own layers outside blocks a region that runs eagerly, see [Note: write back]."""

@@ -118,9 +118,10 @@ class Engine:
         try:
             yield
         except RuntimeError as error:
-            if "don't yet support saved tensor hooks" not in str(error):
+            explained = _explain(str(error))
+            if explained is None:
                 raise
-            raise RuntimeError(shard.FUNCTORCH.format("parameters")) from error
+            raise RuntimeError(explained) from error
         finally:
             moment.in_step = before
 
@@ -263,7 +264,7 @@ class Engine:
         for unit in units:
             self.runtime.core.open(unit)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.runtime.ordinary_saving():
                 values = {name: self.runtime.core.read(slot.index, slot.handle, False) for name, slot in slots.items()}
                 versions = {name: value._version for name, value in values.items()}
                 yield values
@@ -300,6 +301,23 @@ class Engine:
         if destroy:
             for group in self._own_groups:
                 dist.destroy_process_group(group)
+
+
+def _explain(message: str) -> str | None:
+    """What an error of torch's means for a sharded module; None: nothing else than it says."""
+    if "don't yet support saved tensor hooks" in message or "storage of TensorWrapper" in message:
+        return shard.FUNCTORCH.format("parameters")
+    if "got mixed torch.Tensor and DTensor" in message:
+        return (
+            f"{message} Of a parameter this rank holds a shard, a DTensor. `with strategy.full_parameters(module) as "
+            "values:` gives full values by name."
+        )
+    if "appears to not have been used in the graph" in message:
+        return (
+            f"{message} (A parameter that was read again from a sharded module is a new value each time: differentiate "
+            "with respect to the value that you used, or call `backward` and read `grad`.)"
+        )
+    return None
 
 
 def _groups_needed(device: torch.device) -> int:

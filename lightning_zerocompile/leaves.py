@@ -27,16 +27,21 @@ plain = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors l
 
 _PROPERTIES = ("__get__", "__set__", "__delete__")
 _COMPUTED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
-_DESCRIBING = frozenset(
-    "size stride dim ndimension numel nelement storage_offset element_size is_contiguous is_floating_point is_complex "
-    "is_signed data_ptr type get_device is_inference is_pinned is_shared has_names untyped_storage storage __len__ "
-    "_typed_storage __repr__ __format__ __hash__ __deepcopy__ __reduce_ex__ requires_grad_ retain_grad detach "
-    "is_same_size dim_order register_post_accumulate_grad_hook".split()
-)
+_DESCRIBING = frozenset(  # answered by the shard's DTensor
+    {
+    "size", "stride", "dim", "ndimension", "numel", "nelement", "storage_offset", "element_size", "is_contiguous",
+    "is_floating_point", "is_complex", "is_signed", "data_ptr", "type", "get_device", "is_inference", "is_pinned",
+    "is_shared", "has_names", "untyped_storage", "storage", "__len__", "_typed_storage", "__repr__", "__format__",
+    "__hash__", "__deepcopy__", "__reduce_ex__", "requires_grad_", "retain_grad", "detach", "is_same_size",
+    "dim_order", "register_post_accumulate_grad_hook"
+    }
+)  # fmt: skip
 _IN_PLACE = frozenset(
-    "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ "
-    "__irshift__ __setitem__".split()
-)
+    {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
+    "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__"
+    }
+)  # fmt: skip
 
 
 class Master(DTensor):
@@ -61,7 +66,10 @@ class Master(DTensor):
             else:
                 args, kwargs = tree_map(slot.like_master, (args, kwargs))
             try:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if written is not None:  # a write through `data` changes no version
+                    torch.autograd.graph.increment_version(slot.master)
+                return result
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
@@ -74,7 +82,7 @@ class Master(DTensor):
 class Gathered(Tensor):
     """A full value that eager code read from a module, see [Note: leaves]."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property  # type: ignore[override, misc, unused-ignore]
     def requires_grad(self) -> bool:
@@ -119,8 +127,8 @@ def as_gathered(value: Tensor, slot: Any) -> Tensor:
 
 
 def adopt(master: Tensor, slot: Any) -> None:
-    """Makes the DTensor parameter of ``slot`` a master. ``slot`` is held weakly by the caller's choice of reference."""
-    master.__class__ = Master
+    """Makes a DTensor the master that the weak reference ``slot`` leads to."""
+    master.__class__ = Master  # type: ignore[assignment, unused-ignore]
     master.__dict__[SLOT] = slot
 
 
@@ -128,7 +136,7 @@ def release(master: Tensor) -> None:
     """Makes a master an ordinary DTensor parameter again."""
     if isinstance(master, Master):
         del master.__dict__[SLOT]
-        master.__class__ = DTensor
+        master.__class__ = DTensor  # type: ignore[assignment, unused-ignore]
 
 
 def refuse_hooks(name: str, parameter: Tensor) -> None:

@@ -261,6 +261,20 @@ class Runtime:
         with torch.autograd.graph.saved_tensors_hooks(self.core.pack, self.core.unpack):
             yield
 
+    @contextlib.contextmanager
+    def ordinary_saving(self) -> Iterator[None]:
+        """Inside :meth:`forward`: autograd saves tensors as they are again; torch.func transforms ask for that."""
+        hooks = torch._C._autograd
+        top = hooks._top_saved_tensors_default_hooks(False)
+        if top is None or top[0] != self.core.pack:
+            yield
+            return
+        hooks._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            hooks._push_saved_tensors_default_hooks(*top)
+
     def units_in_order(self) -> list[tuple[int, list[nn.Parameter]]]:
         """Each unit's masters, in the order in which a forward uses the units."""
         return [(unit, self._masters[unit]) for unit in self.core.unit_order()]

@@ -28,8 +28,8 @@ TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, (source, handl
 BASE = "_zerocompile_base"
 
 FUNCTORCH = (
-    "A torch.func transform (grad, vmap, jvp, ...) meets {} of a sharded module, which it cannot differentiate. Give it "
-    "full values: `with strategy.full_parameters(module, writeback=False) as values:` and inside "
+    "A torch.func transform (grad, vmap, jvp, ...) meets {} of a sharded module, which it cannot differentiate. Give "
+    "it full values: `with strategy.full_parameters(module, writeback=False) as values:` and inside "
     "`torch.func.functional_call(module, values, ...)`."
 )
 
@@ -78,7 +78,11 @@ class Slot:
 
     def like_master(self, value: Any) -> Any:
         """A full tensor of the parameter's size as this rank's shard of it; anything else as it is."""
-        if type(value) in (Tensor, nn.Parameter, leaves.Gathered) and value.dim() > 0 and value.shape == self.master.shape:
+        if (
+            type(value) in (Tensor, nn.Parameter, leaves.Gathered)
+            and value.dim() > 0
+            and value.shape == self.master.shape
+        ):
             return shard_like(value, self.master, value.dtype)
         return value
 

@@ -125,6 +125,14 @@ class OneRank(nn.Module):
         return x + torch.tanh(self.left(x) if self.rank == 0 else self.right(x))
 
 
+class MoreOnOneRank(OneRank):
+    """Rank 0 uses all of its parameters, the others a part: their unit is complete on one rank only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.left(x))
+        return x + torch.tanh(self.right(x)) if self.rank == 0 else x
+
+
 class Front(nn.Module):
     """Embedding followed by a linear layer in a frame that is skipped."""
 

@@ -89,7 +89,7 @@ CASES = {
     "two graphs": Case(_net(frames.TwoGraphs), breaks=BOTH, graphs=2),
     "tied, compiled and eager": Case(_net(frames.TiedFrames), eager=BOTH, breaks=BOTH),
     "tied head, disabled": Case(frames.UncompiledTiedHead, breaks=("model",)),
-    "read outside": Case(lambda: frames.ReadsOthers(frames.Block), eager=("blocks",)),
+    "read outside": Case(lambda: frames.ReadsOthers(frames.Block), eager=("blocks",), held=2),
     "skipped front": Case(lambda: frames.Net(frames.Block, front=frames.Front), breaks=("model",)),
     "used by one rank": Case(frames.UsedByOneRank, stages=(1, 2)),
     "two forwards": Case(_net(frames.Block), _two_forwards),
@@ -104,6 +104,7 @@ CASES = {
     "reentrant checkpoint round": Case(lambda: frames.rounded(True)),
     "blocks used by nobody": Case(lambda: frames.dropped(0, 2)),
     "parameters of one rank": Case(_net(frames.OneRank)),
+    "more parameters on one rank": Case(_net(frames.MoreOnOneRank)),
     "inference between": Case(_net(frames.Block), evaluate=True),
     "inference between, broken": Case(_net(frames.Disabled), evaluate=True, eager=BOTH, breaks=BOTH, graphs=2),
     "inference inside": Case(_net(frames.Block), _teacher),
@@ -240,4 +241,59 @@ def _cells(name: str) -> list[str]:
 def test_frame(ranks: Ranks, name: str) -> None:
     """Gradients of all parameters equal DDP's in every step, nothing stays gathered, nothing compiles twice."""
     for problems in ranks.run(_cells, name):
+        assert problems == [], "\n".join(problems)
+
+
+# ---- lengths that differ by rank and step ----
+
+LENGTHS = ((5, 3), (2, 5), (4, 4), (3, 1), (5, 2), (1, 5), (2, 2), (4, 3))  # of each step, by rank
+
+
+def _lengths(limit: int) -> list[str]:
+    """``limit``: how often rank 1 may compile a frame; behind it the rank runs eagerly."""
+    source, twin = frames.Whole(frames.Net(frames.Block)), frames.Whole(frames.Net(frames.Block))
+    twin.load_state_dict(source.state_dict())
+    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=LR)
+    for number, lengths in enumerate(LENGTHS):
+        optimizer.zero_grad()
+        for rank in range(models.world()):
+            loss = engines.token_loss(twin, models.Batches(rank)[number][:, : lengths[rank] + 1])
+            (loss / models.world()).backward()
+        optimizer.step()
+    problems = []
+    for stage, scope in CELLS:
+        torch._dynamo.reset()
+        counters.clear()
+        model = frames.Whole(frames.Net(frames.Block))
+        model.load_state_dict(source.state_dict())
+        mine = limit if models.rank() == 1 else 8
+        with torch._dynamo.config.patch(recompile_limit=mine), engines.engine(model, stage, compile=scope) as engine:
+            graphs = _train_lengths(engine, model)
+            reads = sum(engine.runtime.core.eager_reads_of(u) for n, u in engine.runtime.unit_of.items() if "layers" in n)
+        cell = f"stage {stage} {scope}"
+        if models.deviation(model, twin) > 1e-6:
+            problems.append(f"{cell}: {models.deviation(model, twin)}")
+        # one static graph, one with dynamic lengths, and one for length 1, which torch never makes dynamic
+        if scope and (graphs[-1] > 3 or graphs[-1] < min(mine, 2)):
+            problems.append(f"{cell}: graphs {graphs}")
+        if scope and (reads > 0) != (mine == 1):
+            problems.append(f"{cell}: {reads} eager reads with a limit of {mine}")
+    return problems
+
+
+def _train_lengths(engine: Any, model: nn.Module) -> list[int]:
+    data, graphs = models.Batches(models.rank()), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    engine.attach_optimizers([optimizer])
+    for number, lengths in enumerate(LENGTHS):
+        batch = data[number][:, : lengths[models.rank()] + 1]
+        engines.step(engine, optimizer, lambda batch=batch: engines.token_loss(model, batch))
+        graphs.append(engine.regions.stats.dynamo_graphs)
+    return graphs
+
+
+@pytest.mark.parametrize("limit", [8, 1])
+def test_lengths_by_rank_and_step(ranks: Ranks, limit: int) -> None:
+    """Parity, no hang, few compilations; also when one rank is over its recompile limit and the other is not."""
+    for problems in ranks.run(_lengths, limit):
         assert problems == [], "\n".join(problems)
