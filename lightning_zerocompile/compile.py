@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._pytree import tree_leaves
@@ -20,6 +21,12 @@ from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.shard import BASE, SLOTS, refresh
 
 REGION = "_zerocompile_region"
+
+EAGER = (
+    "`{}` ({}) is compiled, but a part of it runs eagerly: torch.compile skipped or disabled code that reads "
+    "parameters. Training is right, only slower; TORCH_LOGS=graph_breaks says where. Equal modules are not "
+    "reported again."
+)
 
 
 @dataclass
@@ -138,6 +145,7 @@ class Region:
     trusted: bool = False  # its code is torch's own: it reads parameters and never writes to them
     regathers: bool = False  # its units are gathered again for its backward, see [Note: entry of backward]
     compiled: bool = False
+    ran_eagerly: Callable[[str], None] = lambda name: None  # told when code inside read parameters outside of graphs
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for inner in self.sharded:
@@ -146,8 +154,11 @@ class Region:
             self.core.open(unit)
         if self.trusted:
             self.core.set_trusted(True)
+        reads = self.core.stats().eager_reads if self.compiled else 0
         try:
             results = self.run(module, *args, **kwargs)
+            if self.compiled and self.core.stats().eager_reads > reads:
+                self.ran_eagerly(self.name)
         finally:
             if self.trusted:
                 self.core.set_trusted(False)
@@ -187,6 +198,7 @@ class Regions:
         self._runtime, self._config = runtime, config
         self._backends = {regional: make_backend(config, self.stats, regional) for regional in (True, False)}
         self._forwards: dict[type, Callable[..., Any]] = {}
+        self._warned: set[type] = set()
         self._runs: dict[tuple[type, bool], Callable[..., Any]] = {}
 
     def add(self, name: str, module: nn.Module, units: list[int]) -> None:
@@ -195,8 +207,16 @@ class Regions:
         sharded = [inner for inner in module.modules() if SLOTS in inner.__dict__]
         regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
         run = self._run(_base(module), regional=bool(units))
-        compiled = bool(self._config.compile)
-        self._install(module, Region(name, self._runtime.core, units, run, sharded, False, regathers, compiled))
+        compiled, base = bool(self._config.compile), _base(module)
+
+        def ran_eagerly(name: str) -> None:
+            if base not in self._warned:
+                self._warned.add(base)
+                rank_zero_warn(EAGER.format(name, base.__name__))
+
+        self._install(
+            module, Region(name, self._runtime.core, units, run, sharded, False, regathers, compiled, ran_eagerly)
+        )
 
     def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:
         """Makes one of torch's own layers outside blocks a region that runs eagerly, see [Note: write back]."""

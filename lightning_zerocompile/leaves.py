@@ -58,16 +58,19 @@ class Master(DTensor):
             if name in _DESCRIBING or (name in _PROPERTIES and func not in _COMPUTED):
                 return func(*args, **kwargs)
             written = _written(name, args, kwargs)
-            slot = _slot_of(written if written is not None else (args, kwargs))
+            slot = _slot_of(written)
+            changes = slot is not None  # a master; otherwise it is read, perhaps into a tensor of the user's
             if slot is None:
+                slot = _slot_of((args, kwargs))
+            if slot is None or (not changes and isinstance(written, DTensor)):
                 return func(*args, **kwargs)
-            if written is None and slot.moment.in_step:
+            if not changes and slot.moment.in_step:
                 args, kwargs = tree_map(_whole, (args, kwargs))
             else:
                 args, kwargs = tree_map(slot.like_master, (args, kwargs))
             try:
                 result = func(*args, **kwargs)
-                if written is not None:  # a write through `data` changes no version
+                if changes:  # a write through `data` changes no version
                     torch.autograd.graph.increment_version(slot.master)
                 return result
             except RuntimeError as error:
@@ -112,6 +115,12 @@ class Gathered(Tensor):
     def data(self, value: Tensor) -> None:
         _set_data(self.__dict__[SLOT].master, value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call, unused-ignore]
+
     def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
         _refuse_hook(self.__dict__[SLOT].master)
 
@@ -147,6 +156,12 @@ def refuse_hooks(name: str, parameter: Tensor) -> None:
     """
     if parameter._backward_hooks:
         raise RuntimeError(_HOOK.format(name))
+
+
+def keep_hooks(source: Tensor, target: Tensor) -> None:
+    """Lets the post-accumulate hooks of one leaf be those of another, with the handles that users hold."""
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
 # ---- what happens to a master ----

@@ -171,6 +171,7 @@ class Runtime:
             core=self.core,
             moment=self.moment,
         )
+        leaves.keep_hooks(parameter, master)
         leaves.adopt(master, weakref.ref(slot))
         self.slots.append(slot)
         return slot
@@ -197,10 +198,15 @@ class Runtime:
             for index, local in reduced:
                 if local is not None:
                     self._bind_one(index, local)
-        for index, _ in reduced:
-            master = self.slots[index].master
-            for hook in tuple((master._post_accumulate_grad_hooks or {}).values()):
-                hook(master)
+            masters = [self.slots[index].master for index, _ in reduced]
+            hooks = [(m, hook) for m in masters for hook in (m._post_accumulate_grad_hooks or {}).values()]
+        before, self.moment.in_step = self.moment.in_step, False
+        try:
+            with torch.no_grad():
+                for master, hook in hooks:
+                    hook(master)
+        finally:
+            self.moment.in_step = before
 
     def _bind_one(self, index: int, local: Tensor) -> None:
         master = self.slots[index].master
@@ -291,6 +297,11 @@ class Runtime:
         units = {self._unit_of_master[master] for master in masters if master in self._unit_of_master}
         self.core.masters_changed(sorted(units))
         self.core.forget_outstanding()
+
+    def eager_reads(self) -> dict[str, int]:
+        """Reads outside compiled graphs since set-up, by unit; units without any are left out."""
+        counts = {name: self.core.eager_reads_of(unit) for name, unit in self.unit_of.items()}
+        return {name: count for name, count in counts.items() if count > 0}
 
     def stats(self) -> Stats:
         raw = self.core.stats()
