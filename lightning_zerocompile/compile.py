@@ -148,8 +148,8 @@ class Region:
     ran_eagerly: Callable[[str], None] = lambda name: None  # told when code inside read parameters outside of graphs
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for inner in self.sharded:
-            refresh(inner)
+        if not all(refresh(inner) for inner in self.sharded):
+            return _base(module).forward(module, *args, **kwargs)  # graphs know the module's own parameters only
         for unit in self.units:
             self.core.open(unit)
         if self.trusted:

@@ -244,13 +244,20 @@ def install(classes: ClassCache, module: nn.Module, name: str, slot: Slot) -> No
     classes.swap(module, frozenset(module.__dict__[SLOTS]))
 
 
-def refresh(module: nn.Module) -> None:
-    """Lets the compiler see ``requires_grad`` as it is now: a frozen parameter has another handle."""
+def refresh(module: nn.Module) -> bool:
+    """Lets the compiler see ``requires_grad`` as it is now: a frozen parameter has another handle.
+
+    Returns:
+        Whether the module holds its own parameters: ``functional_call`` puts others in their place for a while.
+    """
+    own = True
     with leaves.plain():
         for name, slot in module.__dict__.get(SLOTS, {}).items():
             seen = module.__dict__[TRACED + name]
             if seen[1].requires_grad is not slot.master.requires_grad:
                 module.__dict__[TRACED + name] = slot.traced()
+            own = own and module._parameters[name] is slot.master
+    return own
 
 
 def check_unchanged(model: nn.Module) -> None:
