@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -82,6 +83,9 @@ class Master(DTensor):
                 ) from error
 
 
+skip_code(Master.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
+
+
 class Gathered(Tensor):
     """A full value that eager code read from a module, see [Note: leaves]."""
 
@@ -130,9 +134,12 @@ class Gathered(Tensor):
 
 def as_gathered(value: Tensor, slot: Any) -> Tensor:
     """``value``, fresh from the runtime, as the parameter of ``slot``."""
-    value.__class__ = Gathered
     value.__dict__[SLOT] = slot
+    value.__class__ = Gathered
     return value
+
+
+skip_code(as_gathered.__code__)  # like the getter that calls it, never a frame of Dynamo's
 
 
 def adopt(master: Tensor, slot: Any) -> None:

@@ -87,6 +87,9 @@ class Slot:
         return value
 
 
+skip_code(Slot.read.__code__)
+
+
 # ---- reading ----
 
 
