@@ -105,6 +105,8 @@ class Gathered(Tensor):
 
     @property  # type: ignore[override, misc, unused-ignore]
     def grad(self) -> Tensor | None:
+        if torch._guards.TracingContext.try_get() is not None:  # Dynamo describes an input: this tensor itself
+            return Tensor.grad.__get__(self)  # type: ignore[union-attr, attr-defined, no-any-return, unused-ignore]
         return self.__dict__[SLOT].master.grad  # type: ignore[no-any-return]
 
     @grad.setter
