@@ -16,6 +16,7 @@ namespace zerocompile {
 // it leaves everything to the outer backward, which arms again at its next event or is finished by the strategy.
 void Runtime::arm() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  accumulates_ = accumulates_ || accumulating();
   if (armed_ || torch::autograd::get_current_graph_task_id() == -1) return;
   armed_ = true;
   if (!backward_) {
@@ -27,6 +28,14 @@ void Runtime::arm() {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     if (auto self = weak.lock()) self->backward_ended();
   });
+}
+
+// [Note: autograd.grad] `torch.autograd.grad` with respect to activations runs whole compiled backward graphs, whose
+// gradients of parameters torch would drop: only a backward that accumulates into leaves contributes and reduces.
+bool Runtime::accumulating() {
+  if (torch::autograd::get_current_graph_task_id() == -1) return false;
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  return chosen == nullptr || chosen->empty();
 }
 
 void Runtime::backward_ended() {
@@ -41,8 +50,9 @@ void Runtime::finish_backward() {
   if (!backward_ || shut_down_) return;
   backward_ = armed_ = false;
   stats_.backwards += 1;
-  if (!deferred_) reduce_everything();
-  else if (max_deferred_bytes_ >= 0) reduce_largest();
+  if (!deferred_ && accumulates_) reduce_everything();
+  if (deferred_ && accumulates_ && max_deferred_bytes_ >= 0) reduce_largest();
+  accumulates_ = false;
   write_back();
   for (auto& u : units_) {
     u.graph_uses = 0;
@@ -66,7 +76,7 @@ void Runtime::check_complete() const {
 
 void Runtime::drop_gradients() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (torch::autograd::get_current_graph_task_id() == -1) backward_ = armed_ = false;
+  if (torch::autograd::get_current_graph_task_id() == -1) backward_ = armed_ = accumulates_ = false;
   retire(0);
   for (auto& p : parameters_) {
     p.grad.reset();
@@ -119,6 +129,7 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
   arm();
+  if (!accumulating()) return;
   if (from_graph) p.graph_outstanding = std::max<int64_t>(0, p.graph_outstanding - 1);
   if (!p.master.requires_grad()) return;  // frozen after the forward: torch drops the gradient too
   TORCH_CHECK(grad.layout() == at::kStrided, "zerocompile: the gradient of `", p.name,

@@ -79,8 +79,15 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
   }
 };
 
+// The value's gradient reaches us as it was produced: what it is cast to is the parameter's business, not that of the
+// value (see [Note: grad dtype] in backward.cpp).
+Tensor keep_raw_gradient(Tensor value) {
+  if (value.grad_fn() != nullptr) value.grad_fn()->mutable_input_metadata(value.output_nr()).set_grad_dtype(std::nullopt);
+  return value;
+}
+
 Tensor gather_autograd(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size) {
-  return GatherFunction::apply(source, handle, size);
+  return keep_raw_gradient(GatherFunction::apply(source, handle, size));
 }
 
 // ---- lowered ----
@@ -164,7 +171,7 @@ Tensor read(const std::shared_ptr<Runtime>& runtime, int64_t parameter, const Te
   const bool in_backward = runtime->in_backward();
   auto token = c10::make_intrusive<ReadToken>(runtime, parameter);
   if (in_backward) token->finish();  // a recomputation: its graph gives no gradient, or gives it at once
-  return ReadFunction::apply(handle, value, token);
+  return keep_raw_gradient(ReadFunction::apply(handle, value, token));
 }
 
 TORCH_LIBRARY(zerocompile, m) {

@@ -153,10 +153,8 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<
     size[0] = p.rows;
     if (used.empty() || used[group[k]]) {
       Part part{existing[k], result.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0)), {}};
-      if (!existing[k].defined()) {
-        part.own = partition.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
-        reduced_.emplace_back(group[k], part.own);
-      }
+      if (!existing[k].defined()) part.own = partition.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
+      reduced_.emplace_back(group[k], part.own);
       parts.push_back(std::move(part));
     }
     offset += numel;
@@ -199,7 +197,7 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, const std::vect
     }
     const bool wanted = used.empty() || used[group[k]];
     auto existing = wanted ? existing_grad(p) : Tensor();
-    if (wanted && !existing.defined()) reduced_.emplace_back(group[k], results[k]);
+    if (wanted) reduced_.emplace_back(group[k], existing.defined() ? Tensor() : results[k]);
     launch.then([sum, existing, result = results[k], divisor = divisor_] {
       at::NoGradGuard no_grad;
       result.copy_(sum.squeeze(0).div_(divisor));

@@ -99,7 +99,8 @@ struct Stats {
   int64_t backwards = 0;
 };
 
-// One shard of a reduced gradient, to be bound to its master: (parameter, local part of the gradient).
+// One shard of a reduced gradient, to be bound to its master: (parameter, local part of the gradient); undefined if it
+// was added to what is bound already.
 using ReducedGrad = std::pair<int64_t, Tensor>;
 
 class Runtime : public std::enable_shared_from_this<Runtime> {
@@ -197,6 +198,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void retire(size_t keep);
   Tensor existing_grad(Parameter& p);
   void agree_on_order();
+  static bool accumulating();
   void abort_failed_backward();
   void check_complete() const;
 
@@ -228,6 +230,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool held_ = false;      // units stay gathered, see [Note: held units]
   std::optional<at::ScalarType> sum_dtype_;  // of gradients that wait for the end of a window; absent: their own
   int64_t max_deferred_bytes_ = -1;          // of gradients that wait for the end of a window; negative: any
+  bool accumulates_ = false;  // the backward that runs writes to leaves, see [Note: autograd.grad]
   bool armed_ = false;    // the engine will call us when this backward ends
   bool backward_ = false; // something happened in a backward that has not been finished
   std::vector<int64_t> reduce_order_;  // agreed by all ranks before the first reduction

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._pytree import tree_leaves
@@ -20,6 +21,12 @@ from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.shard import BASE, SLOTS, refresh
 
 REGION = "_zerocompile_region"
+
+EAGER = (
+    "`{}` ({}) is compiled, but a part of it runs eagerly: torch.compile skipped or disabled code that reads "
+    "parameters. Training is right, only slower; TORCH_LOGS=graph_breaks says where. Equal modules are not "
+    "reported again."
+)
 
 
 @dataclass
@@ -137,22 +144,27 @@ class Region:
     sharded: list[nn.Module] = field(default_factory=list)  # modules inside that hold parameters
     trusted: bool = False  # its code is torch's own: it reads parameters and never writes to them
     regathers: bool = False  # its units are gathered again for its backward, see [Note: entry of backward]
+    compiled: bool = False
+    ran_eagerly: Callable[[str], None] = lambda name: None  # told when code inside read parameters outside of graphs
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for inner in self.sharded:
-            refresh(inner)
+        if not all(refresh(inner) for inner in self.sharded):
+            return _base(module).forward(module, *args, **kwargs)  # graphs know the module's own parameters only
         for unit in self.units:
             self.core.open(unit)
         if self.trusted:
             self.core.set_trusted(True)
+        reads = self.core.stats().eager_reads if self.compiled else 0
         try:
             results = self.run(module, *args, **kwargs)
+            if self.compiled and self.core.stats().eager_reads > reads:
+                self.ran_eagerly(self.name)
         finally:
             if self.trusted:
                 self.core.set_trusted(False)
             for unit in self.units:
                 self.core.close(unit)
-        if self.regathers and torch.is_grad_enabled():
+        if (self.regathers or self.compiled) and torch.is_grad_enabled():
             for result in (results,) if isinstance(results, Tensor) else tree_leaves(results):
                 if isinstance(result, Tensor) and result.requires_grad and not result.is_leaf:
                     result.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
@@ -161,6 +173,13 @@ class Region:
     def _enter_backward(self, grad: Tensor) -> None:
         """[Note: entry of backward] Whether a backward reads weights differs between a graph, which may recompute, and
         eager code: so neither decides that the unit is gathered; the region's first gradient does, on every rank."""
+        if self.compiled and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"backward with `create_graph=True` through the compiled module `{self.name}`: compiled graphs have no "
+                "second derivative. Use ZeroCompileStrategy(compile=False)."
+            )
+        if not self.regathers:
+            return
         for unit in self.units:
             self.core.open(unit)
             self.core.close(unit)
@@ -179,6 +198,7 @@ class Regions:
         self._runtime, self._config = runtime, config
         self._backends = {regional: make_backend(config, self.stats, regional) for regional in (True, False)}
         self._forwards: dict[type, Callable[..., Any]] = {}
+        self._warned: set[type] = set()
         self._runs: dict[tuple[type, bool], Callable[..., Any]] = {}
 
     def add(self, name: str, module: nn.Module, units: list[int]) -> None:
@@ -187,7 +207,16 @@ class Regions:
         sharded = [inner for inner in module.modules() if SLOTS in inner.__dict__]
         regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
         run = self._run(_base(module), regional=bool(units))
-        self._install(module, Region(name, self._runtime.core, units, run, sharded, regathers=regathers))
+        compiled, base = bool(self._config.compile), _base(module)
+
+        def ran_eagerly(name: str) -> None:
+            if base not in self._warned:
+                self._warned.add(base)
+                rank_zero_warn(EAGER.format(name, base.__name__))
+
+        self._install(
+            module, Region(name, self._runtime.core, units, run, sharded, False, regathers, compiled, ran_eagerly)
+        )
 
     def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:
         """Makes one of torch's own layers outside blocks a region that runs eagerly, see [Note: write back]."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_zerocompile import shard
+from lightning_zerocompile import leaves, shard
 from lightning_zerocompile.compile import Regions, remove_regions
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim import UnitStepper, check_optimizer, steps_by_unit
@@ -56,6 +56,7 @@ class Engine:
         self._stepped_by_unit = False
         self.windows = Windows(self.runtime)
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
+        self._was_in_step = False
         self._stepper = UnitStepper(self.runtime.units_in_order, self._unit_written, config.keep_gradients)
 
     def manages(self, model: nn.Module) -> bool:
@@ -100,7 +101,7 @@ class Engine:
         for module in self.model.modules():
             shard.refresh(module)
         self._broadcast_buffers()
-        with self.runtime.forward():
+        with self.runtime.forward(), self._user_code():
             yield
 
     @contextlib.contextmanager
@@ -109,10 +110,25 @@ class Engine:
         if fitting:
             self._broadcast_buffers()
         try:
-            with self.runtime.forward():
+            with self.runtime.forward(), self._user_code():
                 yield
         finally:
             self.runtime.core.end_forward()
+
+    @contextlib.contextmanager
+    def _user_code(self) -> Iterator[None]:
+        """In here a parameter that user code computes with is its full value, see [Note: leaves]."""
+        moment = self.runtime.moment
+        before, moment.in_step = moment.in_step, True
+        try:
+            yield
+        except RuntimeError as error:
+            explained = _explain(str(error))
+            if explained is None:
+                raise
+            raise RuntimeError(explained) from error
+        finally:
+            moment.in_step = before
 
     def _broadcast_buffers(self) -> None:
         """Rank 0's buffers on every rank, as DDP does before each forward."""
@@ -158,6 +174,10 @@ class Engine:
             )
         self.settle()
 
+    def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.before_step(optimizer)
+        self._was_in_step, self.runtime.moment.in_step = self.runtime.moment.in_step, False
+
     # ---- optimizers ----
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -182,7 +202,7 @@ class Engine:
                     "`configure_optimizers` from `self.parameters()`: before that the model is not sharded yet."
                 )
             self._hooks[optimizer] = [
-                optimizer.register_step_pre_hook(self.before_step),
+                optimizer.register_step_pre_hook(self._enter_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
 
@@ -211,6 +231,7 @@ class Engine:
         self.runtime.core.masters_changed([unit])
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.runtime.moment.in_step = self._was_in_step
         if self._stepped_by_unit:
             self._stepped_by_unit = False
             self.runtime.core.forget_outstanding()
@@ -218,8 +239,9 @@ class Engine:
         masters = [p for group in optimizer.param_groups for p in group["params"]]
         self.runtime.masters_changed(masters)
         if not self.config.keep_gradients:
-            for master in masters:
-                master.grad = None
+            with leaves.plain():
+                for master in masters:
+                    master.grad = None
 
     # ---- values ----
 
@@ -240,7 +262,7 @@ class Engine:
         for unit in units:
             self.runtime.core.open(unit)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.runtime.ordinary_saving():
                 values = {name: self.runtime.core.read(slot.index, slot.handle, False) for name, slot in slots.items()}
                 versions = {name: value._version for name, value in values.items()}
                 yield values
@@ -277,6 +299,23 @@ class Engine:
         if destroy:
             for group in self._own_groups:
                 dist.destroy_process_group(group)
+
+
+def _explain(message: str) -> str | None:
+    """What an error of torch's means for a sharded module; None: nothing else than it says."""
+    if "don't yet support saved tensor hooks" in message or "storage of TensorWrapper" in message:
+        return shard.FUNCTORCH.format("parameters")
+    if "got mixed torch.Tensor and DTensor" in message:
+        return (
+            f"{message} Of a parameter this rank holds a shard, a DTensor. `with strategy.full_parameters(module) as "
+            "values:` gives full values by name."
+        )
+    if "appears to not have been used in the graph" in message:
+        return (
+            f"{message} (A parameter that was read again from a sharded module is a new value each time: differentiate "
+            "with respect to the value that you used, or call `backward` and read `grad`.)"
+        )
+    return None
 
 
 def _groups_needed(device: torch.device) -> int:

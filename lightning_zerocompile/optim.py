@@ -24,6 +24,7 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zerocompile import leaves
 from lightning_zerocompile.shard import local_part, shard_like, spec_like
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -99,15 +100,16 @@ class UnitStepper:
             result = closure()
             lists = [group["params"] for group in optimizer.param_groups]
             masters = [master for parameters in lists for master in parameters]
-            if self._keep_gradients:
-                kept.update({master: master.grad for master in masters})
-            try:
-                self._step(optimizer, lists)
-            finally:
-                for group, parameters in zip(optimizer.param_groups, lists, strict=True):
-                    group["params"] = parameters
-                for master in masters:
-                    master.grad = None
+            with leaves.plain():
+                if self._keep_gradients:
+                    kept.update({master: master.grad for master in masters})
+                try:
+                    self._step(optimizer, lists)
+                finally:
+                    for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+                        group["params"] = parameters
+                    for master in masters:
+                        master.grad = None
             return result
 
         yield run

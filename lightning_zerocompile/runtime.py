@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_zerocompile import extension, fakes
+from lightning_zerocompile import extension, fakes, leaves
 from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
 from lightning_zerocompile.policy import Lifetime, Policy
-from lightning_zerocompile.shard import ClassCache, Slot, install, make_master, spec_like
+from lightning_zerocompile.shard import ClassCache, Moment, Slot, install, make_master, spec_like
 from lightning_zerocompile.units import UnitPlan
 
 
@@ -81,6 +81,7 @@ class Runtime:
         self.core: Any = self._extension.Runtime(gather_group.group_name, reduce_group.group_name, str(device))
         self.core.set_prefetch(config.prefetch)
         self.slots: list[Slot] = []
+        self.moment = Moment()
         self.unit_of: dict[str, int] = {}  # block name -> unit
         self._unit_of_slot: list[int] = []
         self._unit_of_master: dict[Tensor, int] = {}
@@ -90,7 +91,7 @@ class Runtime:
         self._anchors: dict[torch.dtype, Tensor] = {}
         this = weakref.ref(self)  # the C++ object must not keep this one alive
 
-        def bind(reduced: list[tuple[int, Tensor]]) -> None:
+        def bind(reduced: list[tuple[int, Tensor | None]]) -> None:
             owner = this()
             if owner is not None:
                 owner._bind(reduced)
@@ -147,6 +148,7 @@ class Runtime:
         config = self.config
         floating = parameter.is_floating_point()
         dtype = compute_dtype if compute_dtype is not None and floating else parameter.dtype
+        leaves.refuse_hooks(name, parameter)
         master = make_master(parameter, self.mesh, self.device, config.master_dtype)
         grad_dtype, explicit = _grad_dtype(parameter, dtype)
         if explicit:
@@ -173,7 +175,10 @@ class Runtime:
             handle=handle.clone().requires_grad_(floating or parameter.is_complex()),
             frozen_handle=handle.clone(),
             core=self.core,
+            moment=self.moment,
         )
+        leaves.keep_hooks(parameter, master)
+        leaves.adopt(master, weakref.ref(slot))
         self.slots.append(slot)
         return slot
 
@@ -196,18 +201,32 @@ class Runtime:
 
     # ---- gradients ----
 
-    def _bind(self, reduced: list[tuple[int, Tensor]]) -> None:
-        """Binds local gradients (rows of the step's flat partitions) to the masters, or adds them to what is bound."""
-        with torch.no_grad():
+    def _bind(self, reduced: list[tuple[int, Tensor | None]]) -> None:
+        """Binds local gradients (rows of the step's flat partitions) to the masters, or adds them to what is bound;
+        ``None``: the runtime has added it already. Then the user's post-accumulate hooks run, as FSDP2 runs them."""
+        with torch.no_grad(), leaves.plain():
             for index, local in reduced:
-                master = self.slots[index].master
-                assert isinstance(master, DTensor)
-                grad = DTensor(local, spec_like(master, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
-                if master.grad is not None:
-                    master.grad.add_(grad)
-                else:
-                    master.grad = grad
-                    self.core.bound(index, grad, grad._local_tensor)
+                if local is not None:
+                    self._bind_one(index, local)
+            masters = [self.slots[index].master for index, _ in reduced]
+            hooks = [(m, hook) for m in masters for hook in (m._post_accumulate_grad_hooks or {}).values()]
+        before, self.moment.in_step = self.moment.in_step, False
+        try:
+            with torch.no_grad():
+                for master, hook in hooks:
+                    hook(master)
+        finally:
+            self.moment.in_step = before
+
+    def _bind_one(self, index: int, local: Tensor) -> None:
+        master = self.slots[index].master
+        assert isinstance(master, DTensor)
+        grad = DTensor(local, spec_like(master, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+        if master.grad is not None:
+            master.grad.add_(grad)
+        else:
+            master.grad = grad
+            self.core.bound(index, grad, grad._local_tensor)
 
     def _agree(self, order: list[int]) -> list[int]:
         """Rank 0's order, on all ranks, through the store."""
@@ -250,6 +269,20 @@ class Runtime:
         with torch.autograd.graph.saved_tensors_hooks(self.core.pack, self.core.unpack):
             yield
 
+    @contextlib.contextmanager
+    def ordinary_saving(self) -> Iterator[None]:
+        """Inside :meth:`forward`: autograd saves tensors as they are again; torch.func transforms ask for that."""
+        hooks = torch._C._autograd
+        top = hooks._top_saved_tensors_default_hooks(False)
+        if top is None or top[0] != self.core.pack:
+            yield
+            return
+        hooks._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            hooks._push_saved_tensors_default_hooks(*top)
+
     def units_in_order(self) -> list[tuple[int, list[nn.Parameter]]]:
         """Each unit's masters, in the order in which a forward uses the units."""
         return [(unit, self._masters[unit]) for unit in self.core.unit_order()]
@@ -266,6 +299,11 @@ class Runtime:
         units = {self._unit_of_master[master] for master in masters if master in self._unit_of_master}
         self.core.masters_changed(sorted(units))
         self.core.forget_outstanding()
+
+    def eager_reads(self) -> dict[str, int]:
+        """Reads outside compiled graphs since set-up, by unit; units without any are left out."""
+        counts = {name: self.core.eager_reads_of(unit) for name, unit in self.unit_of.items()}
+        return {name: count for name, count in counts.items() if count > 0}
 
     def stats(self) -> Stats:
         raw = self.core.stats()

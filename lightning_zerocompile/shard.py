@@ -21,9 +21,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_zerocompile import leaves
+
 SLOTS = "_zerocompile_slots"
 TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, (source, handle, size)
 BASE = "_zerocompile_base"
+
+FUNCTORCH = (
+    "A torch.func transform (grad, vmap, jvp, ...) meets {} of a sharded module, which it cannot differentiate. Give "
+    "it full values: `with strategy.full_parameters(module, writeback=False) as values:` and inside "
+    "`torch.func.functional_call(module, values, ...)`."
+)
+
+
+@dataclass
+class Moment:
+    """Whether the user's step runs; the optimizer's is none."""
+
+    in_step: bool = False
 
 
 @dataclass(eq=False)
@@ -41,17 +56,38 @@ class Slot:
     handle: Tensor  # [1] float64 on CPU, requires grad; its value is the identity
     frozen_handle: Tensor  # the same identity, requires no grad
     core: Any  # the C++ runtime
+    moment: Moment
 
     def read(self, current: nn.Parameter | None) -> Tensor | None:
         """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``)."""
         if current is not self.master:
             return current
-        value: Tensor = self.core.read(self.index, self.handle, self.master.requires_grad)
-        return value
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise RuntimeError(FUNCTORCH.format(f"parameter `{self.name}`"))
+        with leaves.plain():
+            requires_grad = self.master.requires_grad
+        return leaves.as_gathered(self.core.read(self.index, self.handle, requires_grad), self)
 
     def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """What the compiler sees: a handle that requires grad exactly when the parameter does now."""
         return self.source, self.handle if self.master.requires_grad else self.frozen_handle, self.size
+
+    def require_grad(self, value: bool) -> None:
+        """Freezes or unfreezes the parameter, from the next forward on."""
+        self.master.requires_grad_(value)
+
+    def like_master(self, value: Any) -> Any:
+        """A full tensor of the parameter's size as this rank's shard of it; anything else as it is."""
+        if (
+            type(value) in (Tensor, nn.Parameter, leaves.Gathered)
+            and value.dim() > 0
+            and value.shape == self.master.shape
+        ):
+            return shard_like(value, self.master, value.dtype)
+        return value
+
+
+skip_code(Slot.read.__code__)
 
 
 # ---- reading ----
@@ -229,16 +265,24 @@ def install(classes: ClassCache, module: nn.Module, name: str, slot: Slot) -> No
     classes.swap(module, frozenset(module.__dict__[SLOTS]))
 
 
-def refresh(module: nn.Module) -> None:
-    """Lets the compiler see ``requires_grad`` as it is now: a frozen parameter has another handle."""
-    for name, slot in module.__dict__.get(SLOTS, {}).items():
-        seen = module.__dict__[TRACED + name]
-        if seen[1].requires_grad is not slot.master.requires_grad:
-            module.__dict__[TRACED + name] = slot.traced()
+def refresh(module: nn.Module) -> bool:
+    """Lets the compiler see ``requires_grad`` as it is now: a frozen parameter has another handle.
+
+    Returns:
+        Whether the module holds its own parameters: ``functional_call`` puts others in their place for a while.
+    """
+    own = True
+    with leaves.plain():
+        for name, slot in module.__dict__.get(SLOTS, {}).items():
+            seen = module.__dict__[TRACED + name]
+            if seen[1].requires_grad is not slot.master.requires_grad:
+                module.__dict__[TRACED + name] = slot.traced()
+            own = own and module._parameters[name] is slot.master
+    return own
 
 
 def check_unchanged(model: nn.Module) -> None:
-    """Raises if a managed parameter was replaced, removed, moved or cast behind the strategy's back.
+    """Raises if a parameter was replaced, removed or added behind the strategy's back.
 
     Raises:
         RuntimeError: names the parameter and the way to do it.
@@ -252,6 +296,13 @@ def check_unchanged(model: nn.Module) -> None:
                     "trained. Change the module in `configure_model` or `setup`, or copy new values into it with "
                     "`load_state_dict`."
                 )
+        added = [name for name, p in module._parameters.items() if p is not None and not isinstance(p, leaves.Master)]
+        if added:
+            full_name = f"{module_name}.{added[0]}" if module_name else added[0]
+            raise RuntimeError(
+                f"Parameter `{full_name}` was added after the model was sharded, so no other rank would see its "
+                "gradient. Create it in `__init__`, `configure_model` or `setup`."
+            )
 
 
 def unshard(model: nn.Module, device: torch.device) -> None:
@@ -263,8 +314,9 @@ def unshard(model: nn.Module, device: torch.device) -> None:
                 value = slot.master.detach()
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 full[slot] = nn.Parameter(whole.to(device), requires_grad=slot.master.requires_grad)
-                attributes = {name: value for name, value in vars(slot.master).items() if name != "_is_param"}
+                attributes = {n: v for n, v in vars(slot.master).items() if n not in ("_is_param", leaves.SLOT)}
                 full[slot].__dict__.update(attributes)
+                leaves.keep_hooks(slot.master, full[slot])
             module._parameters[name] = full[slot]
     remove(model)
 
@@ -272,6 +324,8 @@ def unshard(model: nn.Module, device: torch.device) -> None:
 def remove(model: nn.Module) -> None:
     """Gives every module its own class back; parameters stay what they are."""
     for module in model.modules():
+        for slot in module.__dict__.get(SLOTS, {}).values():
+            leaves.release(slot.master)
         for key in [k for k in module.__dict__ if k.startswith(TRACED) or k == SLOTS]:
             del module.__dict__[key]
         base = getattr(type(module), BASE, None)

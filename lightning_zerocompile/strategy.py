@@ -409,6 +409,11 @@ class ZeroCompileStrategy(ParallelStrategy):
         """Graphs compiled since set-up."""
         return self.engine.regions.stats
 
+    @property
+    def eager_reads(self) -> dict[str, int]:
+        """How often code outside compiled graphs has read parameters, by unit (a block, or the first of a group)."""
+        return self.engine.runtime.eager_reads()
+
     # ---- the end ----
 
     @override

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.leaves import Gathered
 from tests import engines, models
 from tests.harness import Worlds
 
@@ -275,7 +276,7 @@ def _python_tensors(stage: int, compile: Any) -> tuple[list[tuple[int, ...]], in
             gc.collect()
             found = {}
             for thing in gc.get_objects():
-                if type(thing) in (Tensor, nn.Parameter) and thing.device.type == models.device() and thing.numel():
+                if type(thing) in (Tensor, nn.Parameter, Gathered) and thing.device.type == models.device() and thing.numel():
                     found[thing.untyped_storage().data_ptr()] = tuple(thing.shape)
             return found
 

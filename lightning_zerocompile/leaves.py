@@ -1,0 +1,268 @@
+"""What user code holds instead of a plain parameter: the master, or a gathered value.
+
+[Note: leaves] Under DDP one object is everything at once: what ``parameters()`` yields, what ``module.weight`` is, the
+leaf that autograd knows. Here these are two. What user code does to either must have the effect that it has under DDP,
+or raise; it must not act on a shard or on a temporary and be lost:
+
+* :class:`Master`, from ``parameters()``. In a step, an operation that reads it (an L2 term) takes the full value, with
+  its gradient; an in-place operation changes the shard and takes full arguments; hooks run on the reduced gradient.
+* :class:`Gathered`, from ``module.weight``. ``requires_grad``, ``grad`` and ``data`` are the parameter's.
+
+Neither appears in traced code. Operations on a gathered value cost nothing extra: it is intercepted by attributes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._dynamo.eval_frame import skip_code
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+SLOT = "_zerocompile_slot"
+
+plain = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors like any other, at no cost
+
+_PROPERTIES = ("__get__", "__set__", "__delete__")
+_COMPUTED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+_DESCRIBING = frozenset(  # answered by the shard's DTensor
+    {
+    "size", "stride", "dim", "ndimension", "numel", "nelement", "storage_offset", "element_size", "is_contiguous",
+    "is_floating_point", "is_complex", "is_signed", "data_ptr", "type", "get_device", "is_inference", "is_pinned",
+    "is_shared", "has_names", "untyped_storage", "storage", "__len__", "_typed_storage", "__repr__", "__format__",
+    "__hash__", "__deepcopy__", "__reduce_ex__", "requires_grad_", "retain_grad", "detach", "is_same_size",
+    "dim_order", "register_post_accumulate_grad_hook"
+    }
+)  # fmt: skip
+_IN_PLACE = frozenset(
+    {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
+    "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__"
+    }
+)  # fmt: skip
+
+
+class Master(DTensor):
+    """The optimizer's shard of a parameter, see [Note: leaves]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with plain():
+            handler = _HANDLERS.get(func)
+            if handler is not None:
+                return handler(*args, **kwargs)
+            name = getattr(func, "__name__", "")
+            if name in _DESCRIBING or (name in _PROPERTIES and func not in _COMPUTED):
+                return func(*args, **kwargs)
+            written = _written(name, args, kwargs)
+            slot = _slot_of(written)
+            changes = slot is not None  # a master; otherwise it is read, perhaps into a tensor of the user's
+            if slot is None:
+                slot = _slot_of((args, kwargs))
+            if slot is None or (not changes and isinstance(written, DTensor)):
+                return func(*args, **kwargs)
+            if not changes and slot.moment.in_step:
+                args, kwargs = tree_map(_whole, (args, kwargs))
+            else:
+                args, kwargs = tree_map(slot.like_master, (args, kwargs))
+            try:
+                result = func(*args, **kwargs)
+                if changes:  # a write through `data` changes no version
+                    torch.autograd.graph.increment_version(slot.master)
+                return result
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"`{name}` mixes parameter `{slot.name}`, of which this rank holds a shard, with full tensors. "
+                    "Do it inside `with strategy.full_parameters(module) as values:`, which gives full values by name."
+                ) from error
+
+
+skip_code(Master.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
+
+
+class Gathered(Tensor):
+    """A full value that eager code read from a module, see [Note: leaves]."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def requires_grad(self) -> bool:
+        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.__dict__[SLOT].require_grad(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        self.requires_grad = requires_grad
+        return self
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def grad(self) -> Tensor | None:
+        if torch._guards.TracingContext.try_get() is not None:  # Dynamo describes an input: this tensor itself
+            return Tensor.grad.__get__(self)  # type: ignore[union-attr, attr-defined, no-any-return, unused-ignore]
+        return self.__dict__[SLOT].master.grad  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.__dict__[SLOT].master.grad = value
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _set_data(self.__dict__[SLOT].master, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        _refuse_hook(self.__dict__[SLOT].master)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        return self.__dict__[SLOT].master.register_post_accumulate_grad_hook(hook)
+
+
+def as_gathered(value: Tensor, slot: Any) -> Tensor:
+    """``value``, fresh from the runtime, as the parameter of ``slot``."""
+    value.__dict__[SLOT] = slot
+    value.__class__ = Gathered
+    return value
+
+
+skip_code(as_gathered.__code__)  # like the getter that calls it, never a frame of Dynamo's
+
+
+def adopt(master: Tensor, slot: Any) -> None:
+    """Makes a DTensor the master that the weak reference ``slot`` leads to."""
+    master.__class__ = Master  # type: ignore[assignment, unused-ignore]
+    master.__dict__[SLOT] = slot
+
+
+def release(master: Tensor) -> None:
+    """Makes a master an ordinary DTensor parameter again."""
+    if isinstance(master, Master):
+        del master.__dict__[SLOT]
+        master.__class__ = DTensor  # type: ignore[assignment, unused-ignore]
+
+
+def refuse_hooks(name: str, parameter: Tensor) -> None:
+    """Raises if the user's parameter has hooks that would run on the raw gradient of one rank.
+
+    Raises:
+        RuntimeError: names the parameter and the remedy.
+    """
+    if parameter._backward_hooks:
+        raise RuntimeError(_HOOK.format(name))
+
+
+def keep_hooks(source: Tensor, target: Tensor) -> None:
+    """Lets the post-accumulate hooks of one leaf be those of another, with the handles that users hold."""
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+# ---- what happens to a master ----
+
+_HOOK = (
+    "`register_hook` on parameter `{}`: a sharded parameter has no gradient of its own until all ranks' are reduced. "
+    "Use `register_post_accumulate_grad_hook`, which is called with the parameter when `grad` is the reduced gradient, "
+    "or a hook on an activation."
+)
+
+
+def _slot_of(arguments: Any) -> Any:
+    """The slot of the first master in the arguments; None: there is none, or its strategy was torn down."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, Master):
+            return leaf.__dict__[SLOT]()
+    return None
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the operation writes to in place; None: nothing."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return args[0] if in_place and args else None
+
+
+def _whole(value: Any) -> Any:
+    """The full value of a master (with its gradient, if grad mode is enabled) or of another DTensor."""
+    if isinstance(value, Master):
+        slot = value.__dict__[SLOT]()
+        return value if slot is None else slot.read(value)
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _refuse_hook(master: Tensor, *_: Any, **__: Any) -> NoReturn:
+    slot = _slot_of(master)
+    raise RuntimeError(_HOOK.format("?" if slot is None else slot.name))
+
+
+def _get_data(master: Tensor) -> Tensor:
+    data: Tensor = Tensor.data.__get__(master)  # type: ignore[attr-defined]
+    slot = master.__dict__[SLOT]
+    adopt(data, slot)
+    return data
+
+
+def _set_data(master: Tensor, value: Tensor) -> None:
+    """``p.data = value`` copies: the memory stays the strategy's."""
+    slot = _slot_of(master)
+    if tuple(value.shape) != tuple(master.shape) or value.dtype != master.dtype:
+        raise RuntimeError(
+            f"Parameter `{slot.name}` has shape {tuple(master.shape)} and is kept in {master.dtype}; its `data` was "
+            f"set to a tensor of shape {tuple(value.shape)} in {value.dtype} after the model was sharded. Change it "
+            "in `configure_model` or `setup`, before `fit` shards the model."
+        )
+    with torch.no_grad():
+        master.copy_(slot.like_master(value))
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    slot = _slot_of(inputs)
+    if slot is None:
+        return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+    raise RuntimeError(
+        f"`torch.autograd.grad` with respect to parameter `{slot.name}`: the model reads full values that are gathered "
+        "from it, so it is in no graph. Call `backward` and read `grad` (the mean over ranks), or differentiate with "
+        "respect to full values: `with strategy.full_parameters(module) as values:` and `torch.func.functional_call`."
+    )
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    inputs = kwargs.get("inputs")
+    slot = _slot_of(inputs) if inputs is not None else None
+    if slot is None:
+        return torch.autograd.backward(*args, **kwargs)
+    raise RuntimeError(
+        f"`backward(inputs=...)` with parameter `{slot.name}`: choose what is trained by `requires_grad_` instead."
+    )
+
+
+def _iterate(master: Tensor) -> Iterable[Tensor]:
+    slot = _slot_of(master)
+    value = slot.read(master) if slot is not None and slot.moment.in_step else master
+    return iter(value.unbind(0))
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    Tensor.register_hook: _refuse_hook,
+    Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.__iter__: _iterate,
+    torch.autograd.grad: _grad,
+    torch.autograd.backward: _backward,
+}

@@ -1,0 +1,299 @@
+"""Right in every frame: compiled, broken, skipped, shared, repeated, abandoned, recomputed.
+
+Every case trains a few SGD steps at each stage, eagerly, by blocks and as a whole model, in one task of the ranks.
+Source of the cases: DeepSpeed PR 8059 and what it left open.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from tests import engines, frames, models, zoo
+from tests.harness import Ranks
+
+STEPS, LR = 4, 0.5
+BOTH = ("blocks", "model")
+# stages 1 and 2 differ in when an accumulation reduces, not in how a frame is run
+CELLS: tuple[tuple[int, Any], ...] = ((1, "blocks"), (2, False), (2, "model"), (3, False), (3, "blocks"), (3, "model"))
+Backward = Callable[[Tensor], None]
+
+
+def _once(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    backward(engines.token_loss(model, batch))
+
+
+def _two_forwards(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    backward(engines.token_loss(model, batch) + engines.token_loss(model, batch.flip(0, 1)))
+
+
+def _two_backwards(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    first, second = engines.token_loss(model, batch), engines.token_loss(model, batch.flip(0, 1))
+    backward(first)
+    backward(second)
+
+
+def _abandoned(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    kept = engines.token_loss(model, batch.flip(1))
+    engines.token_loss(model, batch.flip(0))
+    backward(engines.token_loss(model, batch))
+    del kept
+
+
+def _teacher(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    with torch.no_grad():
+        target = model(batch[:, :-1])
+    with torch.inference_mode():
+        model(batch[:, 1:])
+    backward(engines.token_loss(model, batch) + (model(batch[:, :-1]) - 0.9 * target).square().mean())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, how it is trained, and what proves that its frame was what the name says.
+
+    Attributes:
+        eager: scopes of compilation in which eager code reads blocks.
+        breaks: scopes of compilation in which Dynamo must have counted a graph break (it does not count skipped loops).
+        graphs: at least that many graphs for the equal blocks.
+        evaluate: a forward in inference mode stands between the steps.
+        held: gathered values that the model itself needs longer than one block, in blocks.
+    """
+
+    build: Callable[[], nn.Module]
+    train: Callable[[nn.Module, Tensor, Backward], None] = _once
+    eager: tuple[str, ...] = ()
+    breaks: tuple[str, ...] = ()
+    graphs: int = 1
+    evaluate: bool = False
+    stages: tuple[int, ...] = (1, 2, 3)
+    held: int = 0
+
+
+def _net(block: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: frames.Net(block)
+
+
+CASES = {
+    "plain": Case(_net(frames.Block)),
+    "loop with a break": Case(_net(frames.Loop), eager=BOTH, graphs=0),
+    "disabled": Case(_net(frames.Disabled), eager=BOTH, breaks=BOTH, graphs=2),
+    "graph break": Case(_net(frames.Break), breaks=BOTH, graphs=2),
+    "two graphs": Case(_net(frames.TwoGraphs), breaks=BOTH, graphs=2),
+    "tied, compiled and eager": Case(_net(frames.TiedFrames), eager=BOTH, breaks=BOTH),
+    "tied head, disabled": Case(frames.UncompiledTiedHead, breaks=("model",)),
+    "read outside": Case(lambda: frames.ReadsOthers(frames.Block), eager=("blocks",), held=2),
+    "skipped front": Case(lambda: frames.Net(frames.Block, front=frames.Front), breaks=("model",)),
+    "used by one rank": Case(frames.UsedByOneRank, stages=(1, 2)),
+    "two forwards": Case(_net(frames.Block), _two_forwards),
+    "two backwards": Case(_net(frames.Block), _two_backwards),
+    "two forwards, skipped": Case(_net(frames.Loop), _two_forwards, eager=BOTH, graphs=0),
+    "two backwards, broken": Case(_net(frames.Disabled), _two_backwards, eager=BOTH, breaks=BOTH, graphs=2),
+    "abandoned forwards": Case(_net(frames.Block), _abandoned),
+    "abandoned forwards, broken": Case(_net(frames.Disabled), _abandoned, eager=BOTH, breaks=BOTH, graphs=2),
+    "checkpoint inside": Case(_net(lambda: frames.Checkpointed(False))),
+    "reentrant checkpoint inside": Case(_net(lambda: frames.Checkpointed(True)), graphs=0),
+    "checkpoint round": Case(lambda: frames.rounded(False)),
+    "reentrant checkpoint round": Case(lambda: frames.rounded(True)),
+    "blocks used by nobody": Case(lambda: frames.dropped(0, 2)),
+    "parameters of one rank": Case(_net(frames.OneRank)),
+    "more parameters on one rank": Case(_net(frames.MoreOnOneRank)),
+    "inference between": Case(_net(frames.Block), evaluate=True),
+    "inference between, broken": Case(_net(frames.Disabled), evaluate=True, eager=BOTH, breaks=BOTH, graphs=2),
+    "inference inside": Case(_net(frames.Block), _teacher),
+}
+
+
+def _reference(case: Case, twin: nn.Module) -> list[zoo.Gradients]:
+    """SGD on the mean of the ranks' gradients; the gradients of every step."""
+    twin.to(models.device())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
+    data = [models.Batches(r) for r in range(models.world())]
+    gradients = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        for rank, batches in enumerate(data):
+            for module in twin.modules():
+                if hasattr(module, "rank"):
+                    module.rank = rank
+            case.train(twin, batches[number], lambda loss: (loss / models.world()).backward())
+        gradients.append(zoo.gradients_of(twin))
+        optimizer.step()
+    return gradients
+
+
+@dataclass
+class Watched:
+    """What one rank saw in one cell."""
+
+    gradients: list[zoo.Gradients]
+    graphs: list[int]
+    compiled: list[int]
+    reads: int
+    breaks: dict[str, int]
+    after_forward: int
+    after_backward: list[str]
+    peak: int
+    units: list[int]
+    deviation: float
+
+
+def _train(case: Case, model: nn.Module, stage: int, scope: Any) -> Watched:
+    data = models.Batches(models.rank())
+    seen = Watched([], [], [], 0, {}, 0, [], 0, [], 0.0)
+    torch._dynamo.reset()
+    counters.clear()
+    with engines.engine(model, stage, compile=scope) as engine:
+        core = engine.runtime.core
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        engine.attach_optimizers([optimizer])
+
+        def backward(loss: Tensor) -> None:
+            seen.after_forward = max(seen.after_forward, len(core.resident_units()))
+            engine.before_backward(loss)
+            loss.backward()
+            engine.after_backward()
+            seen.after_backward += core.resident_units()
+
+        for number in range(STEPS):
+            with engine.training_step():
+                case.train(model, data[number], backward)
+            seen.gradients.append(zoo.gradients_of(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            if case.evaluate:
+                with engine.evaluation_step(), torch.inference_mode():
+                    model(data[number + STEPS][:, :-1])
+                seen.after_backward += core.resident_units()
+            seen.graphs.append(engine.regions.stats.dynamo_graphs)
+            seen.compiled.append(counters["frames"]["total"])
+        seen.reads = sum(core.eager_reads_of(unit) for name, unit in engine.runtime.unit_of.items() if "layers" in name)
+        seen.breaks = dict(counters["graph_break"])
+        seen.peak = engine.runtime.stats().peak_resident_bytes
+        seen.units = sorted(4 * sum(p.numel() for p in masters) for _, masters in engine.runtime.units_in_order())
+    return seen
+
+
+def _distance(left: zoo.Gradients, right: zoo.Gradients) -> float:
+    """Largest difference; infinite if one side has a gradient and the other None."""
+    if left.keys() != right.keys():
+        return float("inf")
+    worst = 0.0
+    for name, a in left.items():
+        b = right[name]
+        if (a is None) != (b is None):
+            return float("inf")
+        if a is not None and b is not None:
+            worst = max(worst, (a - b).abs().max().item())
+    return worst
+
+
+def _problems(case: Case, seen: Watched, expected: list[zoo.Gradients], stage: int, scope: Any) -> list[str]:
+    found = []
+    distances = [_distance(a, b) for a, b in zip(seen.gradients, expected, strict=True)]
+    if max(distances) > 1e-6 or seen.deviation > 1e-6:
+        found.append(f"gradients {distances} parameters {seen.deviation}")
+    if seen.graphs[-1] != seen.graphs[1] or seen.compiled[-1] != seen.compiled[1]:
+        found.append(f"compiled after step 2: {seen.graphs} {seen.compiled}")
+    if seen.after_backward or seen.after_forward > 2:
+        found.append(f"gathered after backward {seen.after_backward}, after forward {seen.after_forward} units")
+    if stage == 3 and seen.peak > 1.1 * sum(seen.units[-2 - case.held :]):  # one in use, one ahead; rows are padded
+        found.append(f"peak {seen.peak}, units {seen.units}")
+    eager, whole = scope in case.eager, scope not in case.breaks
+    if scope and (eager != (seen.reads > 0) or not (whole or seen.breaks) or seen.graphs[-1] < case.graphs):
+        found.append(f"path: eager reads {seen.reads} breaks {seen.breaks} graphs {seen.graphs}")
+    if not scope and (seen.graphs[-1] or not seen.reads):
+        found.append(f"not eager: {seen.graphs} {seen.reads}")
+    return found
+
+
+def _cells(name: str) -> list[str]:
+    """Trains the case at every stage and scope; what was wrong."""
+    case = CASES[name]
+    source = frames.Whole(case.build())
+    twin = frames.Whole(case.build())
+    twin.load_state_dict(source.state_dict())
+    expected = _reference(case, twin)
+    problems = []
+    for stage, scope in CELLS:
+        if stage not in case.stages:
+            continue
+        model = frames.Whole(case.build())
+        model.load_state_dict(source.state_dict())
+        try:
+            seen = _train(case, model, stage, scope)
+            seen.deviation = models.deviation(model, twin)
+            found = _problems(case, seen, expected, stage, scope)
+        except Exception:
+            found = [traceback.format_exc()[-1500:]]
+        problems += [f"stage {stage} {scope}: {text}" for text in found]
+    return problems
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_frame(ranks: Ranks, name: str) -> None:
+    """Gradients of all parameters equal DDP's in every step, nothing stays gathered, nothing compiles twice."""
+    for problems in ranks.run(_cells, name):
+        assert problems == [], "\n".join(problems)
+
+
+# ---- lengths that differ by rank and step ----
+
+LENGTHS = ((5, 3), (2, 5), (4, 4), (3, 1), (5, 2), (1, 5), (2, 2), (4, 3))  # of each step, by rank
+
+
+def _lengths(limit: int) -> list[str]:
+    """``limit``: how often rank 1 may compile a frame; behind it the rank runs eagerly."""
+    source, twin = frames.Whole(frames.Net(frames.Block)), frames.Whole(frames.Net(frames.Block))
+    twin.load_state_dict(source.state_dict())
+    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=LR)
+    for number, lengths in enumerate(LENGTHS):
+        optimizer.zero_grad()
+        for rank in range(models.world()):
+            loss = engines.token_loss(twin, models.Batches(rank)[number][:, : lengths[rank] + 1])
+            (loss / models.world()).backward()
+        optimizer.step()
+    problems = []
+    for stage, scope in CELLS:
+        torch._dynamo.reset()
+        counters.clear()
+        model = frames.Whole(frames.Net(frames.Block))
+        model.load_state_dict(source.state_dict())
+        mine = limit if models.rank() == 1 else 8
+        with torch._dynamo.config.patch(recompile_limit=mine), engines.engine(model, stage, compile=scope) as engine:
+            graphs = _train_lengths(engine, model)
+            reads = sum(engine.runtime.core.eager_reads_of(u) for n, u in engine.runtime.unit_of.items() if "layers" in n)
+        cell = f"stage {stage} {scope}"
+        if models.deviation(model, twin) > 1e-6:
+            problems.append(f"{cell}: {models.deviation(model, twin)}")
+        # one static graph, one with dynamic lengths, and one for length 1, which torch never makes dynamic
+        if scope and (graphs[-1] > 3 or graphs[-1] < min(mine, 2)):
+            problems.append(f"{cell}: graphs {graphs}")
+        if scope and (reads > 0) != (mine == 1):
+            problems.append(f"{cell}: {reads} eager reads with a limit of {mine}")
+    return problems
+
+
+def _train_lengths(engine: Any, model: nn.Module) -> list[int]:
+    data, graphs = models.Batches(models.rank()), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    engine.attach_optimizers([optimizer])
+    for number, lengths in enumerate(LENGTHS):
+        batch = data[number][:, : lengths[models.rank()] + 1]
+        engines.step(engine, optimizer, lambda batch=batch: engines.token_loss(model, batch))
+        graphs.append(engine.regions.stats.dynamo_graphs)
+    return graphs
+
+
+@pytest.mark.parametrize("limit", [8, 1])
+def test_lengths_by_rank_and_step(ranks: Ranks, limit: int) -> None:
+    """Parity, no hang, few compilations; also when one rank is over its recompile limit and the other is not."""
+    for problems in ranks.run(_lengths, limit):
+        assert problems == [], "\n".join(problems)

@@ -1,0 +1,214 @@
+"""The dtype of a gradient: the leaf's `grad_dtype` decides, at every stage, before anything is communicated.
+
+Exact data: small integers, so that every sum is exact in the dtype that the contract names, and in no narrower one.
+Source of the cases: DeepSpeed PR 8038.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests import engines, models
+from tests.harness import Ranks
+
+CELLS: tuple[tuple[int, Any], ...] = ((1, "blocks"), (2, False), (3, False), (3, "blocks"), (3, "model"))
+F32, BF16 = torch.float32, torch.bfloat16
+# 257 needs nine bits: exact in float32, 256 in bfloat16. The mean over the two ranks of 257 and 257 + 2 is 258.
+RAW = 257.0
+
+
+class RawGradient(torch.autograd.Function):
+    """`weight` in float32; its gradient is produced in float32 whatever the weight's own dtype is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.shape = weight.shape
+        return x * weight.float().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0], (grads[0] * x).sum().expand(ctx.shape).clone()
+
+
+class Block(nn.Module):
+    """One weight with a raw float32 gradient, one with an ordinary one, in given dtypes."""
+
+    def __init__(self, dtype: torch.dtype, grad_dtype: Any) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
+        self.scalar = nn.Parameter(torch.zeros((), dtype=dtype))
+        self.inner = nn.Linear(2, 3, bias=False)  # float32 beside it
+        self.inner.weight.data.zero_()
+        if grad_dtype != "absent":
+            self.raw.grad_dtype = grad_dtype
+            self.scalar.grad_dtype = grad_dtype
+
+    def forward(self, x: Tensor) -> Tensor:  # [1]
+        y = RawGradient.apply(x, self.raw) + RawGradient.apply(x, self.scalar)
+        return y + self.inner(x.expand(2)).sum()
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype, grad_dtype: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dtype, grad_dtype) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(layer(x) for layer in self.layers)
+
+
+class Whole(nn.Module):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        self.model = Net(*arguments)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def _eager(dtype: torch.dtype, grad_dtype: Any, values: list[float]) -> dict[str, Tensor]:
+    """Gradients of a plain model in one process after a backward for each value, in the leaf's own accumulation."""
+    model = Whole(dtype, grad_dtype)
+    for value in values:
+        model(torch.tensor([value])).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _gradients(dtype: torch.dtype, grad_dtype: Any, stage: int, scope: Any, backwards: int, **options: Any) -> Any:
+    """Full gradients after some backwards, and the bytes that one of them reduced."""
+    torch._dynamo.reset()
+    model = Whole(dtype, grad_dtype)
+    with engines.engine(model, stage, compile=scope, **options) as engine:
+        x = torch.tensor([RAW + 2 * models.rank()], device=models.device())
+        reduced = []
+        for _ in range(backwards):
+            before = engine.runtime.stats().reduce_bytes
+            with engine.training_step():
+                loss = model(x).sum()
+                engine.before_backward(loss)
+                loss.backward()
+                engine.after_backward()
+            reduced.append(engine.runtime.stats().reduce_bytes - before)
+        dtypes = {name: (p.grad.dtype, p.dtype) for name, p in model.named_parameters()}
+        whole = {
+            name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu()
+            for name, p in model.named_parameters()
+        }
+    return whole, dtypes, reduced
+
+
+# (dtype, grad_dtype) -> dtype in which the raw gradient is communicated, and what the mean over ranks of a raw gradient
+# of 257 and 259 is: 258 exactly in float32; bfloat16 rounds them to 256 and 260, whose mean is 258 too, hence RAW + 2.
+CONTRACT: dict[tuple[torch.dtype, Any], torch.dtype] = {
+    (F32, "absent"): F32,
+    (F32, F32): F32,
+    (F32, None): F32,
+    (BF16, "absent"): BF16,
+    (BF16, BF16): BF16,
+    (BF16, F32): F32,
+    (BF16, None): F32,
+    (F32, BF16): BF16,
+}
+RAW_BYTES = 2 * 4 * 2 + 2  # elements of `raw` on two ranks (3 rows padded to 4) and of `scalar`, in two blocks: see below
+
+
+def _contract() -> list[str]:
+    problems = []
+    for (dtype, grad_dtype), wire in CONTRACT.items():
+        for stage, scope in CELLS:
+            cell = f"{dtype} grad_dtype={grad_dtype} stage {stage} {scope}"
+            whole, dtypes, reduced = _gradients(dtype, grad_dtype, stage, scope, 1, master_dtype=None)
+            values = [torch.tensor(RAW + 2 * r).to(wire) for r in range(models.world())]
+            expected = torch.stack(values).float().mean().item()
+            for name, grad in whole.items():
+                if "inner" not in name and (grad.float() != expected).any():
+                    problems.append(f"{cell}: {name} is {grad}, not {expected}")
+                if "inner" in name and (grad != RAW + models.world() - 1).any():
+                    problems.append(f"{cell}: {name} is {grad}")
+            # per block: raw [3 -> 4, 2] and scalar in the wire's dtype, inner [3 -> 4, 2] in float32
+            wanted = 2 * ((8 + 1) * wire.itemsize + 8 * 4)
+            if reduced != [wanted]:
+                problems.append(f"{cell}: reduced {reduced} bytes, not {wanted}")
+            leaf = _eager(dtype, grad_dtype, [RAW])
+            for name, (seen, _) in dtypes.items():
+                if seen != leaf[name].dtype:
+                    problems.append(f"{cell}: {name}.grad is {seen}, torch's own is {leaf[name].dtype}")
+    return problems
+
+
+def test_contract(ranks: Ranks) -> None:
+    """Absent: the parameter's dtype; explicit: that; None: as produced. Values, bytes on the wire and `grad.dtype`."""
+    assert torch.tensor(RAW).bfloat16().item() != RAW
+    for problems in ranks.run(_contract, timeout=240):
+        assert problems == [], "\n".join(problems)
+
+
+def _accumulation() -> list[str]:
+    """Several backwards add in the gradient's own dtype, as a plain leaf does."""
+    problems = []
+    for dtype, grad_dtype in ((F32, "absent"), (BF16, "absent"), (BF16, F32), (BF16, None)):
+        for stage, scope in CELLS[:4]:
+            whole, _, _ = _gradients(dtype, grad_dtype, stage, scope, 3, master_dtype=None)
+            leaves = [_eager(dtype, grad_dtype, [RAW + 2 * r] * 3) for r in range(models.world())]
+            wire = CONTRACT[dtype, grad_dtype]
+            for name, grad in whole.items():
+                mean = torch.stack([leaf[name].float() for leaf in leaves]).mean(0)
+                # each reduction rounds once, each leaf's addition too
+                tolerance = 0.0 if wire == F32 or "inner" in name else 3 * 4.0
+                if (grad.float() - mean).abs().max() > tolerance:
+                    problems.append(f"{dtype} {grad_dtype} stage {stage} {scope}: {name} {grad} not {mean}")
+    return problems
+
+
+def test_accumulation(ranks: Ranks) -> None:
+    for problems in ranks.run(_accumulation, timeout=240):
+        assert problems == [], "\n".join(problems)
+
+
+def _reduce_dtype() -> list[str]:
+    """`reduce_dtype` is of the communication alone: the gradient has its own dtype before and behind it."""
+    problems = []
+    for dtype, grad_dtype, reduce_dtype in ((F32, "absent", BF16), (BF16, "absent", F32), (BF16, F32, BF16)):
+        for stage, scope in CELLS[:4]:
+            options = {"master_dtype": None, "reduce_dtype": reduce_dtype}
+            whole, dtypes, reduced = _gradients(dtype, grad_dtype, stage, scope, 1, **options)
+            cell = f"{dtype} {grad_dtype} {reduce_dtype} stage {stage} {scope}"
+            own = dtype if grad_dtype == "absent" else grad_dtype
+            if reduced != [2 * (8 + 1 + 8) * reduce_dtype.itemsize]:
+                problems.append(f"{cell}: {reduced} bytes")
+            values = [torch.tensor(RAW + 2 * r).to(own).to(reduce_dtype) for r in range(models.world())]
+            expected = torch.stack(values).float().mean().to(reduce_dtype).to(own)
+            for name, grad in whole.items():
+                if "inner" in name:
+                    continue
+                if dtypes[name][0] != own or (grad != expected).any():
+                    problems.append(f"{cell}: {name} is {grad} ({dtypes[name]}), not {expected}")
+    return problems
+
+
+def test_reduce_dtype_is_independent(ranks: Ranks) -> None:
+    for problems in ranks.run(_reduce_dtype, timeout=240):
+        assert problems == [], "\n".join(problems)
+
+
+def _after_training(stage: int) -> dict[str, Any]:
+    """A parameter keeps its `grad_dtype` as a master and when the model is whole again."""
+    model = Whole(BF16, F32)
+    with engines.engine(model, stage, compile=False, master_dtype=F32):
+        masters = {name: (p.dtype, p.grad_dtype) for name, p in model.named_parameters()}
+    return {"masters": masters, "after": {name: p.grad_dtype for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_grad_dtype_is_the_masters_too(ranks: Ranks, stage: int) -> None:
+    for seen in ranks.run(_after_training, stage):
+        assert seen["masters"]["model.layers.0.raw"] == (F32, F32)
+        assert seen["masters"]["model.layers.0.inner.weight"] == (F32, F32)
+        assert seen["after"]["model.layers.0.raw"] == F32
