@@ -221,22 +221,6 @@ def shard_like(full: Tensor, master: Tensor, dtype: torch.dtype | None = None) -
     return as_dtensor(part, tuple(master.shape), master.device_mesh)
 
 
-class Master(DTensor):
-    """A sharded parameter. What is written to its ``data`` raises its version, so that it is gathered anew.
-
-    (``data`` of a tensor has a version of its own: ``p.data.clamp_`` after a step would come too late for a value that
-    is gathered already.)
-    """
-
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
-
-
 def make_master(
     parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, master_dtype: torch.dtype | None
 ) -> nn.Parameter:
@@ -252,7 +236,6 @@ def make_master(
         local = local.to(master_dtype)
     master = nn.Parameter(as_dtensor(local, tuple(full.shape), mesh), requires_grad=parameter.requires_grad)
     # nn.Parameter cannot make one of this class: it insists that detach does, too
-    master.__class__ = Master  # type: ignore[assignment]
     master.__dict__.update(parameter.__dict__)
     return master
 
