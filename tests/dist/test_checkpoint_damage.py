@@ -23,9 +23,7 @@ from tests.dist.test_checkpoint import Saved, _data
 from tests.harness import Ranks
 
 
-def _fit(
-    module: L.LightningModule, kind: str, epochs: int = 1, path: Path | None = None, **more: Any
-) -> L.Trainer:
+def _fit(module: L.LightningModule, kind: str, epochs: int = 1, path: Path | None = None, **more: Any) -> L.Trainer:
     strategy = ZeroCompileStrategy(compile=False, checkpoint=kind)  # type: ignore[arg-type]
     trainer = models.make_trainer(strategy, max_epochs=epochs, limit_val_batches=0, **more)
     trainer.fit(module, _data(), ckpt_path=path)

@@ -132,7 +132,10 @@ def _exact(stage: int) -> list[Tensor]:
                 parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 5 - 2)
         engine = engines.make_engine(model, stage, compile=False, keep_gradients=True)
         try:
-            with engine.training_step(), engine.windows.open("step", None, None) if window else contextlib.nullcontext():
+            with (
+                engine.training_step(),
+                engine.windows.open("step", None, None) if window else contextlib.nullcontext(),
+            ):
                 for k in range(4):
                     x = torch.arange(12.0, device=models.device()).view(2, 6) % (3 + k) + models.rank()
                     model(x).sum().backward()

@@ -276,7 +276,11 @@ def _python_tensors(stage: int, compile: Any) -> tuple[list[tuple[int, ...]], in
             gc.collect()
             found = {}
             for thing in gc.get_objects():
-                if type(thing) in (Tensor, nn.Parameter, Gathered) and thing.device.type == models.device() and thing.numel():
+                if (
+                    type(thing) in (Tensor, nn.Parameter, Gathered)
+                    and thing.device.type == models.device()
+                    and thing.numel()
+                ):
                     found[thing.untyped_storage().data_ptr()] = tuple(thing.shape)
             return found
 

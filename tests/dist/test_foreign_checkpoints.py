@@ -42,7 +42,9 @@ def test_consolidation_commands(worlds: Worlds, tmp_path: Path) -> None:
     """Both of Lightning's commands make a file of a directory, and it resumes to the bit."""
     worlds(2).run(_save, str(tmp_path))
     runs = [
-        subprocess.Popen([sys.executable, "-m", name, str(tmp_path / "ours.ckpt"), "--output_file", str(tmp_path / name)])
+        subprocess.Popen(
+            [sys.executable, "-m", name, str(tmp_path / "ours.ckpt"), "--output_file", str(tmp_path / name)]
+        )
         for name in COMMANDS
     ]
     assert [run.wait(120) for run in runs] == [0, 0]

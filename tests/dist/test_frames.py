@@ -269,7 +269,9 @@ def _lengths(limit: int) -> list[str]:
         mine = limit if models.rank() == 1 else 8
         with torch._dynamo.config.patch(recompile_limit=mine), engines.engine(model, stage, compile=scope) as engine:
             graphs = _train_lengths(engine, model)
-            reads = sum(engine.runtime.core.eager_reads_of(u) for n, u in engine.runtime.unit_of.items() if "layers" in n)
+            reads = sum(
+                engine.runtime.core.eager_reads_of(u) for n, u in engine.runtime.unit_of.items() if "layers" in n
+            )
         cell = f"stage {stage} {scope}"
         if models.deviation(model, twin) > 1e-6:
             problems.append(f"{cell}: {models.deviation(model, twin)}")

@@ -116,7 +116,9 @@ CONTRACT: dict[tuple[torch.dtype, Any], torch.dtype] = {
     (BF16, None): F32,
     (F32, BF16): BF16,
 }
-RAW_BYTES = 2 * 4 * 2 + 2  # elements of `raw` on two ranks (3 rows padded to 4) and of `scalar`, in two blocks: see below
+RAW_BYTES = (
+    2 * 4 * 2 + 2
+)  # elements of `raw` on two ranks (3 rows padded to 4) and of `scalar`, in two blocks: see below
 
 
 def _contract() -> list[str]:

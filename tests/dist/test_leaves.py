@@ -32,7 +32,11 @@ def _weights(model: nn.Module) -> list[nn.Parameter]:
 def _penalty(model: nn.Module, batch: Tensor, backward: Backward) -> None:
     """The L2 term, as users write it, and terms with functions that no shard could compute."""
     term = sum(p.pow(2).sum() for p in model.parameters())
-    term = term + torch.cat([p.flatten() for p in model.parameters()]).norm() + sum(p.T[0].abs().max() for p in _weights(model))
+    term = (
+        term
+        + torch.cat([p.flatten() for p in model.parameters()]).norm()
+        + sum(p.T[0].abs().max() for p in _weights(model))
+    )
     backward(engines.token_loss(model, batch) + 0.01 * term)
 
 

@@ -203,7 +203,11 @@ def _several_optimizers() -> list[str]:
     def groups(model: Any) -> list[torch.optim.Optimizer]:
         head = [*model.model.head.parameters(), *model.model.embedding.parameters()]
         rest = [p for p in model.parameters() if not any(p is q for q in head)]
-        return [torch.optim.SGD(head, lr=LR), torch.optim.SGD(rest[::2], lr=LR), torch.optim.SGD(rest[1::2], lr=LR, momentum=0.9)]
+        return [
+            torch.optim.SGD(head, lr=LR),
+            torch.optim.SGD(rest[::2], lr=LR),
+            torch.optim.SGD(rest[1::2], lr=LR, momentum=0.9),
+        ]
 
     twin.to(models.device())
     optimizers = groups(twin)

@@ -34,9 +34,7 @@ def _compare(mode: str, stage: int, accumulate: int) -> dict[str, Any]:
     strategy = ZeroCompileStrategy(stage=stage, **MODES[mode])
     counters.clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, error_on_recompile=False):
-        record = models.train(
-            module, strategy, accumulate_grad_batches=accumulate, callbacks=[NoLateCompilation()]
-        )
+        record = models.train(module, strategy, accumulate_grad_batches=accumulate, callbacks=[NoLateCompilation()])
     frames = {name: dict(counters[name]) for name in ("frames", "graph_break", "unimplemented")}
     losses = models.reference(twin, accumulate=accumulate)
     return {

@@ -29,7 +29,8 @@ class Bert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from tokenizers import Tokenizer, models as tokenizers
+        from tokenizers import Tokenizer
+        from tokenizers import models as tokenizers
         from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
         config = BertConfig(

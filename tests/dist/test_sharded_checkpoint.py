@@ -75,7 +75,9 @@ def _differences(left: Any, right: Any, where: str = "") -> list[str]:
         return [] if same else [where]
     if isinstance(left, dict) and isinstance(right, dict):
         missing = [f"{where}[{key!r}]" for key in left.keys() ^ right.keys()]
-        return missing + [d for k in left.keys() & right.keys() for d in _differences(left[k], right[k], f"{where}.{k}")]
+        return missing + [
+            d for k in left.keys() & right.keys() for d in _differences(left[k], right[k], f"{where}.{k}")
+        ]
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and len(left) == len(right):
         return [d for i, (a, b) in enumerate(zip(left, right, strict=True)) for d in _differences(a, b, f"{where}.{i}")]
     return [] if left == right else [f"{where}: {left!r} {right!r}"]

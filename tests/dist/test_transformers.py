@@ -13,7 +13,13 @@ from tests.harness import Ranks
 
 pytest.importorskip("transformers")
 
-COMMON: dict[str, Any] = {"use_cache": False, "vocab_size": models.VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+COMMON: dict[str, Any] = {
+    "use_cache": False,
+    "vocab_size": models.VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 DECODER: dict[str, Any] = COMMON | {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 16,
@@ -36,7 +42,9 @@ def _build(name: str) -> nn.Module:
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return hf.GPT2LMHeadModel(hf.GPT2Config(**COMMON, **sizes, **dropout))
     if name == "bert":
-        sizes = {n: DECODER[n] for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+        sizes = {
+            n: DECODER[n] for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        }
         dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return hf.BertForMaskedLM(hf.BertConfig(**COMMON, **sizes, **dropout))
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
