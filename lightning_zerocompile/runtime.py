@@ -80,7 +80,6 @@ class Runtime:
         fakes.register()
         self.core: Any = self._extension.Runtime(gather_group.group_name, reduce_group.group_name, str(device))
         self.core.set_prefetch(config.prefetch)
-        self._order: list[int] = []  # of the units in rank 0's forward, once a backward has begun
         self.slots: list[Slot] = []
         self.moment = Moment()
         self.unit_of: dict[str, int] = {}  # block name -> unit
@@ -99,11 +98,7 @@ class Runtime:
 
         def agree(order: list[int]) -> list[int]:
             owner = this()
-            if owner is None:
-                return order
-            agreed = owner._agree(order)
-            owner._order = agreed[::-1]
-            return agreed
+            return order if owner is None else owner._agree(order)
 
         def compare(sequence: int, unit: str) -> str:
             owner = this()
@@ -289,9 +284,8 @@ class Runtime:
             hooks._push_saved_tensors_default_hooks(*top)
 
     def units_in_order(self) -> list[tuple[int, list[nn.Parameter]]]:
-        """Each unit's masters, in the order of rank 0's forward: gathers follow it on all ranks."""
-        order = self._order or range(len(self._masters))
-        return [(unit, self._masters[unit]) for unit in order]
+        """Each unit's masters, in the order in which a forward uses the units."""
+        return [(unit, self._masters[unit]) for unit in self.core.unit_order()]
 
     @torch.no_grad()  # so this does not count as the forward's order
     def _refresh_kept(self) -> None:
@@ -303,9 +297,7 @@ class Runtime:
     def masters_changed(self, masters: Sequence[Tensor]) -> None:
         """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""
         units = {self._unit_of_master[master] for master in masters if master in self._unit_of_master}
-        for unit, _ in self.units_in_order():
-            if unit in units:
-                self.core.masters_changed([unit])
+        self.core.masters_changed(sorted(units))
         self.core.forget_outstanding()
 
     def eager_reads(self) -> dict[str, int]:
