@@ -168,7 +168,7 @@ def _trusted(folder: str) -> Any:
     trainer = _fit(module, "sharded")
     module.on_save_checkpoint = lambda checkpoint: checkpoint.update(mine=Path("x"))  # type: ignore[method-assign]
     trainer.save_checkpoint(path)
-    with pytest.raises(pickle.UnpicklingError, match="meta.pt"):
+    with pytest.raises(pickle.UnpicklingError, match=r"meta\.pt"):
         sharded_checkpoint.load(path, {}, None, True)
     return sharded_checkpoint.load(path, {}, False, True)["mine"]
 

@@ -1,4 +1,4 @@
-"""Training equals DDP: SGD, every stage, world size, backend and accumulation; and the suite notices when it does not."""
+"""Training equals DDP: SGD, at every stage, world size, backend and accumulation."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def _wrong_shape(folder: str) -> None:
     path = f"{folder}/a.ckpt"
     _fit(models.Module(optimizer="adamw"), _strategy("sharded", 3)).save_checkpoint(path)
     narrow = models.Module(lambda: models.ByteModel(width=8), optimizer="adamw")
-    with pytest.raises(RuntimeError, match="size mismatch for model.layers.0.up.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for model\.layers\.0\.up\.weight"):
         _fit(narrow, _strategy("sharded", 3), 2, path)
     fewer = models.Module(optimizer="adamw")
     fewer.configure_optimizers = lambda: torch.optim.AdamW(fewer.model.layers.parameters())  # type: ignore[method-assign]

@@ -81,7 +81,7 @@ def _trained(name: str) -> dict[Any, float]:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             engine.attach_optimizers([optimizer])
             for number in range(3):
-                engines.step(engine, optimizer, lambda number=number: model(data[number]))
+                engines.step(engine, optimizer, lambda number=number, model=model, data=data: model(data[number]))
         deviations[scope] = models.deviation(model, twin)
     return deviations
 
