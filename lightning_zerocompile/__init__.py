@@ -3,7 +3,8 @@
 Importing this package registers ``Trainer(strategy="zerocompile")`` and ``zerocompile_stage_1``, ``_2``, ``_3``.
 """
 
-from lightning_zerocompile.strategy import ZeroCompileStrategy, register_strategies
+from lightning_zerocompile.registry import register_strategies
+from lightning_zerocompile.strategy import ZeroCompileStrategy
 
 __version__ = "0.1.0"
 __all__ = ["ZeroCompileStrategy"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -24,7 +23,6 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -476,20 +474,3 @@ class ZeroCompileStrategy(ParallelStrategy):
 
 def _raw(optimizer: Optimizer) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def register_strategies() -> None:
-    """Registers the names with Lightning; again (a reload) the newest class counts."""
-    foreign = sys.modules.get("pytorch_lightning.strategies")  # a package of its own, with its own registry
-    for name, stage in (("zerocompile", 3), *((f"zerocompile_stage_{stage}", stage) for stage in (1, 2, 3))):
-        description = f"ZeRO stage {stage} by torch.compile"
-        StrategyRegistry.register(name, ZeroCompileStrategy, description=description, override=True, stage=stage)
-        if foreign is not None:
-            foreign.StrategyRegistry.register(name, _refuse_foreign, description=description, override=True)
-
-
-def _refuse_foreign() -> NoReturn:
-    raise ImportError(
-        "strategy='zerocompile' works with the Trainer of `lightning`, whose classes are not those of "
-        "`pytorch_lightning`. Use `import lightning as L` instead of `import pytorch_lightning as pl`."
-    )

@@ -52,7 +52,7 @@ def test_names_are_case_insensitive_as_lightnings_are() -> None:
 def test_import_twice_and_reload() -> None:
     """A second import or a reload neither fails nor registers twice."""
     importlib.reload(lightning_zerocompile)
-    from lightning_zerocompile.strategy import register_strategies
+    from lightning_zerocompile.registry import register_strategies
 
     register_strategies()
     assert {name for name in StrategyRegistry.available_strategies() if name.startswith("zerocompile")} == set(NAMES)

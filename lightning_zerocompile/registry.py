@@ -1,0 +1,27 @@
+"""The names under which Lightning's Trainer finds the strategy."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_zerocompile.strategy import ZeroCompileStrategy
+
+
+def register_strategies() -> None:
+    """Registers the names with Lightning; again (a reload) the newest class counts."""
+    foreign = sys.modules.get("pytorch_lightning.strategies")  # a package of its own, with its own registry
+    for name, stage in (("zerocompile", 3), *((f"zerocompile_stage_{stage}", stage) for stage in (1, 2, 3))):
+        description = f"ZeRO stage {stage} by torch.compile"
+        StrategyRegistry.register(name, ZeroCompileStrategy, description=description, override=True, stage=stage)
+        if foreign is not None:
+            foreign.StrategyRegistry.register(name, _refuse_foreign, description=description, override=True)
+
+
+def _refuse_foreign() -> NoReturn:
+    raise ImportError(
+        "strategy='zerocompile' works with the Trainer of `lightning`, whose classes are not those of "
+        "`pytorch_lightning`. Use `import lightning as L` instead of `import pytorch_lightning as pl`."
+    )
