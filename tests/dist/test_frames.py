@@ -262,6 +262,8 @@ def _lengths(limit: int) -> list[str]:
         optimizer.step()
     problems = []
     for stage, scope in CELLS:
+        if limit == 1 and (stage, scope) == (3, "model"):
+            continue  # a graph of the whole model gathers in its own order: ranks that differ raise
         torch._dynamo.reset()
         counters.clear()
         model = frames.Whole(frames.Net(frames.Block))
