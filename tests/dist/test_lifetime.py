@@ -120,7 +120,7 @@ def _raise_in_backward(engine: Any, model: Any, optimizer: Any, batch: Tensor) -
 
 
 def _raise_in_window(engine: Any, model: Any, optimizer: Any, batch: Tensor) -> None:
-    with pytest.raises(ValueError, match="boom"), engine.coalesced_reduction():
+    with pytest.raises(ValueError, match="boom"), engine.windows.open("auto", None, None):
         _step_with(engine, model, batch)
         raise ValueError("boom")
     optimizer.zero_grad(set_to_none=True)
