@@ -24,6 +24,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from lightning_zerocompile.fakes import flatten
 from lightning_zerocompile.passes.tag import TRAINING
 
+_SOURCE = get_hash_for_files((__file__,))  # now: the file may change while this process runs the code it has
+
 
 def _output(graph: fx.Graph) -> fx.Node:
     return graph.output_node()
@@ -77,7 +79,7 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         graph.lint()
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,), f"regional={self.regional} fence_bytes={self.fence_bytes}")
+        return _SOURCE + f"regional={self.regional} fence_bytes={self.fence_bytes}".encode()
 
     # ---- gathers ----
 
