@@ -428,7 +428,7 @@ SHUTDOWN = """
     dist.destroy_process_group = lambda *a: (order.append("destroy"), destroy(*a))[1]
     module = models.Module()
     models.train(module, ZeroCompileStrategy(stage={stage}, backend="aot_eager"), steps=2)
-    assert order == ["shutdown", "destroy"], order
+    assert order[:2] == ["shutdown", "destroy"] and set(order[1:]) == {"destroy"}, order
     dist.destroy_process_group()
     print("ended")
 """
