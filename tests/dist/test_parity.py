@@ -60,8 +60,10 @@ def _check_whole(record: Any, frames: dict[str, dict[str, int]], mode: str) -> N
     assert record.stats.graph_uses > 0 and record.stats.graph_reductions > 0
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("world", [1, 2, 3])
+LONG = [pytest.param(world, 4, marks=pytest.mark.long) for world in (1, 3)]
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 1), (3, 1), (2, 4), *LONG])
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sgd_equals_ddp(worlds: Worlds, stage: int, mode: str, world: int, accumulate: int) -> None:

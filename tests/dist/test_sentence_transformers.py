@@ -95,8 +95,10 @@ def _gradients(stage: int, name: str, window: bool, compile: Any) -> tuple[float
     return worst / largest, stats.reductions, stats.backwards
 
 
-@pytest.mark.parametrize("compile", [False, "blocks"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+LONG = [pytest.param(stage, "blocks", marks=pytest.mark.long) for stage in (1, 2)]
+
+
+@pytest.mark.parametrize(("stage", "compile"), [(1, False), (2, False), (3, False), (3, "blocks"), *LONG])
 def test_cached_losses_equal_the_plain_ones(ranks: Ranks, stage: int, compile: Any) -> None:
     """Every gradient equals the uncached loss's, and the chunks' backwards cost one reduction."""
     for name in LOSSES:
