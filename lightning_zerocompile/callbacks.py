@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_zerocompile.shard import shard_like
+from lightning_zerocompile.shard import sharded_if_full
 
 if TYPE_CHECKING:
     from lightning_zerocompile.engine import Engine
@@ -77,9 +77,8 @@ def _full_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: 
 
 def _sharded_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        value = state_dict.get(prefix + name)
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-            state_dict[prefix + name] = shard_like(value, parameter)
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = sharded_if_full(state_dict[prefix + name], parameter)
 
 
 class _Rows:

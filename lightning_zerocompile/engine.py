@@ -194,7 +194,7 @@ class Engine:
         known = {slot.master for slot in self.runtime.slots}
         for number, optimizer in enumerate(optimizers):
             check_optimizer(optimizer)
-            foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+            foreign = [p for p in _masters_of(optimizer) if p not in known]
             if foreign:
                 raise RuntimeError(
                     f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that are not "
@@ -222,8 +222,13 @@ class Engine:
     def skip_step(self, optimizer: Optimizer) -> None:
         """What a step releases, when loss scaling skips it: nothing is updated."""
         self.runtime.core.forget_outstanding()
-        if not self.config.keep_gradients:
-            for master in (p for group in optimizer.param_groups for p in group["params"]):
+        self._release_gradients(_masters_of(optimizer))
+
+    def _release_gradients(self, masters: Sequence[Tensor]) -> None:
+        if self.config.keep_gradients:
+            return
+        with leaves.plain():
+            for master in masters:
                 master.grad = None
 
     def _unit_written(self, unit: int) -> None:
@@ -236,12 +241,9 @@ class Engine:
             self._stepped_by_unit = False
             self.runtime.core.forget_outstanding()
             return
-        masters = [p for group in optimizer.param_groups for p in group["params"]]
+        masters = _masters_of(optimizer)
         self.runtime.masters_changed(masters)
-        if not self.config.keep_gradients:
-            with leaves.plain():
-                for master in masters:
-                    master.grad = None
+        self._release_gradients(masters)
 
     # ---- values ----
 
@@ -299,6 +301,10 @@ class Engine:
         if destroy:
             for group in self._own_groups:
                 dist.destroy_process_group(group)
+
+
+def _masters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _explain(message: str) -> str | None:

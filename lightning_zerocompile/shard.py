@@ -116,10 +116,8 @@ def _refuse_copy(self: nn.Module, *_: Any) -> NoReturn:
 def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
     """Full tensors load into the shards at any time: each rank takes its rows."""
     for name, slot in self.__dict__[SLOTS].items():
-        value = state_dict.get(prefix + name)
-        plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if isinstance(value, Tensor) and plain and tuple(value.shape) == slot.size:
-            state_dict[prefix + name] = shard_like(value, slot.master)
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = sharded_if_full(state_dict[prefix + name], slot.master)
     base: Any = getattr(type(self), BASE)
     base._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
@@ -219,6 +217,13 @@ def shard_like(full: Tensor, master: Tensor, dtype: torch.dtype | None = None) -
     local = master.to_local()
     part = local_part(full, master.device_mesh).to(device=local.device, dtype=dtype or local.dtype)
     return as_dtensor(part, tuple(master.shape), master.device_mesh)
+
+
+def sharded_if_full(value: Any, master: Tensor) -> Any:
+    """A plain tensor of the master's full shape in the layout and dtype of ``master``; anything else as it is."""
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == master.shape:
+        return shard_like(value, master)
+    return value
 
 
 def make_master(

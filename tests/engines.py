@@ -46,13 +46,18 @@ def token_loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:  # b
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
+def backward(engine: Engine, loss: Tensor) -> None:
+    """A backward as the strategy runs it."""
+    engine.before_backward(loss)
+    loss.backward()
+    engine.after_backward()
+
+
 def step(engine: Engine, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> float:
     """One step as the strategy runs it."""
     with engine.training_step():
         value = loss()
-        engine.before_backward(value)
-        value.backward()
-        engine.after_backward()
+        backward(engine, value)
     optimizer.step()
     optimizer.zero_grad()
     return value.item()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -199,17 +198,6 @@ class UsedByOneRank(Net):
     def forward(self, tokens: Tensor) -> Tensor:
         self.drop = (len(self.layers) - 1,) if self.rank == 0 else (0,)
         return super().forward(tokens)
-
-
-class Whole(nn.Module):
-    """A model as the strategy sees it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any) -> Any:
-        return self.model(*args)
 
 
 def rounded(reentrant: bool) -> Net:

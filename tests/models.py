@@ -48,6 +48,17 @@ class ByteModel(nn.Module):
         return self.head(x) * self.scale + self.shift
 
 
+class Whole(nn.Module):
+    """A model as the strategy sees it, one level down: `compile="model"` makes it one region."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Any:
+        return self.model(*args)
+
+
 class Module(L.LightningModule):
     """Next-token training of ``model``; keeps the losses of this rank."""
 
@@ -134,6 +145,15 @@ def train(module: Module, strategy: ZeroCompileStrategy, steps: int = 5, **argum
     callbacks = [record, *arguments.pop("callbacks", [])]
     make_trainer(strategy, max_steps=steps, callbacks=callbacks, **arguments).fit(module, Batches(rank()))
     return record
+
+
+def fit_epochs(
+    module: L.LightningModule, strategy: Any, epochs: int, path: str | None = None, **arguments: Any
+) -> L.Trainer:
+    """Three batches an epoch, one of validation after each."""
+    trainer = make_trainer(strategy, max_epochs=epochs, num_sanity_val_steps=0, **arguments)
+    trainer.fit(module, Batches(rank(), 3), Batches(rank(), 1), ckpt_path=path, weights_only=False)
+    return trainer
 
 
 def reference(module: Module, steps: int = 5, accumulate: int = 1) -> list[float]:

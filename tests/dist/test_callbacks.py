@@ -23,14 +23,6 @@ EAGER: dict[str, Any] = {"compile": False}
 AOT: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
 
 
-def _fit(module: L.LightningModule, strategy: Any, epochs: int, path: str | None = None, **arguments: Any) -> L.Trainer:
-    """Three batches an epoch, one of validation after each."""
-    trainer = models.make_trainer(strategy, max_epochs=epochs, num_sanity_val_steps=0, **arguments)
-    data = models.Batches(models.rank(), 3), models.Batches(models.rank(), 1)
-    trainer.fit(module, *data, ckpt_path=path, weights_only=False)
-    return trainer
-
-
 # ---- averages of the weights ----
 
 
@@ -70,14 +62,16 @@ def _averages(kind: str, folder: str) -> None:
     torch.manual_seed(0)
     start = Normalized()
     ddp, further, plain = (copy.deepcopy(start) for _ in range(3))
-    _fit(ddp, "ddp", 3, callbacks=[AVERAGES[kind]()]).save_checkpoint(f"{folder}/ddp.ckpt")
-    _fit(further, "ddp", 5, f"{folder}/ddp.ckpt", callbacks=[AVERAGES[kind]()])
-    _fit(plain, "ddp", 3)
+    models.fit_epochs(ddp, "ddp", 3, callbacks=[AVERAGES[kind]()]).save_checkpoint(f"{folder}/ddp.ckpt")
+    models.fit_epochs(further, "ddp", 5, f"{folder}/ddp.ckpt", callbacks=[AVERAGES[kind]()])
+    models.fit_epochs(plain, "ddp", 3)
     assert models.deviation(ddp, plain) > 1e-2
     theirs = torch.load(f"{folder}/ddp.ckpt", weights_only=False)
     for stage in (1, 3):
         module, resumed, path = copy.deepcopy(start), copy.deepcopy(start), f"{folder}/{stage}.ckpt"
-        trainer = _fit(module, ZeroCompileStrategy(stage, **EAGER), 3, callbacks=[AVERAGES[kind](), Averages()])
+        trainer = models.fit_epochs(
+            module, ZeroCompileStrategy(stage, **EAGER), 3, callbacks=[AVERAGES[kind](), Averages()]
+        )
         trainer.save_checkpoint(path)
         assert models.deviation(module, ddp) < 1e-6
         assert module.seen == pytest.approx(ddp.seen, abs=1e-5)  # the average's, for the newer callbacks
@@ -86,7 +80,7 @@ def _averages(kind: str, folder: str) -> None:
         for name, value in theirs["state_dict"].items():
             assert type(ours["state_dict"][name]) is Tensor
             assert torch.allclose(ours["state_dict"][name], value, atol=1e-6), name
-        _fit(resumed, ZeroCompileStrategy(stage, **EAGER), 5, path, callbacks=[AVERAGES[kind]()])
+        models.fit_epochs(resumed, ZeroCompileStrategy(stage, **EAGER), 5, path, callbacks=[AVERAGES[kind]()])
         assert models.deviation(resumed, further) < 1e-6
         trainer.validate(module, models.Batches(models.rank(), 1), verbose=False)
         probe = module.eval().loss(models.Batches(models.rank(), 1)[0].to(module.norm.weight.device))
@@ -139,11 +133,11 @@ def _finetuning(folder: str) -> None:
     for stage, options in ((1, EAGER), (3, EAGER), (3, AOT)):
         module, resumed = copy.deepcopy(start), copy.deepcopy(start)
         path = f"{folder}/{stage}.ckpt"
-        _fit(module, ZeroCompileStrategy(stage, **options), 4, callbacks=[Gradual()]).save_checkpoint(path)
+        models.fit_epochs(module, ZeroCompileStrategy(stage, **options), 4, callbacks=[Gradual()]).save_checkpoint(path)
         assert models.deviation(module, twin) < 1e-6
         assert all(p.requires_grad for p in module.parameters())
         if options is EAGER:
-            trainer = _fit(resumed, ZeroCompileStrategy(stage, **options), 5, path, callbacks=[Gradual()])
+            trainer = models.fit_epochs(resumed, ZeroCompileStrategy(stage, **options), 5, path, callbacks=[Gradual()])
             assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [4, 5, 10]
             assert models.deviation(resumed, module) > 1e-3
 

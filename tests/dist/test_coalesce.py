@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from tests import engines, models
 from tests.harness import Ranks
@@ -25,17 +24,6 @@ MODES: dict[str, dict[str, Any]] = {
     "model": {"compile": "model"},
 }
 UNITS = 5  # of ByteModel
-
-
-class Whole(nn.Module):
-    """What `compile="model"` needs: a root whose child is one region."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens)
 
 
 def _reference(twin: nn.Module, micros: list[list[int]], lr: float = 0.5) -> None:
@@ -53,9 +41,7 @@ def _reference(twin: nn.Module, micros: list[list[int]], lr: float = 0.5) -> Non
 def _backwards(engine: Engine, data: models.Batches, numbers: list[int]) -> None:
     for number in numbers:
         loss = engines.token_loss(engine.model, data[number]) / len(numbers)
-        engine.before_backward(loss)
-        loss.backward()
-        engine.after_backward()
+        engines.backward(engine, loss)
 
 
 def _traffic(profile: Any) -> dict[str, int]:
@@ -72,7 +58,7 @@ def _traffic(profile: Any) -> dict[str, int]:
 
 
 def _windows(stage: int, mode: str, gather: str) -> dict[str, Any]:
-    model, twin = Whole(models.ByteModel()), Whole(models.ByteModel())
+    model, twin = models.Whole(models.ByteModel()), models.Whole(models.ByteModel())
     twin.load_state_dict(model.state_dict())
     data = models.Batches(models.rank())
     counts = [1, 2, 4, 8, 1]  # the first and the last window show that nothing is left behind
@@ -424,11 +410,8 @@ def test_several_forwards_and_one_backward(ranks: Ranks, stage: int) -> None:
 # ---- errors ----
 
 
-def _engine(stage: int, seconds: float = 60, **options: Any) -> Engine:
-    config = Config(stage=stage, **({"compile": False, "timeout": timedelta(seconds=seconds)} | options))
-    backend = "nccl" if models.device() == "cuda" else "gloo"
-    where = torch.device("cuda", models.rank()) if backend == "nccl" else torch.device("cpu")
-    return Engine(models.ByteModel(), where, config, None, backend)
+def _engine(stage: int, seconds: float = 60) -> Engine:
+    return engines.make_engine(models.ByteModel(), stage, compile=False, timeout=timedelta(seconds=seconds))
 
 
 def _misused(stage: int) -> dict[str, str]:

@@ -150,9 +150,7 @@ def _traffic(stage: int, accumulate: int, compile: Any) -> dict[str, int]:
                 last = micro == accumulate - 1
                 with engine.training_step(), nullcontext() if last else engine.accumulation():
                     loss = engines.token_loss(model, data[number * accumulate + micro]) / accumulate
-                    engine.before_backward(loss)
-                    loss.backward()
-                    engine.after_backward()
+                    engines.backward(engine, loss)
             optimizer.step()
             engine.settle()  # what was started behind the optimizer has arrived
 

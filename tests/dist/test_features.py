@@ -21,14 +21,6 @@ EAGER: dict[str, Any] = {"compile": False}
 AOT: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
 
 
-def _fit(module: L.LightningModule, strategy: Any, epochs: int, path: str | None = None, **arguments: Any) -> L.Trainer:
-    """Three batches an epoch, one of validation after each."""
-    trainer = models.make_trainer(strategy, max_epochs=epochs, num_sanity_val_steps=0, **arguments)
-    data = models.Batches(models.rank(), 3), models.Batches(models.rank(), 1)
-    trainer.fit(module, *data, ckpt_path=path, weights_only=False)
-    return trainer
-
-
 # ---- callbacks and loggers that watch ----
 
 
@@ -64,7 +56,7 @@ def _watch(strategy: Any, start: Watched, folder: str) -> tuple[Any, ...]:
     module, counted = copy.deepcopy(start), Counted()
     checkpoint = callbacks.ModelCheckpoint(folder, monitor="worse", save_top_k=1, filename="{epoch}", save_last=True)
     logger = L.pytorch.loggers.CSVLogger(folder, version=0)
-    trainer = _fit(
+    trainer = models.fit_epochs(
         module, strategy, 9, logger=logger, log_every_n_steps=1, enable_checkpointing=True, enable_model_summary=True,
         callbacks=[
             checkpoint, counted, callbacks.EarlyStopping("worse", patience=1), callbacks.LearningRateMonitor(),

@@ -157,9 +157,7 @@ def _train(case: Case, model: nn.Module, stage: int, scope: Any) -> Watched:
 
         def backward(loss: Tensor) -> None:
             seen.after_forward = max(seen.after_forward, len(core.resident_units()))
-            engine.before_backward(loss)
-            loss.backward()
-            engine.after_backward()
+            engines.backward(engine, loss)
             seen.after_backward += core.resident_units()
 
         for number in range(STEPS):
@@ -217,15 +215,15 @@ def _problems(case: Case, seen: Watched, expected: list[zoo.Gradients], stage: i
 def _cells(name: str) -> list[str]:
     """Trains the case at every stage and scope; what was wrong."""
     case = CASES[name]
-    source = frames.Whole(case.build())
-    twin = frames.Whole(case.build())
+    source = models.Whole(case.build())
+    twin = models.Whole(case.build())
     twin.load_state_dict(source.state_dict())
     expected = _reference(case, twin)
     problems = []
     for stage, scope in CELLS:
         if stage not in case.stages:
             continue
-        model = frames.Whole(case.build())
+        model = models.Whole(case.build())
         model.load_state_dict(source.state_dict())
         try:
             seen = _train(case, model, stage, scope)
@@ -251,7 +249,7 @@ LENGTHS = ((5, 3), (2, 5), (4, 4), (3, 1), (5, 2), (1, 5), (2, 2), (4, 3))  # of
 
 def _lengths(limit: int) -> list[str]:
     """``limit``: how often rank 1 may compile a frame; behind it the rank runs eagerly."""
-    source, twin = frames.Whole(frames.Net(frames.Block)), frames.Whole(frames.Net(frames.Block))
+    source, twin = models.Whole(frames.Net(frames.Block)), models.Whole(frames.Net(frames.Block))
     twin.load_state_dict(source.state_dict())
     optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=LR)
     for number, lengths in enumerate(LENGTHS):
@@ -266,7 +264,7 @@ def _lengths(limit: int) -> list[str]:
             continue  # a graph of the whole model gathers in its own order: ranks that differ raise
         torch._dynamo.reset()
         counters.clear()
-        model = frames.Whole(frames.Net(frames.Block))
+        model = models.Whole(frames.Net(frames.Block))
         model.load_state_dict(source.state_dict())
         mine = limit if models.rank() == 1 else 8
         with torch._dynamo.config.patch(recompile_limit=mine), engines.engine(model, stage, compile=scope) as engine:

@@ -92,9 +92,7 @@ def _gradients(dtype: torch.dtype, grad_dtype: Any, stage: int, scope: Any, back
             before = engine.runtime.stats().reduce_bytes
             with engine.training_step():
                 loss = model(x).sum()
-                engine.before_backward(loss)
-                loss.backward()
-                engine.after_backward()
+                engines.backward(engine, loss)
             reduced.append(engine.runtime.stats().reduce_bytes - before)
         dtypes = {name: (p.grad.dtype, p.dtype) for name, p in model.named_parameters()}
         whole = {

@@ -155,9 +155,7 @@ def _train(case: Works, model: nn.Module, stage: int, scope: Any) -> None:
         engine.attach_optimizers([optimizer])
 
         def backward(loss: Tensor) -> None:
-            engine.before_backward(loss)
-            loss.backward()
-            engine.after_backward()
+            engines.backward(engine, loss)
 
         for number in range(STEPS):
             with engine.training_step():
@@ -255,9 +253,7 @@ def _optimizer_in_backward(stage: int) -> float:
         for number in range(STEPS):
             with engine.training_step():
                 loss = engines.token_loss(model, data[number])
-                engine.before_backward(loss)
-                loss.backward()
-                engine.after_backward()
+                engines.backward(engine, loss)
         kept = sum(p.grad is not None for p in model.parameters())
     _reference(Works(), twin)
     return models.deviation(model, twin) + kept
@@ -355,9 +351,7 @@ def _message(name: str, stage: int, scope: Any) -> str:
     user, data = RAISES[name][0], models.Batches(models.rank())
 
     def backward(loss: Tensor) -> None:
-        engine.before_backward(loss)
-        loss.backward()
-        engine.after_backward()
+        engines.backward(engine, loss)
 
     try:
         for _ in range(2):  # what is done to the module itself is found at the next step

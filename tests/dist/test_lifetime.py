@@ -22,15 +22,6 @@ LR = 0.5
 CELLS: tuple[tuple[int, Any], ...] = ((1, "blocks"), (2, False), (3, False), (3, "blocks"), (3, "model"))
 
 
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = models.ByteModel()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens)
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -57,15 +48,9 @@ class Partitions:
         return sum(reference() is not None for reference in self._seen)
 
 
-def _backward(engine: Any, loss: Tensor) -> None:
-    engine.before_backward(loss)
-    loss.backward()
-    engine.after_backward()
-
-
 def _step_with(engine: Any, model: nn.Module, batch: Tensor) -> None:
     with engine.training_step():
-        _backward(engine, engines.token_loss(model, batch))
+        engines.backward(engine, engines.token_loss(model, batch))
 
 
 def _gone(how: str) -> list[str]:
@@ -73,7 +58,7 @@ def _gone(how: str) -> list[str]:
     problems = []
     for stage, scope in CELLS:
         torch._dynamo.reset()
-        model, data = Whole(), models.Batches(models.rank())
+        model, data = models.Whole(models.ByteModel()), models.Batches(models.rank())
         parameters = list(model.parameters())
         with engines.engine(model, stage, compile=scope) as engine:
             parameters = list(model.parameters())
@@ -112,7 +97,7 @@ def _raise_in_backward(engine: Any, model: Any, optimizer: Any, batch: Tensor) -
     with pytest.raises(ValueError, match="boom"), engine.training_step():
         inner = model.model
         x = Boom.apply(inner.layers[0](inner.embedding(batch[:, :-1])))
-        _backward(engine, inner.head(inner.layers[2](inner.layers[1](x))).sum())
+        engines.backward(engine, inner.head(inner.layers[2](inner.layers[1](x))).sum())
     optimizer.zero_grad(set_to_none=True)
     with engine.training_step(), torch.no_grad():  # where a failed backward is noticed
         model(batch)
@@ -147,12 +132,12 @@ def test_partition_is_gone(ranks: Ranks, how: str) -> None:
 
 def _several_backwards() -> list[str]:
     """backward, backward, step; `zero_grad(set_to_none=False)`; a step that is skipped."""
-    twin, problems = Whole(), []
+    twin, problems = models.Whole(models.ByteModel()), []
     state = {name: value.clone() for name, value in twin.state_dict().items()}
     _plain(twin.to(models.device()))
     for stage, scope in CELLS:
         torch._dynamo.reset()
-        model, data = Whole(), models.Batches(models.rank())
+        model, data = models.Whole(models.ByteModel()), models.Batches(models.rank())
         model.load_state_dict(state)
         with engines.engine(model, stage, compile=scope, keep_gradients=True) as engine:
             parameters = list(model.parameters())
@@ -196,7 +181,7 @@ def test_backward_backward_step(ranks: Ranks) -> None:
 
 def _several_optimizers() -> list[str]:
     """Three optimizers, of which one or two step: the others' gradients stay and add up, as in torch."""
-    twin, problems = Whole(), []
+    twin, problems = models.Whole(models.ByteModel()), []
     state = {name: value.clone() for name, value in twin.state_dict().items()}
     plans = [(0,), (1, 2), (0, 2), (1,), (0, 1, 2)]
 
@@ -219,7 +204,7 @@ def _several_optimizers() -> list[str]:
             optimizers[index].zero_grad()
     for stage, scope in CELLS:
         torch._dynamo.reset()
-        model, data = Whole(), models.Batches(models.rank())
+        model, data = models.Whole(models.ByteModel()), models.Batches(models.rank())
         model.load_state_dict(state)
         with engines.engine(model, stage, compile=scope) as engine:
             optimizers = groups(model)
@@ -246,7 +231,7 @@ def test_some_optimizers_step(ranks: Ranks) -> None:
 
 def _recompiled() -> list[str]:
     """New graphs in mid-training (other lengths, evaluation, thrown-away code): gradients right, memory gone."""
-    twin, problems = Whole(), []
+    twin, problems = models.Whole(models.ByteModel()), []
     state = {name: value.clone() for name, value in twin.state_dict().items()}
     lengths = [5, 5, 3, 4, 5, 2, 5]
     twin.to(models.device())
@@ -260,7 +245,7 @@ def _recompiled() -> list[str]:
     for stage, scope in [cell for cell in CELLS if cell[1]]:
         torch._dynamo.reset()
         counters.clear()
-        model, data = Whole(), models.Batches(models.rank())
+        model, data = models.Whole(models.ByteModel()), models.Batches(models.rank())
         model.load_state_dict(state)
         with engines.engine(model, stage, compile=scope) as engine:
             optimizer = torch.optim.SGD(model.parameters(), lr=LR)

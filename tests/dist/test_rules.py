@@ -53,17 +53,6 @@ def _sgd(engine: Any, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-class Whole(nn.Module):
-    """A model as the strategy sees it, one level down: `compile="model"` makes it one region."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any) -> Any:
-        return self.model(*args)
-
-
 # ---- rule 2 ----
 
 
@@ -87,9 +76,7 @@ def _toggle(stage: int) -> dict[str, Any]:
                 for master in masters:
                     master.requires_grad_(wanted)
                 loss = engines.token_loss(model, data[0])
-                engine.before_backward(loss)
-                loss.backward()
-                engine.after_backward()
+                engines.backward(engine, loss)
                 seen.append([master.grad is not None for master in masters])
                 for parameter in model.parameters():
                     parameter.grad = None
@@ -114,7 +101,7 @@ def _saved(stage: int, scope: Any) -> tuple[list[tuple[int, ...]], int]:
     weights = {tuple(p.shape) for p in model.layers[0].parameters() if p.dim() == 2}
     weights |= {shape[::-1] for shape in weights}
     saved: list[Tensor] = []
-    with engines.engine(Whole(model), stage, compile=scope) as engine:
+    with engines.engine(models.Whole(model), stage, compile=scope) as engine:
         resident = {
             slot.source.untyped_storage().data_ptr() for slot in engine.runtime.slots if slot.source.numel() > 0
         }
@@ -348,9 +335,7 @@ def _end_of_backward(kind: str, stage: int, scope: Any) -> tuple[float, int]:
         optimizer = _sgd(engine, model)
 
         def manual_backward(value: Tensor) -> None:
-            engine.before_backward(value)
-            value.backward()
-            engine.after_backward()
+            engines.backward(engine, value)
 
         loss = _checkpointed if kind == "checkpoint" else _nested_loss(kind, manual_backward)
         for number in range(3):
@@ -501,7 +486,7 @@ def _compiled_writes(stage: int, scope: Any) -> dict[str, str]:
     messages = {}
     for how in WRITES:
         torch._dynamo.reset()
-        engine = engines.make_engine(model := Whole(WriterModel(how)), stage, compile=scope)
+        engine = engines.make_engine(model := models.Whole(WriterModel(how)), stage, compile=scope)
         try:
             with engine.training_step():
                 model(models.Batches(0)[0])

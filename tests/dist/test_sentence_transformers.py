@@ -78,9 +78,7 @@ def _gradients(stage: int, name: str, window: bool, compile: Any) -> tuple[float
         cached = _loss(LOSSES[name], encoder, guide)
         with engine.training_step(), engine.windows.open("auto", None, None) if window else contextlib.nullcontext():
             value = cached(_features(models.rank()), labels)
-            engine.before_backward(value)
-            value.backward()
-            engine.after_backward()
+            engines.backward(engine, value)
         stats = engine.runtime.stats()
         ours = {n: p.grad.full_tensor() for n, p in encoder.named_parameters() if p.grad is not None}
     finally:
