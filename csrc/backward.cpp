@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "runtime.h"
+#include "text.h"
 
 namespace zerocompile {
 
@@ -22,7 +23,10 @@ void Runtime::arm() {
   if (!backward_) {
     backward_ = true;
     next_reduction_ = 0;
-    for (auto& u : units_) u.reduced = false;
+    for (auto& u : units_) {
+      u.reduced = false;
+      u.ready.reset();
+    }
   }
   agree_on_order();
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
@@ -63,15 +67,12 @@ void Runtime::finish_backward() {
 // A use outside any backward while one is open: that backward raised. Its gradients are incomplete on this rank.
 void Runtime::abort_failed_backward() {
   if (!armed_ || torch::autograd::get_current_graph_task_id() != -1) return;
-  check_complete();
+  // What waits for the end of a window must not be dropped in silence, nor be used without the part that is missing.
+  TORCH_CHECK(!deferred_,
+              text("zerocompile: a backward raised inside `coalesce_grad_reduction` or an accumulation, "
+                   "so the gradients that wait for its end are incomplete on rank ", rank_,
+                   ". Leave it with the exception, which drops them, and repeat the step"));
   drop_gradients();
-}
-
-// What waits for the end of a window must not be dropped in silence, nor be used without the part that is missing.
-void Runtime::check_complete() const {
-  TORCH_CHECK(!deferred_ || !backward_, "zerocompile: a backward raised inside `coalesce_grad_reduction` or an accumulation, "
-              "so the gradients that wait for its end are incomplete on rank ", rank_, ". Leave it with the exception, which "
-              "drops them, and repeat the step");
 }
 
 void Runtime::drop_gradients() {
@@ -87,8 +88,9 @@ void Runtime::drop_gradients() {
 }
 
 // [Note: order of reductions] One fixed order on all ranks: the reverse of the order in which rank 0 first used the
-// units in a forward, told to the others through the store, so that no collective hides in a backward. A unit that is ready early waits for its turn; one that is not ready when backward ends is
-// reduced then. Gathers have a process group of their own, so only this order has to agree.
+// units in a forward, told to the others through the store, so that no collective hides in a backward. A unit that is
+// ready early waits for its turn; one that is not ready when backward ends is reduced then. Gathers have a process
+// group of their own, so only this order has to agree.
 void Runtime::agree_on_order() {
   if (!reduce_order_.empty() || units_.empty()) return;
   auto order = forward_order_;
@@ -97,8 +99,9 @@ void Runtime::agree_on_order() {
   }
   std::reverse(order.begin(), order.end());
   reduce_order_ = agree_ != nullptr && world_ > 1 ? agree_(order) : order;
-  TORCH_CHECK(reduce_order_.size() == units_.size(), "zerocompile: rank 0 has ", reduce_order_.size(), " units, rank ",
-              rank_, " has ", units_.size());
+  TORCH_CHECK(reduce_order_.size() == units_.size(),
+              text("zerocompile: rank 0 has ", reduce_order_.size(), " units, rank ",
+                   rank_, " has ", units_.size()));
 }
 
 // ---- taking gradients ----
@@ -132,10 +135,12 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
   if (!accumulating()) return;
   if (from_graph) p.graph_outstanding = std::max<int64_t>(0, p.graph_outstanding - 1);
   if (!p.master.requires_grad()) return;  // frozen after the forward: torch drops the gradient too
-  TORCH_CHECK(grad.layout() == at::kStrided, "zerocompile: the gradient of `", p.name,
-              "` is sparse, which cannot be sharded. Use sparse=False for this embedding");
-  TORCH_CHECK(grad.sizes() == at::IntArrayRef(p.size), "zerocompile: the gradient of `", p.name, "` has sizes ",
-              grad.sizes(), ", the parameter ", p.size);
+  TORCH_CHECK(grad.layout() == at::kStrided,
+              text("zerocompile: the gradient of `", p.name,
+                   "` is sparse, which cannot be sharded. Use sparse=False for this embedding"));
+  TORCH_CHECK(grad.sizes() == at::IntArrayRef(p.size),
+              text("zerocompile: the gradient of `", p.name, "` has sizes ",
+                   grad.sizes(), ", the parameter ", p.size));
   at::NoGradGuard no_grad;
   grad = grad.detach();
   if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
@@ -155,6 +160,22 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
   p.contributed = true;
   if (from_graph) stats_.graph_reductions += 1;
   launch_complete();
+}
+
+// [Note: late reductions] A unit of which this rank misses a gradient is reduced at the end of the backward, when the
+// other ranks may long have started it; their streams may wait for it before they run the gathers that this rank's
+// stream waits for. So a late reduction is ordered behind its own gradients alone, not behind this rank's stream.
+void Runtime::mark_ready(const std::vector<int64_t>& indices) {
+  if (device_.is_cpu()) return;
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  Ready now;
+  for (auto i : indices) {
+    const auto& p = parameter(i);
+    auto& unit = units_[p.unit];
+    if (deferred_ || unit.lifetime == Lifetime::Step || !p.grad.defined()) continue;
+    if (!now) now = mark(device_);
+    unit.ready = now;
+  }
 }
 
 // The compiler may reuse these gradients' memory from here on, unless the graph ends here (then our reference keeps

@@ -6,14 +6,16 @@
 
 #include "collectives.h"
 #include "runtime.h"
+#include "text.h"
 
 namespace zerocompile {
 
 Tensor Runtime::resident_value(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
-  TORCH_CHECK(p.unit >= 0 && units_[p.unit].lifetime == Lifetime::Step, "zerocompile: `", p.name,
-              "` has no resident value: its lifetime is one use");
+  TORCH_CHECK(p.unit >= 0 && units_[p.unit].lifetime == Lifetime::Step,
+              text("zerocompile: `", p.name,
+                   "` has no resident value: its lifetime is one use"));
   return p.value;
 }
 
@@ -175,7 +177,8 @@ Tensor Runtime::read(int64_t index) {
 void Runtime::open(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
-  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), "zerocompile: no unit ", index);
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()),
+              text("zerocompile: no unit ", index));
   acquire(index, phase(), -1);
   units_[index].open_modules += 1;
 }
@@ -183,7 +186,8 @@ void Runtime::open(int64_t index) {
 void Runtime::close(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return;
-  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), "zerocompile: no unit ", index);
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()),
+              text("zerocompile: no unit ", index));
   units_[index].open_modules -= 1;
 }
 
@@ -203,9 +207,11 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expec
       p.forward_version = p.version();
       if (expects_grad && p.master.requires_grad()) p.graph_outstanding += 1;
     } else if (now == Phase::Backward) {
-      TORCH_CHECK(p.forward_version < 0 || p.forward_version == p.version(), "zerocompile: parameter `", p.name,
-                  "` was modified between its forward and its backward (by an optimizer step or an in-place write), "
-                  "so the gradients would be wrong. Run the backward before the modification");
+      TORCH_CHECK(p.forward_version < 0 || p.forward_version == p.version(),
+                  text("zerocompile: parameter `", p.name,
+                       "` was modified between its forward and its backward (by an optimizer step or an in-place "
+                       "write), "
+                       "so the gradients would be wrong. Run the backward before the modification"));
     }
     stats_.graph_uses += 1;
     values.push_back(held_ && reuses_memory ? p.value.clone() : p.value.alias());  // see [Note: held units]

@@ -5,6 +5,7 @@
 
 #include "ops.h"
 #include "runtime.h"
+#include "text.h"
 
 namespace py = pybind11;
 
@@ -41,15 +42,15 @@ Saved pack(Runtime& runtime, const Tensor& tensor) {
 Tensor unpack(Runtime& runtime, const Saved& saved) {
   if (saved.parameter < 0) {
     TORCH_CHECK(saved.tensor.is_inference() || saved.version == static_cast<int64_t>(saved.tensor._version()),
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a ",
-                saved.tensor.toString(), " of sizes ", saved.tensor.sizes(), " is at version ", saved.tensor._version(),
-                "; expected version ", saved.version, " instead");
+                text("one of the variables needed for gradient computation has been modified by an inplace operation: ",
+                     "a ", saved.tensor.toString(), " of sizes ", saved.tensor.sizes(), " is at version ",
+                     saved.tensor._version(), "; expected version ", saved.version, " instead"));
     return saved.tensor;
   }
-  TORCH_CHECK(saved.version == runtime.master_version(saved.parameter), "zerocompile: parameter `",
-              runtime.parameter_name(saved.parameter),
-              "` was modified between its forward and its backward (by an optimizer step or an in-place write), so the "
-              "gradients would be wrong. Run the backward before the modification");
+  TORCH_CHECK(saved.version == runtime.master_version(saved.parameter),
+              text("zerocompile: parameter `", runtime.parameter_name(saved.parameter),
+                   "` was modified between its forward and its backward (by an optimizer step or an in-place write), ",
+                   "so the gradients would be wrong. Run the backward before the modification"));
   return runtime.value_in_backward(saved.parameter).as_strided(saved.size, saved.stride, saved.offset);
 }
 
@@ -133,6 +134,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("forget_outstanding", &Runtime::forget_outstanding, Release())
       .def("stats", &Runtime::stats)
       .def("resident_units", &Runtime::resident_units)
+      .def("eager_reads", &Runtime::eager_reads)
       .def("eager_reads_of", &Runtime::eager_reads_of)
       .def("set_gradient_divisor", &Runtime::set_gradient_divisor)
       .def("set_prefetch", &Runtime::set_prefetch);

@@ -8,6 +8,7 @@
 
 #include "ops.h"
 #include "runtime.h"
+#include "text.h"
 
 namespace zerocompile {
 
@@ -35,7 +36,8 @@ Uses find_all(at::TensorList handles) {
 Tensor gather(const Tensor& source, const Tensor& handle, at::IntArrayRef size) {
   auto [runtime, parameter] = find(handle);
   auto value = runtime->read(parameter);
-  TORCH_CHECK(value.sizes() == size, "zerocompile: gather asks for sizes ", size, ", the parameter has ", value.sizes());
+  TORCH_CHECK(value.sizes() == size,
+              text("zerocompile: gather asks for sizes ", size, ", the parameter has ", value.sizes()));
   // The schema is functional: a resident value that is the argument itself must not be the result too.
   return value.is_alias_of(source) ? value.clone() : value.alias();
 }
@@ -43,6 +45,7 @@ Tensor gather(const Tensor& source, const Tensor& handle, at::IntArrayRef size) 
 Tensor reduce_grad(const Tensor& grad, const Tensor& handle) {
   auto [runtime, parameter] = find(handle);
   runtime->contribute(parameter, grad, /*from_graph=*/true);
+  runtime->mark_ready({parameter});
   return at::zeros_like(handle);
 }
 
@@ -82,7 +85,8 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
 // The value's gradient reaches us as it was produced: what it is cast to is the parameter's business, not that of the
 // value (see [Note: grad dtype] in backward.cpp).
 Tensor keep_raw_gradient(Tensor value) {
-  if (value.grad_fn() != nullptr) value.grad_fn()->mutable_input_metadata(value.output_nr()).set_grad_dtype(std::nullopt);
+  if (value.grad_fn() == nullptr) return value;
+  value.grad_fn()->mutable_input_metadata(value.output_nr()).set_grad_dtype(std::nullopt);
   return value;
 }
 
@@ -115,6 +119,7 @@ void reduce_unit_(at::TensorList grads, at::TensorList handles) {
   TORCH_CHECK(grads.size() == handles.size(), "zerocompile: reduce_unit_ takes one handle per gradient");
   auto uses = find_all(handles);
   for (size_t i = 0; i < grads.size(); ++i) uses.runtime->contribute(uses.parameters[i], grads[i], true);
+  if (!grads.empty()) uses.runtime->mark_ready(uses.parameters);
 }
 
 void reduce_fence_(at::TensorList grads, at::TensorList handles, bool last) {
@@ -156,7 +161,10 @@ struct ReadFunction : torch::autograd::Function<ReadFunction> {
     auto runtime = token->runtime.lock();
     TORCH_CHECK(runtime != nullptr, "zerocompile: backward through a model whose strategy was torn down");
     token->finish();
-    if (grads[0].defined()) runtime->contribute(token->parameter, grads[0], /*from_graph=*/false);
+    if (grads[0].defined()) {
+      runtime->contribute(token->parameter, grads[0], /*from_graph=*/false);
+      runtime->mark_ready({token->parameter});
+    }
     return {Tensor(), Tensor(), Tensor()};
   }
 };
@@ -178,8 +186,9 @@ TORCH_LIBRARY(zerocompile, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def("gather(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
   m.def("reduce_grad(Tensor grad, Tensor handle) -> Tensor", tags);
-  m.def("gather_unit(Tensor[] sources, Tensor[] handles, int[] sizes, bool expects_grad, bool reuses_memory) -> Tensor[]",
-        tags);
+  m.def(
+      "gather_unit(Tensor[] sources, Tensor[] handles, int[] sizes, bool expects_grad, bool reuses_memory) -> Tensor[]",
+      tags);
   m.def("wait_(Tensor(a!)[] fulls, Tensor[] handles, bool expects_grad) -> ()", tags);
   m.def("release_(Tensor(a!)[] fulls, Tensor[] handles, bool last) -> ()", tags);
   m.def("reduce_unit_(Tensor(a!)[] grads, Tensor[] handles) -> ()", tags);

@@ -7,6 +7,7 @@
 
 #include "collectives.h"
 #include "runtime.h"
+#include "text.h"
 
 namespace zerocompile {
 
@@ -39,7 +40,7 @@ void Runtime::launch_complete() {
     const auto& unit = units_[index];
     if (unit.reduced || !trainable(unit)) continue;
     if (!complete(unit)) return;
-    launch_reduction(index, {});
+    launch_reduction(index);
   }
 }
 
@@ -61,34 +62,32 @@ void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
 }
 
 // Reduces the unit: every trainable parameter of it, in the unit's order, zeros for one without a gradient here.
-// `used`: per parameter, whether some rank has a gradient; empty: all.
-void Runtime::launch_reduction(int64_t index, const std::vector<char>& used) {
+void Runtime::launch_reduction(int64_t index) {
   at::NoGradGuard no_grad;
   auto& unit = units_[index];
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, bound) dtypes
   std::vector<int64_t> replicated;
   Reduction reduction;
   reduction.unit = index;
+  if (!complete(unit)) reduction.ready = unit.ready;
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
     if (!p.master.requires_grad()) continue;
-    if (!p.grad.defined()) {
-      p.raw_dtype = p.cast_grad ? p.grad_dtype : p.dtype;
-      p.grad = at::zeros(p.size, p.local.options().dtype(p.raw_dtype));
-    }
+    if (!p.grad.defined()) p.raw_dtype = p.cast_grad ? p.grad_dtype : p.dtype;
     const auto communicated = communicated_dtype(p);
     if (p.replicated) replicated.push_back(i);
     else groups[{communicated, p.bound_dtype.value_or(communicated)}].push_back(i);
   }
   unit.reduced = true;
-  if (!replicated.empty()) replicate_group(replicated, used, reduction);
-  for (auto& [dtypes, group] : groups) reduce_group(group, used, reduction);
+  unit.ready.reset();
+  if (!replicated.empty()) replicate_group(replicated, reduction);
+  for (auto& [dtypes, group] : groups) reduce_group(group, reduction);
   in_flight_.push_back(std::move(reduction));
   retire(2);
 }
 
 // One collective: the parameters of a unit that share their dtypes. The result is one flat partition, [sum of rows].
-void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<char>& used, Reduction& reduction) {
+void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reduction) {
   const auto& first = parameters_[group.front()];
   const auto communicated = communicated_dtype(first);
   const auto bound = first.bound_dtype.value_or(communicated);
@@ -102,9 +101,12 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<
     (existing.back().defined() ? adds : binds) = true;
   }
   const bool direct = !adds && bound == communicated;
-  auto partition = at::empty({binds ? total : 0}, options.dtype(bound));
-
-  Lane::Launch launch(reduce_lane_);
+  const auto make_partition = [&] { return at::empty({binds ? total : 0}, options.dtype(bound)); };
+  Tensor partition;  // of the caller's stream, where the optimizer reads it, if the lane is ordered behind all of that
+  if (!reduction.ready) partition = make_partition();
+  Lane::Launch launch(reduce_lane_, reduction.ready);
+  if (reduction.ready) partition = make_partition();
+  reduction.inputs.push_back(partition);  // the lane writes to it even if nobody binds it
   auto result = direct ? partition : at::empty({total}, options.dtype(communicated));
   std::vector<Tensor> inputs, outputs;
   int64_t offset = 0;
@@ -113,6 +115,7 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<
     const auto numel = p.rows * row_numel(p);
     auto size = p.size;
     size[0] = p.rows;
+    if (!p.grad.defined()) p.grad = at::zeros(p.size, options.dtype(communicated));
     reduction.inputs.push_back(p.grad);
     auto grad = p.grad.to(communicated).contiguous();
     if (p.rows * world_ != p.size[0]) {
@@ -151,12 +154,12 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<
     const auto numel = p.rows * row_numel(p);
     auto size = p.size;
     size[0] = p.rows;
-    if (used.empty() || used[group[k]]) {
-      Part part{existing[k], result.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0)), {}};
-      if (!existing[k].defined()) part.own = partition.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
-      reduced_.emplace_back(group[k], part.own);
-      parts.push_back(std::move(part));
+    Part part{existing[k], result.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0)), {}};
+    if (!existing[k].defined()) {
+      part.own = partition.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
     }
+    reduced_.emplace_back(group[k], part.own);
+    parts.push_back(std::move(part));
     offset += numel;
   }
   launch.then([result, partition, direct, adds, divisor = average ? 1.0 : divisor_, parts] {
@@ -172,19 +175,23 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, const std::vector<
 }
 
 // 0-dim parameters are replicated: their gradients are averaged whole.
-void Runtime::replicate_group(const std::vector<int64_t>& group, const std::vector<char>& used, Reduction& reduction) {
+void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& reduction) {
+  const auto make_result = [&](const Parameter& p) {
+    return at::empty({}, p.local.options().dtype(p.bound_dtype.value_or(communicated_dtype(p))).requires_grad(false));
+  };
   std::vector<Tensor> results;
-  for (auto i : group) {
-    auto& p = parameters_[i];
-    const auto communicated = communicated_dtype(p);
-    results.push_back(at::empty({}, p.local.options().dtype(p.bound_dtype.value_or(communicated)).requires_grad(false)));
+  if (!reduction.ready) {
+    for (auto i : group) results.push_back(make_result(parameters_[i]));
   }
-  Lane::Launch launch(reduce_lane_);
+  Lane::Launch launch(reduce_lane_, reduction.ready);
   for (size_t k = 0; k < group.size(); ++k) {
     auto& p = parameters_[group[k]];
+    if (reduction.ready) results.push_back(make_result(p));
     const auto communicated = communicated_dtype(p);
+    if (!p.grad.defined()) p.grad = at::zeros({}, results[k].options().dtype(communicated));
     auto sum = p.grad.to(communicated, /*non_blocking=*/false, /*copy=*/true).reshape({1});
     reduction.inputs.push_back(p.grad);
+    reduction.inputs.push_back(results[k]);  // the lane uses it even if nobody binds it
     p.grad.reset();
     p.grad_owned = false;
     stats_.reductions += 1;
@@ -195,9 +202,8 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, const std::vect
       options.asyncOp = device_.is_cpu();
       launch.add(reduce_group_->allreduce(tensors, options));
     }
-    const bool wanted = used.empty() || used[group[k]];
-    auto existing = wanted ? existing_grad(p) : Tensor();
-    if (wanted) reduced_.emplace_back(group[k], existing.defined() ? Tensor() : results[k]);
+    auto existing = existing_grad(p);
+    reduced_.emplace_back(group[k], existing.defined() ? Tensor() : results[k]);
     launch.then([sum, existing, result = results[k], divisor = divisor_] {
       at::NoGradGuard no_grad;
       result.copy_(sum.squeeze(0).div_(divisor));
@@ -207,9 +213,9 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, const std::vect
   reduction.done.push_back(launch.finish());
 }
 
-// [Note: gloo reductions] Gloo's waits block the host. A rank that waited inside its backward for the reduction of a unit
-// could wait for one that misses gradients of it and waits for the used flags: so on the CPU only the end of a backward
-// waits.
+// [Note: gloo reductions] Gloo's waits block the host. A rank that waited inside its backward for the reduction of a
+// unit could wait for one that misses gradients of it and waits for the used flags: so on the CPU only the end of a
+// backward waits.
 void Runtime::retire(size_t keep) {
   if (device_.is_cpu() && keep > 0) return;
   while (in_flight_.size() > keep) {
@@ -219,40 +225,40 @@ void Runtime::retire(size_t keep) {
 }
 
 // [Note: used flags] AdamW moves a parameter whose gradient is zero, not one whose gradient is None; and a rank must
-// not skip a unit that others reduce. So all ranks exchange which parameters have a gradient anywhere. The exchange
-// runs on the gathers' group, whose order agrees at this point; only a rank that misses gradients waits for it.
+// not skip a unit that others reduce. So every rank says which parameters have a gradient; only a rank that misses
+// gradients asks what the others have. They say it through the store: a collective would wait on the device behind
+// what the other ranks have queued, and that may wait for a reduction that this rank has still to start.
 std::vector<char> Runtime::agree_on_used() {
-  const auto n = static_cast<int64_t>(parameters_.size());
-  std::vector<char> used(n, 0);
+  std::string used(parameters_.size(), '0');
   bool missing = false;
-  for (int64_t i = 0; i < n; ++i) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& p = parameters_[i];
-    used[i] = p.contributed ? 1 : 0;
+    if (p.contributed) used[i] = '1';
     missing = missing || (p.master.requires_grad() && !p.contributed);
   }
-  if (world_ == 1) return used;
-  auto host = at::empty({n}, at::TensorOptions().dtype(at::kByte).pinned_memory(!device_.is_cpu()));
-  std::copy(used.begin(), used.end(), reinterpret_cast<char*>(host.mutable_data_ptr<uint8_t>()));
-  Lane::Launch launch(gather_lane_);
-  auto flags = host.to(device_, /*non_blocking=*/true);
-  std::vector<Tensor> tensors{flags};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  options.asyncOp = device_.is_cpu();
-  launch.add(gather_group_->allreduce(tensors, options));
-  if (missing) {
-    launch.settle();
-    const auto agreed = flags.cpu();  // waits for the lane: the only host synchronisation of a backward
-    const auto* data = agreed.const_data_ptr<uint8_t>();
-    for (int64_t i = 0; i < n; ++i) used[i] = static_cast<char>(data[i]);
+  if (world_ > 1 && unite_ != nullptr) used = unite_(exchanges_++, used, missing);
+  TORCH_CHECK(used.size() == parameters_.size(), "zerocompile: the ranks have different numbers of parameters");
+  std::vector<char> flags(used.size());
+  std::transform(used.begin(), used.end(), flags.begin(), [](char c) { return c == '1'; });
+  return flags;
+}
+
+// Units of which this rank has a gradient are reduced whatever the others have, up to the first that it has none of.
+void Runtime::launch_contributed() {
+  for (auto index : reduce_order_) {
+    const auto& unit = units_[index];
+    if (unit.reduced || !trainable(unit)) continue;
+    const bool any = std::any_of(unit.parameters.begin(), unit.parameters.end(),
+                                 [&](int64_t i) { return parameters_[i].grad.defined(); });
+    if (!any) return;
+    launch_reduction(index);
   }
-  launch.finish().wait(device_);
-  return used;
 }
 
 void Runtime::reduce_everything() {
   at::NoGradGuard no_grad;
   agree_on_order();
+  launch_contributed();
   const auto used = agree_on_used();
   for (auto index : reduce_order_) {
     auto& unit = units_[index];
@@ -262,17 +268,19 @@ void Runtime::reduce_everything() {
       wanted = wanted || (p.master.requires_grad() && used[i]);
       late = late || p.grad.defined();
     }
-    if (wanted && (!unit.reduced || late)) launch_reduction(index, used);
+    if (wanted && (!unit.reduced || late)) launch_reduction(index);
   }
   retire(0);
   next_reduction_ = 0;
   for (auto& p : parameters_) p.contributed = false;
   for (auto& u : units_) u.reduced = false;
-  bind_reduced();
+  bind_reduced(used);
 }
 
-void Runtime::bind_reduced() {
+// A parameter that has a gradient on no rank keeps None.
+void Runtime::bind_reduced(const std::vector<char>& used) {
   auto reduced = std::exchange(reduced_, {});
+  std::erase_if(reduced, [&](const ReducedGrad& one) { return !used[one.first]; });
   if (bind_ != nullptr && !reduced.empty()) bind_(std::move(reduced));
 }
 
@@ -305,19 +313,20 @@ void Runtime::reduce_largest() {
   std::stable_sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   for (const auto& [bytes, index] : sizes) {
     if (total <= max_deferred_bytes_) break;
-    launch_reduction(index, used);
+    launch_reduction(index);
     for (auto i : units_[index].parameters) parameters_[i].contributed = false;
     total -= bytes;
   }
   retire(0);
-  bind_reduced();
+  bind_reduced(used);
 }
 
 // The window closes (or an accumulation ends without a further backward): one reduction of all that was deferred.
 void Runtime::flush() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  TORCH_CHECK(!backward_, "zerocompile: the last backward before this reduction raised or has not ended on rank ", rank_,
-              ", so its gradients are incomplete");
+  TORCH_CHECK(!backward_,
+              text("zerocompile: the last backward before this reduction raised or has not ended on rank ", rank_,
+                   ", so its gradients are incomplete"));
   reduce_everything();
 }
 

@@ -1,4 +1,5 @@
 #include "runtime.h"
+#include "text.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -23,16 +24,18 @@ Table& table() {
 
 Record find(const Tensor& handle) {
   TORCH_CHECK(handle.device().is_cpu() && handle.scalar_type() == at::kDouble && handle.numel() == 1,
-              "zerocompile: a handle is a float64 CPU tensor of one element, got ", handle.toString(), " of ",
-              handle.numel(), " elements");
+              text("zerocompile: a handle is a float64 CPU tensor of one element, got ", handle.toString(), " of ",
+                   handle.numel(), " elements"));
   const auto identity = static_cast<int64_t>(*handle.const_data_ptr<double>());
   auto& t = table();
   std::lock_guard<std::mutex> lock(t.mutex);
   auto found = t.records.find(identity);
-  TORCH_CHECK(found != t.records.end(), "zerocompile: no parameter has the identity ", identity,
-              ". Its strategy was torn down: set the model up again before using it");
+  TORCH_CHECK(found != t.records.end(),
+              text("zerocompile: no parameter has the identity ", identity,
+                   ". Its strategy was torn down: set the model up again before using it"));
   auto runtime = found->second.first.lock();
-  TORCH_CHECK(runtime != nullptr, "zerocompile: the runtime of parameter ", identity, " is gone");
+  TORCH_CHECK(runtime != nullptr,
+              text("zerocompile: the runtime of parameter ", identity, " is gone"));
   return {std::move(runtime), found->second.second};
 }
 
@@ -85,6 +88,7 @@ void Runtime::shutdown() {
   bind_ = nullptr;
   agree_ = nullptr;
   compare_ = nullptr;
+  unite_ = nullptr;
   gather_group_.reset();
   reduce_group_.reset();
 }
@@ -96,12 +100,14 @@ int64_t Runtime::add_parameter(ParameterSpec spec, Tensor master, Tensor local, 
   static_cast<ParameterSpec&>(p) = std::move(spec);
   p.replicated = p.size.empty();
   p.rows = p.replicated ? 1 : (p.size[0] + world_ - 1) / world_;
-  TORCH_CHECK(local.device().type() == device_.type(), "zerocompile: parameter `", p.name, "` is on ", local.device(),
-              " but the strategy runs on ", device_);
+  TORCH_CHECK(local.device().type() == device_.type(),
+              text("zerocompile: parameter `", p.name, "` is on ", local.device(),
+                   " but the strategy runs on ", device_));
   const int64_t first = std::min(rank_ * p.rows, p.replicated ? 0 : p.size[0]);
   const int64_t expected = p.replicated ? 0 : std::min(p.rows, p.size[0] - first);
-  TORCH_CHECK(p.replicated || (local.dim() > 0 && local.size(0) == expected), "zerocompile: the shard of `", p.name,
-              "` must hold ", expected, " rows on rank ", rank_, ", got a tensor of sizes ", local.sizes());
+  TORCH_CHECK(p.replicated || (local.dim() > 0 && local.size(0) == expected),
+              text("zerocompile: the shard of `", p.name,
+                   "` must hold ", expected, " rows on rank ", rank_, ", got a tensor of sizes ", local.sizes()));
   p.master = std::move(master);
   p.local = std::move(local);
   p.identity = new_identity(weak_from_this(), index);
@@ -119,7 +125,8 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
   unit.lifetime = lifetime;
   for (auto i : members) {
     auto& p = parameter(i);
-    TORCH_CHECK(p.unit < 0, "zerocompile: parameter `", p.name, "` is in two units");
+    TORCH_CHECK(p.unit < 0,
+                text("zerocompile: parameter `", p.name, "` is in two units"));
     p.unit = index;
     if (lifetime == Lifetime::Step) {
       p.full = at::empty(padded_size(p), p.local.options().dtype(p.dtype).requires_grad(false));
@@ -134,15 +141,18 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
 
 void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                             std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
-                            std::function<std::string(int64_t, std::string)> compare) {
+                            std::function<std::string(int64_t, std::string)> compare,
+                            std::function<std::string(int64_t, std::string, bool)> unite) {
   bind_ = std::move(bind);
   agree_ = std::move(agree);
   compare_ = std::move(compare);
+  unite_ = std::move(unite);
 }
 
 Parameter& Runtime::parameter(int64_t index) {
   TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down; the model's parameters are not gathered any more");
-  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(parameters_.size()), "zerocompile: no parameter ", index);
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(parameters_.size()),
+              text("zerocompile: no parameter ", index));
   return parameters_[index];
 }
 

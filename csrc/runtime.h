@@ -79,11 +79,13 @@ struct Unit {
   int64_t bytes = 0;        // of its gathered values
   Pending gathering;
   bool reduced = false;     // in the backward that runs
+  Ready ready;              // behind its gradients so far, see [Note: late reductions]
 };
 
 // A reduction on its way: it holds what the collective reads until the compute stream is behind it.
 struct Reduction {
   int64_t unit;
+  Ready ready;  // what it is ordered behind; null: all that the caller's stream holds
   std::vector<Tensor> inputs;
   std::vector<Pending> done;
 };
@@ -113,7 +115,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t add_unit(std::string name, std::vector<int64_t> parameters, Lifetime lifetime);
   void set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                      std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
-                     std::function<std::string(int64_t, std::string)> compare);
+                     std::function<std::string(int64_t, std::string)> compare,
+                     std::function<std::string(int64_t, std::string, bool)> unite);
   void settle();
   void shutdown();
   int64_t identity(int64_t parameter) const { return parameters_.at(parameter).identity; }
@@ -140,6 +143,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // reduction
   void contribute(int64_t parameter, Tensor grad, bool from_graph);
+  void mark_ready(const std::vector<int64_t>& parameters);
   void fence(const std::vector<int64_t>& parameters, bool last);
   void arm();
   void backward_ended();
@@ -158,6 +162,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   Stats stats() const { return stats_; }
   std::vector<std::string> resident_units() const;
+  int64_t eager_reads() const { return stats_.eager_reads; }
   int64_t eager_reads_of(int64_t unit) const { return units_.at(unit).eager_reads; }
   void set_gradient_divisor(double divisor) { divisor_ = divisor; }
   void set_prefetch(int64_t distance) { prefetch_ = distance; }
@@ -188,19 +193,19 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(p.raw_dtype); }
   bool trainable(const Unit& unit) const;
   void launch_complete();
-  void launch_reduction(int64_t unit, const std::vector<char>& used);
-  void reduce_group(const std::vector<int64_t>& group, const std::vector<char>& used, Reduction& reduction);
-  void replicate_group(const std::vector<int64_t>& group, const std::vector<char>& used, Reduction& reduction);
+  void launch_reduction(int64_t unit);
+  void launch_contributed();
+  void reduce_group(const std::vector<int64_t>& group, Reduction& reduction);
+  void replicate_group(const std::vector<int64_t>& group, Reduction& reduction);
   std::vector<char> agree_on_used();
   void reduce_everything();
   void reduce_largest();
-  void bind_reduced();
+  void bind_reduced(const std::vector<char>& used);
   void retire(size_t keep);
   Tensor existing_grad(Parameter& p);
   void agree_on_order();
   static bool accumulating();
   void abort_failed_backward();
-  void check_complete() const;
 
   mutable std::recursive_mutex mutex_;
   c10::Device device_;
@@ -213,6 +218,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::function<void(std::vector<ReducedGrad>)> bind_;
   std::function<std::vector<int64_t>(std::vector<int64_t>)> agree_;
   std::function<std::string(int64_t, std::string)> compare_;
+  std::function<std::string(int64_t, std::string, bool)> unite_;
+  int64_t exchanges_ = 0;  // of used flags so far
   Lane gather_lane_, reduce_lane_;
   Stats stats_;
 

@@ -18,6 +18,15 @@ namespace zerocompile {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+// A point in a stream's work.
+using Ready = std::shared_ptr<c10::Event>;
+
+inline Ready mark(c10::Device device) {
+  auto event = std::make_shared<c10::Event>(device.type());
+  event->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return event;
+}
+
 // What has been launched and not yet been waited for. `wait` orders the current stream behind it (device) or blocks
 // until it is done and what was to follow is done too (CPU); calling it again costs nothing.
 class Pending {
@@ -52,13 +61,12 @@ class Lane {
 
   class Launch {
    public:
-    explicit Launch(Lane& lane) : device_(lane.device_) {
+    // `ready`: what to be ordered behind instead of all that the caller's stream holds.
+    explicit Launch(Lane& lane, const Ready& ready = {}) : device_(lane.device_) {
       if (device_.is_cpu()) return;
       c10::impl::VirtualGuardImpl impl(device_.type());
       if (!lane.stream_) lane.stream_ = impl.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
-      c10::Event behind(device_.type());
-      behind.record(impl.getStream(device_));
-      behind.block(*lane.stream_);
+      (ready ? ready : mark(device_))->block(*lane.stream_);
       guard_.emplace(*lane.stream_);
     }
 
@@ -75,12 +83,6 @@ class Lane {
     void then(std::function<void()> follow) {
       if (!device_.is_cpu()) return follow();
       afterwards_.push_back(std::move(follow));
-    }
-
-    // On the CPU the lane has no queue of its own: what is computed from a collective's result must block for it.
-    void settle() {
-      for (auto& work : works_) work->wait();
-      works_.clear();
     }
 
     Pending finish() {

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+# How many messages of a series stay in the store. A rank is never that far ahead of another: a device queues about a
+# thousand kernels, and what waits there for a slower rank's collective is behind the first of them.
+SERIES = 256
 
 
 class Agreement:
@@ -21,6 +26,7 @@ class Agreement:
     def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta) -> None:
         self._ranks = dist.get_process_group_ranks(mesh.get_group())
         self._mine = dist.get_rank()
+        self.others = [rank for rank in self._ranks if rank != self._mine]
         self._name, self._timeout = name, timeout
 
     def tell(self, topic: str, message: str) -> None:
@@ -40,6 +46,23 @@ class Agreement:
             return None
         message: str = self._store().get(key).decode()
         return message
+
+    def tell_numbered(self, topic: str, number: int, message: str) -> None:
+        """:meth:`tell` for an endless series: message ``number`` takes the place of number ``number - SERIES``."""
+        self.tell(f"{topic}/{number % SERIES}", f"{number}:{message}")
+
+    def ask_numbered(self, topic: str, number: int, rank: int) -> str | None:
+        """Message ``number`` of ``rank``; ``None`` if it did not come in time."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while time.monotonic() < deadline:
+            answer = self.ask(f"{topic}/{number % SERIES}", rank)
+            if answer is None:
+                return None
+            seen, _, message = answer.partition(":")
+            if int(seen) == number:
+                return message
+            time.sleep(1e-3)  # an older one: the rank has not come to this number
+        return None
 
     def of_first(self, topic: str, message: str) -> str | None:
         """The first rank's message, on all ranks."""

@@ -154,10 +154,10 @@ class Region:
             self.core.open(unit)
         if self.trusted:
             self.core.set_trusted(True)
-        reads = self.core.stats().eager_reads if self.compiled else 0
+        reads = self.core.eager_reads() if self.compiled else 0
         try:
             results = self.run(module, *args, **kwargs)
-            if self.compiled and self.core.stats().eager_reads > reads:
+            if self.compiled and self.core.eager_reads() > reads:
                 self.ran_eagerly(self.name)
         finally:
             if self.trusted:

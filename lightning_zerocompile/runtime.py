@@ -104,7 +104,11 @@ class Runtime:
             owner = this()
             return "" if owner is None else owner._compare(sequence, unit)
 
-        self.core.set_callbacks(bind, agree, compare)
+        def unite(exchange: int, used: str, missing: bool) -> str:
+            owner = this()
+            return used if owner is None else owner._unite(exchange, used, missing)
+
+        self.core.set_callbacks(bind, agree, compare, unite)
         self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
         self._agreement = Agreement(mesh, self.name, config.timeout)
 
@@ -256,6 +260,21 @@ class Runtime:
                     "same order. Name the modules in which ranks differ in `keep_gathered=[...]`, or use stage 1 or 2."
                 )
         return ""
+
+    def _unite(self, exchange: int, used: str, missing: bool) -> str:
+        """Which parameters have a gradient on some rank, a "0" or "1" each. Only a rank with ``missing`` ones asks."""
+        self._agreement.tell_numbered("used", exchange, used)
+        if not missing:
+            return used
+        for rank in self._agreement.others:
+            theirs = self._agreement.ask_numbered("used", exchange, rank)
+            if theirs is None:
+                raise RuntimeError(
+                    f"zerocompile: rank {dist.get_rank()} has ended backward number {exchange}, but rank {rank} has "
+                    f"not within {self.config.timeout}: it died, hangs, or does not run the same step."
+                )
+            used = "".join(map(max, used, theirs))
+        return used
 
     # ---- phases of a step ----
 

@@ -18,9 +18,12 @@ from tests import models
 def make_engine(model: nn.Module, stage: int, **options: Any) -> Engine:
     """Shards ``model``; aot_eager unless ``options`` say otherwise."""
     config = Config(stage=stage, **({"backend": "aot_eager"} | options))
-    backend = "nccl" if models.device() == "cuda" else "gloo"
-    where = torch.device("cuda", models.rank()) if backend == "nccl" else torch.device("cpu")
-    return Engine(model, where, config, None, backend)
+    return Engine(model, place(), config, None, torch.distributed.get_backend())
+
+
+def place() -> torch.device:
+    """This rank's device."""
+    return torch.device("cuda", models.rank()) if models.device() == "cuda" else torch.device("cpu")
 
 
 @contextmanager

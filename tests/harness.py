@@ -60,11 +60,16 @@ def _serve(rank: int, world: int, port: int, device: str, paths: list[str], stac
     else:
         dist.init_process_group("gloo")
     pipe.send("ready")
+    frozen = False
     while True:
         task = pipe.recv()
         if task is None:
             break
         body, args, kwargs = task
+        if not frozen:  # what the imports made stays: no collection needs to look at it again
+            gc.collect()
+            gc.freeze()
+            frozen = True
         torch._dynamo.reset()
         random.seed(0)
         torch.manual_seed(0)
@@ -129,7 +134,7 @@ class Ranks:
     def _collect(self, timeout: float) -> list[Any]:
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
-        failed = False
+        failed = died = False
         while len(answers) < self.world:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -140,14 +145,16 @@ class Ranks:
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
+                    died = True
+                    self._processes[rank].join(GRACE)  # a dump of its memory takes time
                     answers[rank] = ("error", f"rank {rank} died with exit code {self._processes[rank].exitcode}")
                 if answers[rank][0] == "error" and not failed:
                     failed = True
                     deadline = min(deadline, time.monotonic() + GRACE)
         errors = [f"rank {rank}:\n{a[1]}" for rank, a in sorted(answers.items()) if a[0] == "error"]
         hanging = [rank for rank in range(self.world) if rank not in answers]
-        if hanging:
-            errors += [f"rank {rank} hangs after {timeout:.0f} s:\n{self._dump(rank)}" for rank in hanging]
+        errors += [f"rank {rank} hangs after {timeout:.0f} s:\n{self._dump(rank)}" for rank in hanging]
+        if hanging or died:
             self.close(kill=True)
         if errors:
             raise RankError("\n".join(errors))

@@ -95,7 +95,7 @@ def _same_as_ddp(stage: int, folder: str) -> None:
     assert ours.keys() == theirs.keys()
     assert not any(isinstance(t, DTensor) for t in _tensors(ours))
     for mine, other in zip(_tensors(ours["state_dict"]), _tensors(theirs["state_dict"]), strict=True):
-        assert torch.allclose(mine, other, atol=1e-5)
+        assert torch.allclose(mine.cpu(), other.cpu(), atol=1e-5)
 
 
 @STAGES
@@ -170,7 +170,8 @@ def _resume(stage: int, options: dict[str, Any], precision: str, folder: str) ->
     assert (whole.steps, whole.epoch, whole.rates) == (resumed.steps, resumed.epoch, resumed.rates)
     assert other.losses == module.losses[8:]
     assert _skeleton(whole.state) == _skeleton(resumed.state)
-    assert all(torch.equal(a, b) for a, b in zip(_tensors(whole.state), _tensors(resumed.state), strict=True))
+    pairs = zip(_tensors(whole.state), _tensors(resumed.state), strict=True)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
     assert len(_tensors(whole.state)) > 0 or models.rank() > 0
 
 
@@ -265,7 +266,7 @@ def _load_inside(stage: int) -> None:
     module = Loader()
     module.source = {name: value.clone() for name, value in module.state_dict().items()}
     _fit(module, stage, 1)
-    twin = models.Module()
+    twin = models.Module().to(models.device())
     twin.load_state_dict(module.source)
     data = [models.Batches(r, 4) for r in range(models.world())]
     optimizer = twin.configure_optimizers()

@@ -91,7 +91,8 @@ def test_window_reduces_once(ranks: Ranks, stage: int, mode: str) -> None:
     for result in ranks.run(_windows, stage, mode, "step"):
         assert result["deviation"] <= 1e-6
         first = result["seen"][0]
-        assert all(seen["scatters"] == UNITS and seen["reduced"] == first["reduced"] > 0 for seen in result["seen"])
+        assert all(seen["scatters"] == UNITS and seen["reduced"] == first["reduced"] for seen in result["seen"])
+        assert first["reduced"] > 0 or ranks.device == "cuda"  # the profiler shows the sizes of gloo's transfers only
         # stages 1 and 2 gather after the optimizer, outside the window, but for the very first values
         assert [seen["gathers"] for seen in result["seen"]] == ([UNITS] * 5 if stage == 3 else [0] * 5)
         assert all(size > 0 for size in result["held"][::2]) and not any(result["held"][1::2])

@@ -46,10 +46,10 @@ class Frozen(nn.Module):
 class Mixed(nn.Module):
     """Embedding, blocks of one kind, head; `left` is set by the caller."""
 
-    def __init__(self, block: type[nn.Module], width: int = 10) -> None:
+    def __init__(self, block: type[nn.Module], width: int = 10, depth: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(models.VOCABULARY, width)
-        self.layers = nn.ModuleList(block(width) for _ in range(3))
+        self.layers = nn.ModuleList(block(width) for _ in range(depth))
         self.head = nn.Linear(width, models.VOCABULARY)
         self.left = models.rank() == 0
 
@@ -64,11 +64,16 @@ def _branches() -> nn.Module:
     return Mixed(Branches)
 
 
+def _deep() -> nn.Module:
+    """More blocks than reductions may be in flight: none may wait on the device for what another rank does later."""
+    return Mixed(Branches, depth=12)
+
+
 def _frozen() -> nn.Module:
     return Mixed(Frozen)
 
 
-MODELS = {"plain": models.ByteModel, "branches": _branches, "recompute": _frozen}
+MODELS = {"plain": models.ByteModel, "branches": _branches, "deep": _deep, "recompute": _frozen}
 
 
 def _uneven_reference(module: models.Module, counts: list[int], accumulate: int) -> None:
@@ -118,18 +123,18 @@ def test_compiled_and_eager_rank_in_one_group(worlds: Worlds, kind: str, stage: 
 #   head:  [13->14, 10] 560 B
 FIRST, BLOCK, HEAD = 568, 1888, 560
 MODEL = FIRST + 3 * BLOCK + HEAD
-PARAMETERS = 19  # one byte each in the exchange of used flags
+PARAMETERS = 19
 EXPECTED = {  # (stage, accumulation) -> collectives and bytes of the full values in one step
     # Stages 1 and 2: after the optimizer each unit is gathered once, whatever the accumulation.
-    # A reduction is one reduce-scatter per unit, one all-reduce for the 0-dim scale and one for the used flags.
-    (1, 1): {"gathers": 5, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 2, "allreduced": 4 + 19},
-    (1, 4): {"gathers": 5, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 2, "allreduced": 4 + 19},
-    (2, 1): {"gathers": 5, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 2, "allreduced": 4 + 19},
-    (2, 4): {"gathers": 5, "gathered": 6792, "scatters": 20, "reduced": 27168, "allreduces": 8, "allreduced": 92},
+    # A reduction is one reduce-scatter per unit and one all-reduce for the 0-dim scale.
+    (1, 1): {"gathers": 5, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
+    (1, 4): {"gathers": 5, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
+    (2, 1): {"gathers": 5, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
+    (2, 4): {"gathers": 5, "gathered": 6792, "scatters": 20, "reduced": 27168, "allreduces": 4, "allreduced": 16},
     # Stage 3: forward: the five units, and `first` again for scale and shift, which are read behind the head;
     # backward: head and the three blocks (`first` is still there from the forward's end). Ten gathers a micro-batch.
-    (3, 1): {"gathers": 10, "gathered": 13584, "scatters": 5, "reduced": 6792, "allreduces": 2, "allreduced": 23},
-    (3, 4): {"gathers": 40, "gathered": 54336, "scatters": 20, "reduced": 27168, "allreduces": 8, "allreduced": 92},
+    (3, 1): {"gathers": 10, "gathered": 13584, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
+    (3, 4): {"gathers": 40, "gathered": 54336, "scatters": 20, "reduced": 27168, "allreduces": 4, "allreduced": 16},
 }
 
 
@@ -164,16 +169,15 @@ def _traffic(stage: int, accumulate: int, compile: Any) -> dict[str, int]:
     gathers = events["c10d::_allgather_base_"] + events["c10d::allgather_into_tensor_coalesced_"]  # gloo's, NCCL's
     reduced = [e.input_shapes for e in profile.events() if e.name == "gloo:all_reduce"]
     gathered = [e.input_shapes for e in profile.events() if e.name == "gloo:all_gather"]
-    flags = sum(shapes == [[PARAMETERS]] for shapes in reduced)
     scales = sum(shapes == [[1]] for shapes in reduced)
     return {
         "gathers": gathers,
         "gathered": models.world() * sum(_nbytes(shapes, 4) for shapes in gathered),
         "scatters": events["c10d::reduce_scatter_tensor_coalesced_"],
         # gloo scatters by an all-reduce of the full gradient, one per tensor
-        "reduced": sum(_nbytes(s, 4) for s in reduced) - 4 * PARAMETERS * flags - 4 * scales,
+        "reduced": sum(_nbytes(s, 4) for s in reduced) - 4 * scales,
         "allreduces": events["c10d::allreduce_"],
-        "allreduced": PARAMETERS * flags + 4 * scales,
+        "allreduced": 4 * scales,
         "other": sum(count for name, count in events.items() if name.startswith("c10d::"))
         - gathers
         - events["c10d::reduce_scatter_tensor_coalesced_"]
@@ -186,8 +190,11 @@ def _traffic(stage: int, accumulate: int, compile: Any) -> dict[str, int]:
 def test_collectives_and_bytes_of_a_step(worlds: Worlds, stage: int, accumulate: int, compile: Any) -> None:
     """A steady step moves exactly what the stage says, as torch's profiler counts it; eager and compiled alike."""
     assert MODEL == 6792
+    expected = EXPECTED[stage, accumulate] | {"other": 0}
+    if worlds.device == "cuda":  # the profiler shows the sizes of gloo's transfers only
+        expected |= dict.fromkeys(("gathered", "reduced", "allreduced"), 0)
     for seen in worlds(2).run(_traffic, stage, accumulate, compile):
-        assert seen == EXPECTED[stage, accumulate] | {"other": 0}
+        assert seen == expected
 
 
 # ---- memory after the optimizer's step ----
@@ -208,6 +215,11 @@ def _allocated(profile: Any) -> dict[int, int]:
         else:
             live.pop(fields.ptr, None)
     return live
+
+
+def _block(tensor: Tensor) -> int:
+    """What the allocator takes for a tensor: on CUDA multiples of 512 bytes."""
+    return -(-tensor.nbytes // 512) * 512 if tensor.is_cuda else tensor.nbytes
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -236,7 +248,7 @@ def _live_after_step(stage: int) -> dict[str, Any]:
         named = {
             "masters": sum(live.pop(t.data_ptr()) for t in masters),
             "states": sum(live.pop(t.data_ptr()) for t in states),
-            "expected": sum(t.nbytes for t in masters + states),
+            "expected": sum(_block(t) for t in masters + states),
             "resident": engine.runtime.stats().resident_bytes,
             "deferred": engine.runtime.core.deferred_bytes(),
             "grads": sum(p.grad is not None for p in model.parameters()),
@@ -255,11 +267,13 @@ def test_live_memory_after_the_optimizer_step(worlds: Worlds, stage: int) -> Non
     mesh = 4  # the DeviceMesh's own tensor of ranks
     full = 2 * 4 + 2 * 520 + 3 * (40 + 40 + 840 + 84 + 840)  # unpadded: one rank
     assert seen["masters"] + seen["states"] == seen["expected"]
+    assert seen["grads"] == 0 and seen["deferred"] == 0
+    if worlds.device == "cuda":  # cuBLAS and NCCL allocate too
+        return
     assert seen["masters"] == full
     assert seen["states"] == 2 * full + 4 * PARAMETERS  # two moments, one step counter each
     assert seen["resident"] == (0 if stage == 3 else full)
     assert seen["rest"] == seen["resident"] + handles + mesh
-    assert seen["grads"] == 0 and seen["deferred"] == 0
 
 
 def _python_tensors(stage: int, compile: Any) -> tuple[list[tuple[int, ...]], int, int, int]:

@@ -139,9 +139,11 @@ def _options() -> None:
         )
         trainer.fit(module, everyone, models.Batches(models.rank(), 1))
         assert len(module.batches) == 8 // models.world()
-        assert module.inference is (inference_mode and models.device() == "cuda")  # Lightning: not with gloo
+        assert not module.inference  # Lightning: validations of a fit are under no_grad
         modules.append(module)
         values.append(trainer.callback_metrics["metric"].item())
+        trainer.validate(module, models.Batches(models.rank(), 1), verbose=False)
+        assert module.inference is (inference_mode and models.device() == "cuda")  # Lightning: not with gloo
     assert values == pytest.approx([values[0]] * 4) and values[0] > 1
     for module in modules[1:]:
         assert all(torch.equal(a, b) for a, b in zip(module.batches, modules[0].batches, strict=True))

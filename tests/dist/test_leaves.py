@@ -305,8 +305,8 @@ def _other_shape(model: nn.Module, batch: Tensor, backward: Backward) -> None:
 
 def _mixed(model: nn.Module, batch: Tensor, backward: Backward) -> None:
     with torch.no_grad():
-        model.layers[0].up.weight.add_(torch.zeros(10))  # through the module: full
-        _weights(model)[1].add_(torch.zeros(10))  # one row, which no shard has
+        model.layers[0].up.weight.add_(torch.zeros(10, device=models.device()))  # through the module: full
+        _weights(model)[1].add_(torch.zeros(10, device=models.device()))  # one row, which no shard has
 
 
 def _func_grad(model: nn.Module, batch: Tensor, backward: Backward) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
-from tests import models, zoo
+from tests import engines, models, zoo
 from tests.harness import Ranks
 
 UNITS, SIDE = 20, 1600  # 20 blocks of 2.56 M parameters: 51.2 M
@@ -57,7 +57,7 @@ def _peak() -> dict[str, int]:
         model = nn.ModuleList(Wide() for _ in range(UNITS))
     config = Config(stage=3, compile=False)
     with LiveBytes() as memory:
-        engine = Engine(model, torch.device("cpu"), config, None, "gloo")
+        engine = Engine(model, engines.place(), config, None, torch.distributed.get_backend())
     live = memory.live
     local = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
     moved = all(p.to_local().std() > 0 for p in model.parameters())  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ AOT: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
 def _pair(kind: type[models.Module] = models.Module, **arguments: Any) -> tuple[Any, Any]:
     """Two equal modules: one to train, one for the reference."""
     module = kind(**arguments)
-    return module, copy.deepcopy(module)
+    return module, copy.deepcopy(module).to(models.device())
 
 
 def _ordinary(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -78,7 +78,6 @@ def _mean_loss(module: models.Module, count: int) -> float:
 
 def _evaluate(stage: int, options: dict[str, Any]) -> None:
     module, twin = _pair(Evaluated)
-    twin.to(models.device())
     trainer = models.make_trainer(ZeroCompileStrategy(stage=stage, **options), limit_predict_batches=2)
     data = models.Batches(models.rank(), 2)
     [metrics] = trainer.validate(module, data, verbose=False)
@@ -90,7 +89,7 @@ def _evaluate(stage: int, options: dict[str, Any]) -> None:
     predictions = trainer.predict(module, data)
     for batch, prediction in zip(data, predictions, strict=True):  # type: ignore[arg-type]
         expected = twin.predict_step(batch.to(models.device()), 0)
-        assert torch.allclose(prediction, expected, atol=1e-6)  # type: ignore[arg-type]
+        assert torch.allclose(prediction.cpu(), expected.cpu(), atol=1e-6)  # type: ignore[arg-type]
     _ordinary(module, Evaluated)
     assert models.deviation(module, twin) == 0
 
@@ -557,14 +556,14 @@ def _stays_sharded(stage: int) -> None:
     state = strategy.lightning_module_state_dict()
     assert list(state) == (list(twin.state_dict()) if models.rank() == 0 else [])
     for name, value in state.items():
-        assert torch.allclose(value, twin.state_dict()[name], atol=1e-6)
+        assert torch.allclose(value, twin.state_dict()[name].cpu(), atol=1e-6)
     with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
         copy.deepcopy(module)
     trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(module, models.Batches(models.rank()))
     models.reference(twin, 2)
     with strategy.full_parameters(writeback=False) as values:
-        assert all(torch.allclose(values[n], p, atol=1e-6) for n, p in twin.named_parameters())
+        assert all(torch.allclose(values[n].cpu(), p.cpu(), atol=1e-6) for n, p in twin.named_parameters())
 
 
 @STAGES
@@ -635,7 +634,7 @@ def _save_inside(stage: int) -> None:
             probe = copy.deepcopy(twin)
             models.reference(probe, step + 1)
             probe_state = probe.state_dict()
-            assert all(torch.allclose(v, probe_state[n], atol=1e-6) for n, v in state["state_dict"].items())
+            assert all(torch.allclose(v, probe_state[n].cpu(), atol=1e-6) for n, v in state["state_dict"].items())
 
 
 @STAGES
