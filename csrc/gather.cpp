@@ -52,9 +52,7 @@ void Runtime::launch_gather(Unit& unit, Phase phase) {
   at::NoGradGuard no_grad;
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
-    if (p.full.defined()) continue;
-    p.full = at::empty(padded_size(p), p.local.options().dtype(p.dtype).requires_grad(false));
-    p.value = p.replicated ? p.full.squeeze(0) : p.full.narrow(0, 0, p.size[0]);
+    if (!p.full.defined()) allocate(p);
   }
   Lane::Launch launch(gather_lane_);
   std::vector<Tensor> own, local;
@@ -63,13 +61,13 @@ void Runtime::launch_gather(Unit& unit, Phase phase) {
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
     if (p.local.numel() > 0) {
-      own.push_back(own_rows(p, p.full));
-      local.push_back(p.local.detach());
+      own.push_back(p.own);
+      local.push_back(p.local);
     }
     if (!p.replicated && p.full.numel() > 0) {
       auto& [outputs, inputs] = calls[p.dtype];
       outputs.push_back(on_the_wire(p.full));
-      inputs.push_back(on_the_wire(p.full.narrow(0, rank_ * p.rows, p.rows)));
+      inputs.push_back(on_the_wire(p.rows_here));
     }
     p.gathered_version = p.version();
     p.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see that it changed
@@ -80,7 +78,13 @@ void Runtime::launch_gather(Unit& unit, Phase phase) {
   for (auto& [dtype, call] : calls) {
     stats_.gathers += 1;
     for (const auto& t : call.first) stats_.gather_bytes += static_cast<int64_t>(t.nbytes());
-    if (world_ > 1) all_gather(*gather_group_, launch, std::move(call.first), std::move(call.second));
+    if (world_ == 1) continue;
+    if (peers_ != nullptr && peers_->holds(call.second)) {
+      stats_.peer_gathers += 1;
+      peers_->all_gather(call.first, call.second);
+    } else {
+      all_gather(*gather_group_, launch, std::move(call.first), std::move(call.second));
+    }
   }
   unit.gathering = launch.finish();
   if (!unit.resident) {
@@ -97,9 +101,7 @@ void Runtime::drop(Unit& unit) {
     auto& p = parameters_[i];
     if (!p.full.defined()) continue;
     write_back(p);
-    by_storage_.erase(p.full.storage().unsafeGetStorageImpl());
-    p.full.reset();
-    p.value.reset();
+    forget(p);
   }
   unit.resident = false;
   unit.graph_uses = 0;
@@ -228,9 +230,7 @@ void Runtime::release(const std::vector<int64_t>& indices, bool last) {
     if (unit.lifetime == Lifetime::Step || !unit.resident) continue;
     unit.graph_uses = std::max<int64_t>(0, unit.graph_uses - 1);
     if (last || held_ || !p.full.defined()) continue;
-    by_storage_.erase(p.full.storage().unsafeGetStorageImpl());
-    p.full.reset();
-    p.value.reset();
+    forget(p);
     const bool empty = std::none_of(unit.parameters.begin(), unit.parameters.end(),
                                     [&](int64_t k) { return parameters_[k].full.defined(); });
     if (empty) drop(unit);
@@ -293,9 +293,8 @@ void Runtime::write_back(Parameter& p) {
   if (p.gathered_version != p.version() || p.local.numel() == 0) return;
   c10::InferenceMode normal_tensors(false);
   at::AutoDispatchBelowADInplaceOrView no_version_change;
-  const auto own = own_rows(p, p.full);
-  const auto written = own.ne(p.local.to(own.scalar_type()));
-  p.local.copy_(at::where(written, own.to(p.local.scalar_type()), p.local));
+  const auto written = p.own.ne(p.local.to(p.own.scalar_type()));
+  p.local.copy_(at::where(written, p.own.to(p.local.scalar_type()), p.local));
 }
 
 void Runtime::write_back() {

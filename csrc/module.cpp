@@ -72,6 +72,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("gather_bytes", &Stats::gather_bytes)
       .def_readonly("reductions", &Stats::reductions)
       .def_readonly("reduce_bytes", &Stats::reduce_bytes)
+      .def_readonly("peer_gathers", &Stats::peer_gathers)
       .def_readonly("prefetched", &Stats::prefetched)
       .def_readonly("eager_reads", &Stats::eager_reads)
       .def_readonly("eager_gathers", &Stats::eager_gathers)
@@ -105,6 +106,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              }
              self.shutdown();  // with the GIL: it drops the callbacks
            })
+      .def("peer_bytes", &Runtime::peer_bytes)
+      .def("set_peers", &Runtime::set_peers, Release())
       .def("identity", &Runtime::identity)
       .def("resident_value", &Runtime::resident_value, Release())
       .def("read", [](const std::shared_ptr<Runtime>& self, int64_t parameter, const Tensor& handle,

@@ -1,6 +1,7 @@
 // Reduction: a unit is reduced as a whole when its last gradient is there; what is left is flushed when the outermost
 // backward ends (see backward.cpp).
 #include <ATen/core/grad_mode.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <utility>
@@ -17,6 +18,11 @@ int64_t row_numel(const Parameter& p) {
   int64_t n = 1;
   for (size_t d = 1; d < p.size.size(); ++d) n *= p.size[d];
   return n;
+}
+
+// The part of a flat partition that begins at `offset`, shaped as the parameter's local part.
+Tensor rows_of(const Tensor& partition, const Parameter& p, int64_t offset) {
+  return partition.as_strided(p.local.sizes(), c10::contiguous_strides(p.local.sizes()), offset);
 }
 
 }  // namespace
@@ -130,18 +136,18 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
       stats_.reduce_bytes += static_cast<int64_t>(grad.nbytes());
       reduction.inputs.push_back(grad);
       inputs.push_back(on_the_wire(grad));
-      outputs.push_back(on_the_wire(result.narrow(0, offset, numel).view(size)));
+      outputs.push_back(on_the_wire(result.as_strided(size, c10::contiguous_strides(size), offset)));
     }
     offset += numel;
   }
   const bool average = divisor_ == static_cast<double>(world_);
   if (!inputs.empty()) {
     stats_.reductions += 1;
-    if (world_ > 1) {
+    if (world_ == 1) {
+      at::_foreach_copy_(outputs, inputs);
+    } else {
       const auto op = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
       reduce_scatter(*reduce_group_, launch, outputs, inputs, op);
-    } else {
-      at::_foreach_copy_(outputs, inputs);
     }
   }
   struct Part {
@@ -152,12 +158,10 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
   for (size_t k = 0; k < group.size(); ++k) {
     auto& p = parameters_[group[k]];
     const auto numel = p.rows * row_numel(p);
-    auto size = p.size;
-    size[0] = p.rows;
-    Part part{existing[k], result.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0)), {}};
-    if (!existing[k].defined()) {
-      part.own = partition.narrow(0, offset, numel).view(size).narrow(0, 0, p.local.size(0));
-    }
+    Part part;
+    part.existing = existing[k];
+    if (adds) part.reduced = rows_of(result, p, offset);
+    if (!existing[k].defined()) part.own = rows_of(partition, p, offset);
     reduced_.emplace_back(group[k], part.own);
     parts.push_back(std::move(part));
     offset += numel;

@@ -66,6 +66,32 @@ Runtime::~Runtime() {
   for (auto& p : parameters_) forget_identity(p.identity);
 }
 
+// Bytes of a half: of one rank's rows of the most frequent unit, the repeated block. What does not fit (an embedding, a
+// head) goes through the process group.
+int64_t Runtime::peer_bytes() const {
+  std::map<int64_t, int64_t> counts;
+  for (const auto& unit : units_) {
+    int64_t bytes = 0;
+    for (auto i : unit.parameters) {
+      const auto& p = parameters_[i];
+      if (p.replicated) continue;
+      const auto rows = c10::multiply_integers(padded_size(p)) / world_;
+      bytes += (rows * static_cast<int64_t>(c10::elementSize(p.dtype)) + 511) / 512 * 512;
+    }
+    if (bytes > 0) counts[bytes] += 1;
+  }
+  int64_t chosen = 0, most = 0;
+  for (const auto& [bytes, count] : counts) {
+    if (count >= most) std::tie(chosen, most) = std::pair(bytes, count);
+  }
+  return chosen;
+}
+
+void Runtime::set_peers(const Tensor& buffer, int64_t timeout_ms) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  peers_ = std::make_unique<PeerMemory>(buffer, gather_group_->getGroupName(), timeout_ms);
+}
+
 // Waits for everything that is on its way.
 void Runtime::settle() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -89,6 +115,7 @@ void Runtime::shutdown() {
   agree_ = nullptr;
   compare_ = nullptr;
   unite_ = nullptr;
+  peers_.reset();
   gather_group_.reset();
   reduce_group_.reset();
 }
@@ -128,10 +155,7 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
     TORCH_CHECK(p.unit < 0,
                 text("zerocompile: parameter `", p.name, "` is in two units"));
     p.unit = index;
-    if (lifetime == Lifetime::Step) {
-      p.full = at::empty(padded_size(p), p.local.options().dtype(p.dtype).requires_grad(false));
-      p.value = p.replicated ? p.full.squeeze(0) : p.full.narrow(0, 0, p.size[0]);
-    }
+    if (lifetime == Lifetime::Step) allocate(p);
   }
   unit.parameters = std::move(members);
   units_.push_back(std::move(unit));
@@ -163,10 +187,19 @@ std::vector<int64_t> Runtime::padded_size(const Parameter& p) const {
   return size;
 }
 
-// This rank's rows of a padded tensor, without the padding: what the master's local part corresponds to.
-Tensor Runtime::own_rows(const Parameter& p, const Tensor& full) const {
-  if (p.replicated) return full.squeeze(0);
-  return full.narrow(0, rank_ * p.rows, p.rows).narrow(0, 0, p.local.size(0));
+void Runtime::allocate(Parameter& p) {
+  p.full = at::empty(padded_size(p), p.local.options().dtype(p.dtype).requires_grad(false));
+  p.value = p.replicated ? p.full.squeeze(0) : p.full.narrow(0, 0, p.size[0]);
+  p.rows_here = p.replicated ? p.full : p.full.narrow(0, rank_ * p.rows, p.rows);
+  p.own = p.replicated ? p.value : p.rows_here.narrow(0, 0, p.local.size(0));
+}
+
+void Runtime::forget(Parameter& p) {
+  by_storage_.erase(p.full.storage().unsafeGetStorageImpl());
+  p.full.reset();
+  p.value.reset();
+  p.rows_here.reset();
+  p.own.reset();
 }
 
 Runtime::Phase Runtime::phase() const {

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "peers.h"
 #include "stream.h"
 
 namespace zerocompile {
@@ -51,6 +52,8 @@ struct Parameter : ParameterSpec {
   // gathered value: defined while resident
   Tensor full;          // [world*rows, ...]
   Tensor value;         // its first size[0] rows, shaped as the parameter
+  Tensor rows_here;     // [rows, ...]: this rank's, padding included
+  Tensor own;           // those of them that the master's local part corresponds to
   int64_t gathered_version = -1;
   bool read_eagerly = false;  // user code may have written to it: see [Note: write back]
 
@@ -92,6 +95,7 @@ struct Reduction {
 
 struct Stats {
   int64_t gathers = 0, gather_bytes = 0;        // collectives, bytes of the gathered result
+  int64_t peer_gathers = 0;                     // gathers that copies between devices did
   int64_t reductions = 0, reduce_bytes = 0;     // collectives, bytes of the full gradients
   int64_t prefetched = 0;                       // gathers that were started before they were asked for
   int64_t eager_reads = 0, eager_gathers = 0;   // reads outside graphs, and those that had to gather
@@ -117,6 +121,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                      std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                      std::function<std::string(int64_t, std::string)> compare,
                      std::function<std::string(int64_t, std::string, bool)> unite);
+  int64_t peer_bytes() const;
+  void set_peers(const Tensor& buffer, int64_t timeout_ms);
   void settle();
   void shutdown();
   int64_t identity(int64_t parameter) const { return parameters_.at(parameter).identity; }
@@ -175,7 +181,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   Parameter& parameter(int64_t index);
   std::vector<int64_t> padded_size(const Parameter& p) const;
-  Tensor own_rows(const Parameter& p, const Tensor& full) const;
+  void allocate(Parameter& p);
+  void forget(Parameter& p);
   Phase phase() const;
 
   // gather.cpp
@@ -221,6 +228,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::function<std::string(int64_t, std::string, bool)> unite_;
   int64_t exchanges_ = 0;  // of used flags so far
   Lane gather_lane_, reduce_lane_;
+  std::unique_ptr<PeerMemory> peers_;  // of the gathers' lane; null: their process group does all
   Stats stats_;
 
   std::unordered_map<const void*, int64_t> by_storage_;  // storage of a gathered value -> parameter

@@ -22,7 +22,7 @@ inline std::string part(at::IntArrayRef sizes) {
 }
 
 // [Note: messages] A message is one string, made without streams: TORCH_CHECK writes numbers to a std::ostringstream
-// that it instantiates in this library, and where libtorch brings stream code of another compiler that crashes.
+// that it instantiates in this library, which crashes where the compiler links its C++ library statically.
 template <typename... Parts>
 std::string text(const Parts&... parts) {
   return (part(parts) + ...);

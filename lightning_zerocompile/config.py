@@ -50,6 +50,7 @@ class Config:
     unit_bytes: int = 64 * 2**20
     prefetch: int = 1
     keep_gathered: tuple[str, ...] = ()
+    copy_engine: bool | Literal["auto"] = "auto"
     accumulate: str | None = None
     keep_gradients: bool = False
     unshard_after_fit: bool = True
@@ -104,6 +105,11 @@ class Config:
         if not all(isinstance(name, str) and name for name in self.keep_gathered):
             raise ValueError(
                 f"`keep_gathered={self.keep_gathered!r}` must be names of modules, for example ['vision']."
+            )
+        if not (isinstance(self.copy_engine, bool) or self.copy_engine == "auto"):
+            raise ValueError(
+                f"`copy_engine={self.copy_engine!r}` is not understood; choose 'auto' (where all ranks' GPUs are in "
+                "one host and reach each other's memory), True (or raise) or False."
             )
         if self.accumulate not in (None, "local"):
             raise ValueError(

@@ -20,6 +20,7 @@ from lightning_zerocompile import extension, fakes, leaves
 from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
+from lightning_zerocompile.peers import map_buffer
 from lightning_zerocompile.policy import Lifetime, Policy
 from lightning_zerocompile.shard import ClassCache, Moment, Slot, install, make_master, spec_like
 from lightning_zerocompile.units import UnitPlan
@@ -32,6 +33,7 @@ class Stats:
     Attributes:
         gathers: all-gather collectives (one per unit and dtype), and ``gather_bytes`` of their results.
         prefetched: those among them that started before they were asked for.
+        peer_gathers: those that copies between devices did instead of a process group.
         reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
         padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
         graph_uses, graph_reductions: parameters that compiled graphs asked for, gradients that they delivered.
@@ -43,6 +45,7 @@ class Stats:
     gathers: int
     gather_bytes: int
     prefetched: int
+    peer_gathers: int
     reductions: int
     reduce_bytes: int
     padded_copies: int
@@ -143,6 +146,10 @@ class Runtime:
                     slot.source = self.core.resident_value(slot.index)
                     self._install(slot, places)
         places.finish()
+        size = self.core.peer_bytes()
+        buffer = map_buffer(self.mesh, self.device, self._agreement, self.config.copy_engine, size)
+        if buffer is not None:
+            self.core.set_peers(buffer, int(self.config.timeout.total_seconds() * 1000))
 
     def _install(self, slot: Slot, places: Places) -> None:
         for module, local_name in places.of(slot.name):

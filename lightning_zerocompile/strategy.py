@@ -61,6 +61,9 @@ class ZeroCompileStrategy(ParallelStrategy):
         prefetch: how many units are gathered ahead of their use (stage 3).
         keep_gathered: at stage 3, names of modules (or parameters) that stay gathered from one optimizer step to the
             next, as at stage 2: those that only some ranks use in a step, and small ones that are used often.
+        copy_engine: whether parameters are gathered by copies between the GPUs of one host instead of NCCL's kernels,
+            which take multiprocessors from the compute beside them; ``"auto"``: where all ranks are on one host and
+            their GPUs reach each other's memory; ``True``: or raise.
         accumulate: ``"local"``: at every stage the full gradients of an accumulation (Lightning's
             ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; ``None``: only
             at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.
@@ -93,6 +96,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         unit_bytes: int = 64 * 2**20,
         prefetch: int = 1,
         keep_gathered: Sequence[str] = (),
+        copy_engine: bool | Literal["auto"] = "auto",
         accumulate: Literal["local"] | None = None,
         keep_gradients: bool = False,
         unshard_after_fit: bool = True,
@@ -118,6 +122,7 @@ class ZeroCompileStrategy(ParallelStrategy):
             unit_bytes=unit_bytes,
             prefetch=prefetch,
             keep_gathered=(keep_gathered,) if isinstance(keep_gathered, str) else tuple(keep_gathered),
+            copy_engine=copy_engine,
             accumulate=accumulate,
             keep_gradients=keep_gradients,
             unshard_after_fit=unshard_after_fit,

@@ -146,7 +146,7 @@ def _traffic(stage: int, accumulate: int, compile: Any) -> dict[str, int]:
     """One steady step's collectives as the profiler saw them below the package."""
     model = models.ByteModel()
     data = models.Batches(models.rank())
-    with engines.engine(model, stage, compile=compile) as engine:
+    with engines.engine(model, stage, compile=compile, copy_engine=False) as engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine.attach_optimizers([optimizer])
 

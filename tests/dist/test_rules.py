@@ -279,10 +279,10 @@ def test_rule_06_warm_cache(worlds: Worlds, tmp_path: Path) -> None:
     larger = worlds(3).run(_cached, 3, [mine] * 3, timeout=240)
     stage_2 = worlds(2).run(_cached, 2, [mine] * 2, timeout=240)
     again = worlds(2).run(_cached, 1, [mine] * 2, timeout=240)
-    for results, warm in ((cold, False), (swapped, True), (larger, True), (stage_2, False), (again, True)):
-        for deviation, hits, misses in results:
-            assert deviation <= 5e-6
-            assert not warm or (hits > 0 and misses == 0)
+    assert all(deviation <= 5e-6 for run in (cold, swapped, larger, stage_2, again) for deviation, _, _ in run)
+    # on GPUs Inductor's keys hold the device's number: a rank finds what its own number compiled
+    warm = [*swapped, *larger, *again] if worlds.device == "cpu" else [larger[0], *again]
+    assert all(hits > 0 and misses == 0 for _, hits, misses in warm)
 
 
 # ---- rule 8 ----

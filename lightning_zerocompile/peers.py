@@ -1,0 +1,87 @@
+"""Memory that all devices of one host have mapped: see [Note: copy engines] in csrc/peers.h."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_zerocompile.agreement import Agreement
+
+
+def map_buffer(
+    mesh: DeviceMesh, device: torch.device, agreement: Agreement, wanted: bool | Literal["auto"], half: int
+) -> Tensor | None:
+    """A buffer of two halves that all ranks have mapped; ``None`` if collectives must gather.
+
+    Collective over the mesh: all ranks map their buffers, or none does.
+
+    Args:
+        mesh: the shard group, one dimension.
+        device: of this rank.
+        agreement: the ranks' conversation.
+        wanted: ``"auto"``: where the devices allow it; ``True``: or raise; ``False``: never.
+        half: bytes of one half.
+
+    Returns:
+        [2 * half], uint8.
+
+    Raises:
+        ValueError: ``wanted=True`` and the devices do not allow it; the message says why.
+    """
+    if mesh.size() == 1 or wanted is False or half == 0:
+        return None
+    reason = "" if device.type == "cuda" else f"{device.type} devices have no copy engines"
+    if not reason:
+        reason = _unreachable(device, agreement)
+    buffers: list[Tensor] = []
+    if not reason:
+        reason = _first_failure(agreement, "allocated", lambda: buffers.append(_allocate(device, 2 * half)))
+    if not reason:
+        reason = _first_failure(agreement, "mapped", lambda: _rendezvous(buffers[0], mesh.get_group()))
+    if reason and wanted is True:
+        raise ValueError(f"`copy_engine=True` cannot be had on rank {dist.get_rank()}: {reason}. Use 'auto' or False.")
+    return None if reason else buffers[0]
+
+
+def _unreachable(device: torch.device, agreement: Agreement) -> str:
+    """Why some rank's device cannot read another's memory; "" if all can, alike on all ranks."""
+    mine = json.dumps([socket.gethostname(), device.index])
+    places = {rank: json.loads(text or "[null, null]") for rank, text in agreement.exchange("place", mine).items()}
+    hosts, indices = {host for host, _ in places.values()}, [index for _, index in places.values()]
+    reason = ""
+    if len(hosts) > 1:
+        reason = "the ranks are on several hosts"
+    elif len(set(indices)) < len(indices):
+        reason = "the ranks number their devices differently"
+    elif not all(i == device.index or torch.cuda.can_device_access_peer(device.index, i) for i in indices):
+        reason = f"device {device.index} cannot read the memory of all others"
+    return next((text for text in agreement.exchange("reachable", reason).values() if text), "")
+
+
+def _first_failure(agreement: Agreement, topic: str, action: Callable[[], Any]) -> str:
+    """What the first rank on which ``action`` fails says; "" if it succeeds on all, alike on all ranks."""
+    reason = ""
+    try:
+        action()
+    except RuntimeError as error:
+        reason = f"rank {dist.get_rank()}: {str(error).splitlines()[0]}"
+    return next((text for text in agreement.exchange(topic, reason).values() if text), "")
+
+
+def _allocate(device: torch.device, size: int) -> Tensor:
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+
+
+def _rendezvous(buffer: Tensor, group: dist.ProcessGroup) -> Any:
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(buffer, group)

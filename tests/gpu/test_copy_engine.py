@@ -1,0 +1,73 @@
+"""Copies between the GPUs of one host gather what NCCL gathers (see [Note: copy engines])."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import engines, models
+from tests.harness import Worlds
+
+pytestmark = pytest.mark.gpu
+
+
+class Uneven(nn.Module):
+    """Blocks with parameters from one element to 4 MiB, and rows that no world size divides."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(width, 2 * width + 1), nn.LayerNorm(2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+        self.scale, self.gain = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., width]
+        return x + 0.1 * self.scale * self.gain * self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 700) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, width)
+        self.layers = nn.ModuleList(Uneven(width) for _ in range(5))
+        self.head = nn.Linear(width, models.VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [batch, length]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _trained(stage: int, scope: Any, copy_engine: bool) -> tuple[nn.Module, int, int]:
+    torch.manual_seed(0)
+    model, data = Net(), models.Batches(models.rank())
+    with engines.engine(model, stage, compile=scope, copy_engine=copy_engine) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach_optimizers([optimizer])
+        for number in range(40):  # many gathers and reductions in flight, without a pause of the host
+            engine.model.zero_grad()
+            with engine.training_step():
+                engines.backward(engine, engines.token_loss(model, data[number]))
+            optimizer.step()
+        stats = engine.runtime.stats()
+    return model, stats.peer_gathers, stats.gathers
+
+
+def _compare(stage: int, scope: Any) -> tuple[float, int, int, int]:
+    copied, copies, gathers = _trained(stage, scope, True)
+    collective, none, _ = _trained(stage, scope, False)
+    return models.deviation(copied, collective), copies, gathers, none
+
+
+@pytest.mark.parametrize("scope", [False, "blocks"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_copies_equal_collectives(worlds: Worlds, device: str, world: int, stage: int, scope: Any) -> None:
+    if device != "cuda":
+        pytest.skip("run with --device cuda")
+    for deviation, copies, gathers, none in worlds(world).run(_compare, stage, scope, timeout=180):
+        assert deviation <= 1e-6 and none == 0
+        assert copies > gathers / 2 > 0
