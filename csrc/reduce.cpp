@@ -169,7 +169,7 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
   launch.then([result, partition, direct, adds, divisor = average ? 1.0 : divisor_, parts] {
     at::NoGradGuard no_grad;
     if (divisor != 1.0) result.div_(divisor);
-    if (!direct && !adds) partition.copy_(result);
+    if (!direct && !adds) at::_foreach_copy_({partition}, {result});  // its kernel casts faster than that of copy_
     for (const auto& part : parts) {
       if (part.existing.defined()) part.existing.add_(part.reduced);
       else if (adds) part.own.copy_(part.reduced);

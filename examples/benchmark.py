@@ -7,7 +7,8 @@ fp32 AdamW states, one sequence per GPU, in a process group of its own. One JSON
 
     seconds     median over the timed steps (device events around the whole step)
     x_limit     that, over the compute limit of the same run
-    allocated, reserved   peak GiB over the timed steps
+    allocated, reserved   peak GiB over the timed steps, of torch's allocator
+    device                GiB of the whole GPU in use behind them: with NCCL's and mapped buffers and CUDA's own
     first       seconds from building the model to the end of the first step (compilation included)
 
 systems: limit        forward, backward and a fused AdamW over 1/W of the parameters, no communication
@@ -229,6 +230,7 @@ def measure(run: Run, args: argparse.Namespace, seq: int, device: torch.device, 
     torch.cuda.synchronize()
     losses.append(float(loss))
     seconds = [begin.elapsed_time(end) / 1e3 for begin, end in times[WARM_UP:]]
+    free, total = torch.cuda.mem_get_info()
     if args.trace:
         trace(run, batches, Path(args.trace) / f"{args.system}-{seq}.json")
     return {
@@ -237,7 +239,7 @@ def measure(run: Run, args: argparse.Namespace, seq: int, device: torch.device, 
         "seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4),
         "allocated": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "reserved": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "first": round(first, 1), "losses": [round(x, 3) for x in losses],
+        "device": round((total - free) / 2**30, 2), "first": round(first, 1), "losses": [round(x, 3) for x in losses],
     }  # fmt: skip
 
 

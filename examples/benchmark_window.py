@@ -1,0 +1,241 @@
+"""Several backwards a step: what coalescing their reductions costs and saves, beside FSDP2's own switches.
+
+    python examples/benchmark_window.py --gpus 2
+
+The model is that of the discussion of DeepSpeed PR 7992: an MLP of 8 layers of 4096 x 4096 in bf16 (256 MiB), AdamW
+in bf16, N forwards and backwards of 64 rows before one optimizer step. One JSON line per row:
+
+    ms           median over the timed steps: N forwards and backwards, reductions, optimizer
+    bound_ms     N forwards and backwards of the plain module, gradients added up, one reduce-scatter of all of them and
+                 the optimizer on one rank's share, each measured alone and added
+    peak, window, after    MiB above what is allocated between steps: highest in the step before the optimizer, when the
+                 last backward has ended, and when all gradients are reduced
+    reductions, reduced_mib, gathers, gathered_mib    collectives of a step and the bytes of the full values in them
+
+modes: plain (each backward reduces as the stage does) and coalesced (`coalesce_grad_reduction`); for FSDP2 the same by
+`set_requires_gradient_sync` and, for its coalesced row, `set_reshard_after_backward(False)` until the last backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+WIDTH, LAYERS, ROWS = 4096, 8, 64
+WARM_UP, STEPS = 5, 20
+MIB = 2**20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, width]
+        return torch.relu(self.linear(x))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, width]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Memory:
+    """MiB above a base, at points of a step."""
+
+    def __init__(self) -> None:
+        self.base, self.seen = 0, {"peak": 0.0, "window": 0.0, "after": 0.0}
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self.base = torch.cuda.memory_allocated()
+
+    def note(self, point: str) -> None:
+        self.seen[point] = (torch.cuda.memory_allocated() - self.base) / MIB
+
+    def reduced(self) -> None:
+        self.note("after")
+        self.seen["peak"] = (torch.cuda.max_memory_allocated() - self.base) / MIB
+
+
+Step = Callable[[list[Tensor], Memory], None]
+
+
+def build(device: torch.device) -> MLP:
+    torch.manual_seed(0)
+    return MLP().to(device, torch.bfloat16)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def ours(stage: int, coalesced: bool, device: torch.device) -> tuple[Step, Callable[[], dict[str, Any]]]:
+    from lightning_zerocompile.config import Config
+    from lightning_zerocompile.engine import Engine
+
+    config = Config(stage=stage, dynamic=False, master_dtype=None, unit_bytes=WIDTH * WIDTH)
+    engine = Engine(build(device), device, config, None, "nccl")
+    optimizer = adamw(engine.model.parameters())
+    engine.attach_optimizers([optimizer])
+
+    def step(batches: list[Tensor], memory: Memory) -> None:
+        with engine.training_step():
+            window = engine.windows.open("auto", None, None) if coalesced else contextlib.nullcontext()
+            with window:
+                for x in batches:
+                    loss_of(engine.model, x).backward()
+                    engine.after_backward()
+                memory.note("window")
+        memory.reduced()
+        engine.step(optimizer, lambda: None)
+
+    def counts() -> dict[str, Any]:
+        stats = engine.runtime.stats()
+        return {
+            "reductions": stats.reductions, "reduced_mib": stats.reduce_bytes / MIB,
+            "gathers": stats.gathers, "gathered_mib": stats.gather_bytes / MIB,
+        }  # fmt: skip
+
+    return step, counts
+
+
+def fsdp2(stage: int, coalesced: bool, device: torch.device) -> tuple[Step, Callable[[], dict[str, Any]]]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = build(device)
+    for layer in model.layers:
+        layer.compile(dynamic=False)
+        fully_shard(layer, reshard_after_forward=stage == 3)
+    fully_shard(model, reshard_after_forward=stage == 3)
+    optimizer = adamw(model.parameters())
+
+    def step(batches: list[Tensor], memory: Memory) -> None:
+        for k, x in enumerate(batches):
+            last = k == len(batches) - 1
+            model.set_requires_gradient_sync(last or not coalesced)  # type: ignore[operator]
+            model.set_reshard_after_backward(last or not coalesced)  # type: ignore[operator]
+            loss_of(model, x).backward()
+        memory.note("window")
+        memory.reduced()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, dict
+
+
+def milliseconds(action: Callable[[], None], repeats: int = STEPS) -> float:
+    """Median device time of ``action``."""
+    times = []
+    for number in range(WARM_UP + repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        action()
+        end.record()
+        if number >= WARM_UP:
+            times.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in times)
+
+
+def bound(backwards: int, device: torch.device) -> float:
+    """What a step must cost: see the module's text."""
+    model = build(device)
+    for layer in model.layers:
+        layer.compile(dynamic=False)
+    batches = inputs(backwards, device)
+
+    def compute() -> None:
+        for x in batches:
+            loss_of(model, x).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    numel = LAYERS * WIDTH * WIDTH
+    full = torch.randn(numel, device=device, dtype=torch.bfloat16)
+    part = nn.Parameter(torch.randn(numel // dist.get_world_size(), device=device, dtype=torch.bfloat16))
+    part.grad = torch.empty_like(part)
+    optimizer = adamw([part])
+    reduction = milliseconds(lambda: dist.reduce_scatter_tensor(part.grad, full))  # type: ignore[arg-type]
+    return milliseconds(compute) + reduction + milliseconds(lambda: optimizer.step() and None)
+
+
+def inputs(count: int, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    return [torch.randn(ROWS, WIDTH, generator=generator).to(device, torch.bfloat16) for _ in range(count)]
+
+
+def rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    bounds = {count: bound(count, device) for count in args.backwards}
+    systems = {"zerocompile": ours, "fsdp2": fsdp2}
+    for system, stage in [("zerocompile", 1), ("zerocompile", 2), ("zerocompile", 3), ("fsdp2", 2), ("fsdp2", 3)]:
+        for coalesced in (False, True):
+            torch._dynamo.reset()
+            step, counts = systems[system](stage, coalesced, device)
+            for backwards in args.backwards:
+                memory, batches = Memory(), inputs(backwards, device)
+
+                def whole(step: Step = step, batches: list[Tensor] = batches, memory: Memory = memory) -> None:
+                    memory.start()
+                    step(batches, memory)
+
+                took = milliseconds(whole)
+                before = counts()
+                whole()
+                yield {
+                    "system": system, "stage": stage, "mode": "coalesced" if coalesced else "plain",
+                    "backwards": backwards, "ms": round(took, 2), "bound_ms": round(bounds[backwards], 2),
+                    "x_bound": round(took / bounds[backwards], 3),
+                    **{name: round(value) for name, value in memory.seen.items()},
+                    **{name: round(value - before[name]) for name, value in counts().items()},
+                }  # fmt: skip
+            del step, counts
+            torch.cuda.empty_cache()
+
+
+def worker(args: argparse.Namespace) -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    for row in rows(args, device):
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--backwards", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
+    raise SystemExit(subprocess.call([*launcher, __file__, *sys.argv[1:], "--worker"]))
+
+
+if __name__ == "__main__":
+    main()
