@@ -33,16 +33,14 @@ PyMODINIT_FUNC PyInit_tiny() {
 """
 
 TORCH = """
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/utils/pybind.h>
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <pybind11/pybind11.h>
 #include <torch/library.h>
 
 TORCH_LIBRARY(zerocompile_test, m) { m.def("twice(Tensor x) -> Tensor", [](const at::Tensor& x) { return x + x; }); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("backends", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return group->getBackendName(); });
   m.def("has_cuda", [] { return at::globalContext().hasCUDA(); });
 }
 """
@@ -331,8 +329,6 @@ print(time.perf_counter() - start)
 assert extension.import_binary(recipe.module, Path("never looked at")) is module
 assert module.has_cuda() == torch.cuda.is_available()
 assert torch.equal(torch.ops.zerocompile_test.twice(torch.ones(2)), torch.full((2,), 2.0))
-group = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)
-assert isinstance(module.backends(group), str)
 """
 
 LOAD = """
@@ -357,7 +353,9 @@ def seconds(*arguments: str, says: str = "") -> float:
 @pytest.mark.slow
 def test_torch_extension(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "mini.cpp").write_text(TORCH)
-    assert seconds(LOAD_FROM, str(tmp_path), str(cache)) > 1
+    start = time.perf_counter()
+    extension.build(extension.torch_recipe("zerocompile_test._mini", tmp_path), cache)
+    assert time.perf_counter() - start > 1
     assert seconds(LOAD_FROM, str(tmp_path), str(cache)) < 1
 
 
