@@ -12,7 +12,7 @@ from tests import harness
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="also the cells that are marked `long`")
+    parser.addoption("--long", action="store_true", help="also the cells that are left out by default")
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL, one GPU a rank")
 
 
@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether a test that runs many cells runs all of them."""
+    return bool(request.config.getoption("--long"))
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ import pytest
 import torch
 
 GRACE = 15.0  # seconds that the other ranks get after one has failed
+IMPORTED = ["pytest", "tests.zoo", "tests.engines", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"]
 
 
 class RankError(AssertionError):
@@ -116,7 +117,9 @@ class Ranks:
         if self._processes and all(p.is_alive() for p in self._processes):
             return
         self.close(kill=True)
-        context = multiprocessing.get_context("spawn")
+        # ranks on CPUs are forks of a process that has imported once; CUDA forbids forks
+        context = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
+        context.set_forkserver_preload(IMPORTED)
         port = _free_port()
         for rank in range(self.world):
             mine, theirs = context.Pipe()

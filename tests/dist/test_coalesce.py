@@ -45,8 +45,9 @@ def _backwards(engine: Engine, data: models.Batches, numbers: list[int]) -> None
 
 
 def _traffic(profile: Any) -> dict[str, int]:
-    events = Counter(event.name for event in profile.events())
-    reduced = [e.input_shapes for e in profile.events() if e.name == "gloo:all_reduce"]
+    found = profile.profiler.kineto_results.events()  # `profile.events()` makes a tree of them first, in seconds
+    events = Counter(event.name() for event in found)
+    reduced = [event.shapes() for event in found if event.name() == "gloo:all_reduce"]
     return {
         "gathers": events["c10d::_allgather_base_"] + events["c10d::allgather_into_tensor_coalesced_"],
         "scatters": events["c10d::reduce_scatter_tensor_coalesced_"],

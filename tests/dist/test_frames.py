@@ -19,10 +19,11 @@ from torch._dynamo.utils import counters
 from tests import engines, frames, models, zoo
 from tests.harness import Ranks
 
-STEPS, LR = 4, 0.5
+STEPS, LR = 3, 0.5
 BOTH = ("blocks", "model")
 # stages 1 and 2 differ in when an accumulation reduces, not in how a frame is run
-CELLS: tuple[tuple[int, Any], ...] = ((1, "blocks"), (2, False), (2, "model"), (3, False), (3, "blocks"), (3, "model"))
+CELLS: list[tuple[int, Any]] = [(1, "blocks"), (2, False), (3, False), (3, "blocks"), (3, "model")]
+LONG: list[tuple[int, Any]] = [(2, "model")]
 Backward = Callable[[Tensor], None]
 
 
@@ -212,15 +213,15 @@ def _problems(case: Case, seen: Watched, expected: list[zoo.Gradients], stage: i
     return found
 
 
-def _cells(name: str) -> list[str]:
-    """Trains the case at every stage and scope; what was wrong."""
+def _cells(name: str, cells: list[tuple[int, Any]]) -> list[str]:
+    """Trains the case at these stages and scopes; what was wrong."""
     case = CASES[name]
     source = models.Whole(case.build())
     twin = models.Whole(case.build())
     twin.load_state_dict(source.state_dict())
     expected = _reference(case, twin)
     problems = []
-    for stage, scope in CELLS:
+    for stage, scope in cells:
         if stage not in case.stages:
             continue
         model = models.Whole(case.build())
@@ -236,9 +237,9 @@ def _cells(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_frame(ranks: Ranks, name: str) -> None:
+def test_frame(ranks: Ranks, name: str, long: bool) -> None:
     """Gradients of all parameters equal DDP's in every step, nothing stays gathered, nothing compiles twice."""
-    for problems in ranks.run(_cells, name):
+    for problems in ranks.run(_cells, name, CELLS + LONG * long):
         assert problems == [], "\n".join(problems)
 
 
@@ -247,7 +248,7 @@ def test_frame(ranks: Ranks, name: str) -> None:
 LENGTHS = ((5, 3), (2, 5), (4, 4), (3, 1), (5, 2), (1, 5), (2, 2), (4, 3))  # of each step, by rank
 
 
-def _lengths(limit: int) -> list[str]:
+def _lengths(limit: int, cells: list[tuple[int, Any]]) -> list[str]:
     """``limit``: how often rank 1 may compile a frame; behind it the rank runs eagerly."""
     source, twin = models.Whole(frames.Net(frames.Block)), models.Whole(frames.Net(frames.Block))
     twin.load_state_dict(source.state_dict())
@@ -259,7 +260,7 @@ def _lengths(limit: int) -> list[str]:
             (loss / models.world()).backward()
         optimizer.step()
     problems = []
-    for stage, scope in CELLS:
+    for stage, scope in cells:
         if limit == 1 and (stage, scope) == (3, "model"):
             continue  # a graph of the whole model gathers in its own order: ranks that differ raise
         torch._dynamo.reset()
@@ -295,7 +296,7 @@ def _train_lengths(engine: Any, model: nn.Module) -> list[int]:
 
 
 @pytest.mark.parametrize("limit", [8, 1])
-def test_lengths_by_rank_and_step(ranks: Ranks, limit: int) -> None:
+def test_lengths_by_rank_and_step(ranks: Ranks, limit: int, long: bool) -> None:
     """Parity, no hang, few compilations; also when one rank is over its recompile limit and the other is not."""
-    for problems in ranks.run(_lengths, limit):
+    for problems in ranks.run(_lengths, limit, CELLS + LONG * long):
         assert problems == [], "\n".join(problems)

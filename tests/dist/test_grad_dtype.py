@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from tests import engines, models
 from tests.harness import Ranks
 
-CELLS: tuple[tuple[int, Any], ...] = ((1, "blocks"), (2, False), (3, False), (3, "blocks"), (3, "model"))
+CELLS: list[tuple[int, Any]] = [(1, "blocks"), (2, False), (3, False), (3, "blocks")]
+LONG: list[tuple[int, Any]] = [(3, "model")]
 F32, BF16 = torch.float32, torch.bfloat16
 # 257 needs nine bits: exact in float32, 256 in bfloat16. The mean over the two ranks of 257 and 257 + 2 is 258.
 RAW = 257.0
@@ -119,10 +120,10 @@ RAW_BYTES = (
 )  # elements of `raw` on two ranks (3 rows padded to 4) and of `scalar`, in two blocks: see below
 
 
-def _contract() -> list[str]:
+def _contract(cells: list[tuple[int, Any]]) -> list[str]:
     problems = []
     for (dtype, grad_dtype), wire in CONTRACT.items():
-        for stage, scope in CELLS:
+        for stage, scope in cells:
             cell = f"{dtype} grad_dtype={grad_dtype} stage {stage} {scope}"
             whole, dtypes, reduced = _gradients(dtype, grad_dtype, stage, scope, 1, master_dtype=None)
             values = [torch.tensor(RAW + 2 * r).to(wire) for r in range(models.world())]
@@ -143,10 +144,10 @@ def _contract() -> list[str]:
     return problems
 
 
-def test_contract(ranks: Ranks) -> None:
+def test_contract(ranks: Ranks, long: bool) -> None:
     """Absent: the parameter's dtype; explicit: that; None: as produced. Values, bytes on the wire and `grad.dtype`."""
     assert torch.tensor(RAW).bfloat16().item() != RAW
-    for problems in ranks.run(_contract, timeout=240):
+    for problems in ranks.run(_contract, CELLS + LONG * long, timeout=240):
         assert problems == [], "\n".join(problems)
 
 
@@ -154,7 +155,7 @@ def _accumulation() -> list[str]:
     """Several backwards add in the gradient's own dtype, as a plain leaf does."""
     problems = []
     for dtype, grad_dtype in ((F32, "absent"), (BF16, "absent"), (BF16, F32), (BF16, None)):
-        for stage, scope in CELLS[:4]:
+        for stage, scope in CELLS:
             whole, _, _ = _gradients(dtype, grad_dtype, stage, scope, 3, master_dtype=None)
             leaves = [_eager(dtype, grad_dtype, [RAW + 2 * r] * 3) for r in range(models.world())]
             wire = CONTRACT[dtype, grad_dtype]
@@ -176,7 +177,7 @@ def _reduce_dtype() -> list[str]:
     """`reduce_dtype` is of the communication alone: the gradient has its own dtype before and behind it."""
     problems = []
     for dtype, grad_dtype, reduce_dtype in ((F32, "absent", BF16), (BF16, "absent", F32), (BF16, F32, BF16)):
-        for stage, scope in CELLS[:4]:
+        for stage, scope in CELLS:
             options = {"master_dtype": None, "reduce_dtype": reduce_dtype}
             whole, dtypes, reduced = _gradients(dtype, grad_dtype, stage, scope, 1, **options)
             cell = f"{dtype} {grad_dtype} {reduce_dtype} stage {stage} {scope}"

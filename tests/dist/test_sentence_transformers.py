@@ -97,9 +97,9 @@ LONG = [pytest.param(stage, "blocks", marks=pytest.mark.long) for stage in (1, 2
 
 
 @pytest.mark.parametrize(("stage", "compile"), [(1, False), (2, False), (3, False), (3, "blocks"), *LONG])
-def test_cached_losses_equal_the_plain_ones(ranks: Ranks, stage: int, compile: Any) -> None:
+def test_cached_losses_equal_the_plain_ones(ranks: Ranks, stage: int, compile: Any, long: bool) -> None:
     """Every gradient equals the uncached loss's, and the chunks' backwards cost one reduction."""
-    for name in LOSSES:
+    for name in LOSSES if long or not compile else [*LOSSES][:1]:  # the same encoder is compiled
         for window in (False, True):
             for deviation, reductions, backwards in ranks.run(_gradients, stage, name, window, compile):
                 assert deviation <= 1e-5, (name, window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -151,6 +152,7 @@ def _kill_everywhere(folder: str, before: bool, after: bool) -> list[tuple[int, 
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # a fork need not copy what a collection would look at
     while (task := pipe.recv()) is not None:
         pipe.send(_kill_everywhere(*task))
 
@@ -158,7 +160,7 @@ def _serve(pipe: Connection) -> None:
 @pytest.fixture(scope="module")
 def forking() -> Iterator[Connection]:
     """A process that has imported everything and has no threads, so that it can fork."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     mine, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,))
     process.start()

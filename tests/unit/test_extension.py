@@ -33,16 +33,14 @@ PyMODINIT_FUNC PyInit_tiny() {
 """
 
 TORCH = """
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/utils/pybind.h>
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <pybind11/pybind11.h>
 #include <torch/library.h>
 
 TORCH_LIBRARY(zerocompile_test, m) { m.def("twice(Tensor x) -> Tensor", [](const at::Tensor& x) { return x + x; }); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("backends", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return group->getBackendName(); });
   m.def("has_cuda", [] { return at::globalContext().hasCUDA(); });
 }
 """
@@ -203,12 +201,6 @@ def test_builder_says_one_line(recipe: Recipe, cache: Path, caplog: pytest.LogCa
     assert str(cache) in record.message
 
 
-def test_line_is_seen_where_no_logging_is_configured() -> None:
-    code = "from lightning_zerocompile import extension; extension._announce('compiled in 1.0 s')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "compiled in 1.0 s\n" in result.stderr
-
-
 def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(extension.CACHE_VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -337,8 +329,6 @@ print(time.perf_counter() - start)
 assert extension.import_binary(recipe.module, Path("never looked at")) is module
 assert module.has_cuda() == torch.cuda.is_available()
 assert torch.equal(torch.ops.zerocompile_test.twice(torch.ones(2)), torch.full((2,), 2.0))
-group = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1)
-assert isinstance(module.backends(group), str)
 """
 
 LOAD = """
@@ -349,23 +339,28 @@ module = extension.load()
 print(time.perf_counter() - start)
 assert extension.load() is module
 assert torch.ops.zerocompile.gather.default
+extension._announce("compiled in 1.0 s")
 """
 
 
-def seconds(*arguments: str) -> float:
+def seconds(*arguments: str, says: str = "") -> float:
     result = subprocess.run([sys.executable, "-c", *arguments], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    assert says in result.stderr
     return float(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_torch_extension(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "mini.cpp").write_text(TORCH)
-    assert seconds(LOAD_FROM, str(tmp_path), str(cache)) > 1
+    start = time.perf_counter()
+    extension.build(extension.torch_recipe("zerocompile_test._mini", tmp_path), cache)
+    assert time.perf_counter() - start > 1
     assert seconds(LOAD_FROM, str(tmp_path), str(cache)) < 1
 
 
 @pytest.mark.slow
 def test_load_from_a_warm_cache() -> None:
-    seconds(LOAD)
-    assert seconds(LOAD) < 1
+    """In under a second; and the line about a build is seen where no logging is configured."""
+    extension.load()
+    assert seconds(LOAD, says="compiled in 1.0 s\n") < 1
