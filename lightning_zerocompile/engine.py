@@ -131,10 +131,13 @@ class Engine:
             moment.in_step = before
 
     def _broadcast_buffers(self) -> None:
-        """Rank 0's buffers on every rank, as DDP does before each forward."""
+        """Rank 0's buffers on every rank, as DDP does before each forward.
+
+        In the reductions' group: in that of the gathers, the forward would wait for all that the optimizer has started.
+        """
         buffers = [b.detach() for b in self.model.buffers() if b.numel() > 0]
         if buffers and self.runtime.mesh.size() > 1:
-            dist._broadcast_coalesced(self.runtime.mesh.get_group(), buffers, 250 * 2**20, 0)  # type: ignore[attr-defined]
+            dist._broadcast_coalesced(self._own_groups[-1], buffers, 250 * 2**20, 0)  # type: ignore[attr-defined]
 
     def before_backward(self, loss: Tensor) -> None:
         """Lets the runtime know the outermost backward when it starts: the loss's gradient comes first."""

@@ -70,7 +70,7 @@ def _first_failure(agreement: Agreement, topic: str, action: Callable[[], Any]) 
     reason = ""
     try:
         action()
-    except RuntimeError as error:
+    except (RuntimeError, ImportError, AttributeError) as error:  # the last two: torch calls its module private
         reason = f"rank {dist.get_rank()}: {str(error).splitlines()[0]}"
     return next((text for text in agreement.exchange(topic, reason).values() if text), "")
 

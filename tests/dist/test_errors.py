@@ -323,6 +323,22 @@ def test_exception_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "AssertionError" not in text and "rank 1 hangs" not in text
 
 
+def _no_copy_engine() -> str:
+    try:
+        _fit(models.Module(), strategy=ZeroCompileStrategy(compile=False, copy_engine=True))
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_copy_engine_that_is_not_there(ranks: Ranks) -> None:
+    if ranks.device == "cuda":
+        pytest.skip("GPUs have copy engines")
+    for message in ranks.run(_no_copy_engine):
+        assert "`copy_engine=True`" in message and "cpu devices have no copy engines" in message
+        assert "Use 'auto' or False" in message
+
+
 class _On:
     """Holds one parameter that is on ``device``; such a tensor cannot be made here."""
 

@@ -7,6 +7,7 @@ Source of the cases: DeepSpeed PR 8059 and what it left open.
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -300,3 +301,28 @@ def test_lengths_by_rank_and_step(ranks: Ranks, limit: int, long: bool) -> None:
     """Parity, no hang, few compilations; also when one rank is over its recompile limit and the other is not."""
     for problems in ranks.run(_lengths, limit, CELLS + LONG * long):
         assert problems == [], "\n".join(problems)
+
+
+# ---- what ran eagerly is said ----
+
+
+def _said(name: str) -> tuple[list[str], dict[str, int]]:
+    model, data = models.Whole(CASES[name].build()), models.Batches(models.rank())
+    with warnings.catch_warnings(record=True) as caught, engines.engine(model, 3, compile="blocks") as engine:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        engine.attach_optimizers([optimizer])
+        for number in range(3):
+            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
+        reads = engine.runtime.eager_reads()
+    return [str(w.message) for w in caught if "runs eagerly" in str(w.message)], reads
+
+
+def test_what_runs_eagerly_is_said_once(ranks: Ranks) -> None:
+    """One warning for a class of module, and a count by unit; none where all blocks are whole graphs."""
+    for warned, reads in ranks.run(_said, "disabled"):
+        assert len(warned) == 1
+        assert all("`model" in text and "disabled code that reads parameters" in text for text in warned)
+        assert any("layers" in unit for unit in reads) and min(reads.values()) >= 3
+    for warned, reads in ranks.run(_said, "plain"):
+        assert warned == [] and not any("layers" in unit for unit in reads)
