@@ -107,6 +107,8 @@ def _trained(name: str) -> dict[Any, tuple[float, int]]:
             stacked = [p.grad for n, p in twin.named_parameters() if "experts." in n and p.dim() == 3]
             assert any((grad.flatten(1).abs().sum(1) == 0).any() for grad in stacked if grad is not None)
         optimizer.step()
+    moved = max((value.cpu() - state[n]).abs().max().item() for n, value in twin.state_dict().items())
+    assert moved > 1e-3
     results = {}
     for scope in (False, "blocks"):
         torch._dynamo.reset()
