@@ -319,9 +319,10 @@ def _said(name: str) -> tuple[list[str], dict[str, int]]:
 
 
 def test_what_runs_eagerly_is_said_once(ranks: Ranks) -> None:
-    """One warning for a class of module, and a count by unit; none where all blocks are whole graphs."""
-    for warned, reads in ranks.run(_said, "disabled"):
-        assert len(warned) == 1
+    """One warning for a class of module (rank 0's: Lightning keeps the others quiet once a Trainer has told it their
+    ranks), and a count by unit on each rank; none where all blocks are whole graphs."""
+    for number, (warned, reads) in enumerate(ranks.run(_said, "disabled")):
+        assert len(warned) == 1 or (number > 0 and not warned)
         assert all("`model" in text and "disabled code that reads parameters" in text for text in warned)
         assert any("layers" in unit for unit in reads) and min(reads.values()) >= 3
     for warned, reads in ranks.run(_said, "plain"):
