@@ -47,9 +47,12 @@ def all_worlds(device: str) -> Iterator[harness.Worlds]:
         yield groups
 
 
-@pytest.fixture
-def worlds(all_worlds: harness.Worlds, device: str) -> harness.Worlds:
-    return all_worlds
+@pytest.fixture(scope="module")
+def worlds(all_worlds: harness.Worlds, device: str) -> Iterator[harness.Worlds]:
+    """One file's groups: what compilers keep for good makes every later test slower."""
+    yield all_worlds
+    if device == "cpu":  # a fork costs little; on GPUs a start costs more than it saves
+        all_worlds.close()
 
 
 @pytest.fixture

@@ -116,11 +116,18 @@ class Ranks:
     def _start(self) -> None:
         if self._processes and all(p.is_alive() for p in self._processes):
             return
+        for attempt in range(3):
+            try:
+                return self._start_on(_free_port())
+            except RankError as error:
+                if attempt == 2 or "EADDRINUSE" not in str(error):  # another process may take the port first
+                    raise
+
+    def _start_on(self, port: int) -> None:
         self.close(kill=True)
         # ranks on CPUs are forks of a process that has imported once; CUDA forbids forks
         context = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
         context.set_forkserver_preload(IMPORTED)
-        port = _free_port()
         for rank in range(self.world):
             mine, theirs = context.Pipe()
             stacks = Path(tempfile.mkstemp(prefix=f"stacks-{rank}-")[1])
