@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile import files, sharded_checkpoint
 from lightning_zerocompile.files import AtomicCheckpointIO
+from lightning_zerocompile.optim import PER_PARAMETER
 from lightning_zerocompile.shard import shard_like
 from lightning_zerocompile.sharded_checkpoint import together
 
@@ -250,15 +251,19 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     """Loads a full optimizer state; every rank passes the same and takes its rows.
 
     Raises:
-        ValueError: a state tensor has neither its parameter's shape nor one element.
+        ValueError: a state tensor has neither its parameter's shape nor one element, and the optimizer is not one
+            that keeps such state whole on every rank.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved_order = [index for group in state["param_groups"] for index in group["params"]]
     by_index = dict(zip(saved_order, parameters, strict=False))
     saved = {index: entry for index, entry in state["state"].items() if index in by_index}
     moments = {name for index, entry in saved.items() for name, v in entry.items() if _is_moment(v, by_index[index])}
+    whole = type(optimizer) in PER_PARAMETER  # see [Note: whole values]
     entries = {
-        index: {name: _shard_entry(name, value, by_index[index], name in moments) for name, value in entry.items()}
+        index: {
+            name: _shard_entry(name, value, by_index[index], name in moments, whole) for name, value in entry.items()
+        }
         for index, entry in saved.items()
     }
     optimizer.load_state_dict({**state, "state": entries})
@@ -268,13 +273,14 @@ def _is_moment(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and parameter.dim() > 0
 
 
-def _shard_entry(name: str, value: Any, parameter: Tensor, moment: bool) -> Any:
-    """``moment``: other parameters' entries of this name have their shape; a 0-dim value alone may be a counter."""
+def _shard_entry(name: str, value: Any, parameter: Tensor, moment: bool, whole: bool) -> Any:
+    """``moment``: other parameters' entries of this name have their shape; a 0-dim value alone may be a counter.
+    ``whole``: what has another shape than its parameter is on every rank."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     if value.shape == parameter.shape and (moment or parameter.dim() > 0):
         return shard_like(value, parameter, dtype=value.dtype)
-    if value.numel() == 1:
+    if value.numel() == 1 or whole:
         return value
     raise ValueError(
         f"The optimizer state `{name}` has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}: it is "
