@@ -17,19 +17,26 @@ namespace zerocompile {
 // it leaves everything to the outer backward, which arms again at its next event or is finished by the strategy.
 void Runtime::arm() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto task = torch::autograd::get_current_graph_task_id();
+  if (failed()) abort_failed_backward();
   accumulates_ = accumulates_ || accumulating();
-  if (armed_ || torch::autograd::get_current_graph_task_id() == -1) return;
+  if (armed_ || task == -1) return;
   armed_ = true;
   if (!backward_) {
     backward_ = true;
+    outermost_ = task;
     next_reduction_ = 0;
+    begun_.reset();  // what waits for the end of a window is older than its last backward
+    if (!deferred_ && gathers_in_backward_ && !device_.is_cpu()) begun_ = mark(device_);
     for (auto& u : units_) {
-      u.reduced = false;
+      u.reduced = u.nested = false;
       u.ready.reset();
     }
   }
   agree_on_order();
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+  auto alive = std::make_shared<int64_t>(task);  // held by the graph task, which dies with its backward
+  armed_task_ = alive;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), alive = std::move(alive)] {
     if (auto self = weak.lock()) self->backward_ended();
   });
 }
@@ -57,6 +64,7 @@ void Runtime::finish_backward() {
   if (!deferred_ && accumulates_) reduce_everything();
   if (deferred_ && accumulates_ && max_deferred_bytes_ >= 0) reduce_largest();
   accumulates_ = false;
+  begun_.reset();
   write_back();
   for (auto& u : units_) {
     u.graph_uses = 0;
@@ -64,9 +72,15 @@ void Runtime::finish_backward() {
   }
 }
 
-// A use outside any backward while one is open: that backward raised. Its gradients are incomplete on this rank.
+// For a backward of which the engine told us only what was nested in it.
+void Runtime::finish_ended_backward() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!armed_ && !in_backward()) finish_backward();
+}
+
+// A backward whose graph task is gone and that has not ended raised. Its gradients are incomplete on this rank.
 void Runtime::abort_failed_backward() {
-  if (!armed_ || torch::autograd::get_current_graph_task_id() != -1) return;
+  if (!failed()) return;
   // What waits for the end of a window must not be dropped in silence, nor be used without the part that is missing.
   TORCH_CHECK(!deferred_,
               text("zerocompile: a backward raised inside `coalesce_grad_reduction` or an accumulation, "
@@ -77,7 +91,7 @@ void Runtime::abort_failed_backward() {
 
 void Runtime::drop_gradients() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (torch::autograd::get_current_graph_task_id() == -1) backward_ = armed_ = accumulates_ = false;
+  if (failed() || torch::autograd::get_current_graph_task_id() == -1) backward_ = armed_ = accumulates_ = false;
   retire(0);
   for (auto& p : parameters_) {
     p.grad.reset();
@@ -106,14 +120,9 @@ void Runtime::agree_on_order() {
 
 // ---- taking gradients ----
 
-void Runtime::read_started(int64_t index) {
+Count Runtime::outstanding_reads(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  parameter(index).eager_outstanding += 1;
-}
-
-void Runtime::read_finished(int64_t index) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!shut_down_) parameter(index).eager_outstanding -= 1;
+  return parameter(index).eager_outstanding;
 }
 
 // A forward whose backward never came must not delay the reductions of the next step; only such a one can still find
@@ -158,21 +167,24 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
     p.grad_owned = true;
   }
   p.contributed = true;
+  auto& unit = units_[p.unit];
+  unit.nested = unit.nested || torch::autograd::get_current_graph_task_id() != outermost_;
   if (from_graph) stats_.graph_reductions += 1;
   launch_complete();
 }
 
 // [Note: late reductions] A unit of which this rank misses a gradient is reduced at the end of the backward, when the
 // other ranks may long have started it; their streams may wait for it before they run the gathers that this rank's
-// stream waits for. So a late reduction is ordered behind its own gradients alone, not behind this rank's stream.
+// stream waits for. So a late reduction is ordered behind its own gradients alone (without any, behind the backward's
+// begin), not behind this rank's stream.
 void Runtime::mark_ready(const std::vector<int64_t>& indices) {
-  if (device_.is_cpu()) return;
+  if (!gathers_in_backward_ || device_.is_cpu()) return;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   Ready now;
   for (auto i : indices) {
     const auto& p = parameter(i);
     auto& unit = units_[p.unit];
-    if (deferred_ || unit.lifetime == Lifetime::Step || !p.grad.defined()) continue;
+    if (deferred_ || !p.grad.defined()) continue;
     if (!now) now = mark(device_);
     unit.ready = now;
   }
@@ -188,6 +200,7 @@ void Runtime::fence(const std::vector<int64_t>& indices, bool last) {
     if (p.grad.defined() && !p.grad_owned) {
       p.grad = p.grad.clone();
       p.grad_owned = true;
+      mark_ready({i});
     }
     for (auto& reduction : in_flight_) {
       if (reduction.unit != p.unit) continue;

@@ -31,12 +31,16 @@ bool Runtime::current(const Unit& unit, int64_t needed) const {
 // [Note: mismatched gathers] Ranks that gather different units would hang, or mix shards of different parameters. Every
 // gather has a sequence number; unless one unit is known to be all that ever followed the last one, the ranks compare
 // through the store, before the collective starts, which unit each of them has at that number. What is known is the
-// same on all ranks, since all were there; a model without branches compares nothing in a steady state.
-void Runtime::check_order(const Unit& unit, Phase phase) {
+// same on all ranks, since all were there; a model without branches compares nothing in a steady state. A rank that
+// leaves a known way compares alone, and raises when the others have not answered in time; what neither notices is
+// found at the start of the next step, where the ranks compare all that they have gathered (`gathered_so_far`).
+void Runtime::check_order(const Unit& unit, Way way) {
   const int64_t index = &unit - units_.data();
   const int64_t sequence = launched_++;
-  auto& followers = followers_[{static_cast<int64_t>(phase), last_launched_}];
-  last_launched_ = index;
+  course_ = course_ * 1099511628211ULL + static_cast<uint64_t>(index) + 1;
+  const Token token{way, index};
+  auto& followers = followers_[{last_launched_, way}];
+  last_launched_ = token;
   if (world_ == 1 || compare_ == nullptr || (followers.size() == 1 && followers.count(index))) return;
   const auto message = compare_(sequence, unit.name);
   TORCH_CHECK(message.empty(), message);
@@ -45,8 +49,8 @@ void Runtime::check_order(const Unit& unit, Phase phase) {
 
 // [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
-void Runtime::launch_gather(Unit& unit, Phase phase) {
-  check_order(unit, phase);
+void Runtime::launch_gather(Unit& unit, Way way) {
+  check_order(unit, way);
   unit.gathering.wait(device_);  // an earlier gather into the same memory must not finish after this one
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
@@ -115,8 +119,7 @@ std::vector<int64_t> Runtime::predicted() const {
   for (int64_t step = 0; step < prefetch_; ++step) {
     auto next = successor_.find({before, token});
     if (next == successor_.end()) break;
-    const bool over_the_step = token.first == static_cast<int64_t>(Phase::Backward) &&
-                               next->second.first != static_cast<int64_t>(Phase::Backward);
+    const bool over_the_step = token.first == Way::Back && next->second.first == Way::Forth;
     if (over_the_step) break;  // the optimizer may run in between
     before = token;
     token = next->second;
@@ -143,7 +146,7 @@ void Runtime::demanded(Token token) {
   for (auto index : next) {
     auto& u = units_[index];
     if (u.resident || u.lifetime == Lifetime::Step) continue;
-    launch_gather(u, static_cast<Phase>(token.first));
+    launch_gather(u, token.first);
     stats_.prefetched += 1;
   }
 }
@@ -156,11 +159,12 @@ void Runtime::acquire(int64_t index, Phase phase, int64_t needed) {
     seen_forward_[index] = 1;
     forward_order_.push_back(index);
   }
+  const auto way = phase == Phase::Backward ? Way::Back : Way::Forth;
   if (!current(unit, needed)) {
     drop(unit);
-    launch_gather(unit, phase);
+    launch_gather(unit, way);
   }
-  if (unit.lifetime == Lifetime::Use) demanded({static_cast<int64_t>(phase), index});
+  if (unit.lifetime == Lifetime::Use) demanded({way, index});
 }
 
 Tensor Runtime::read(int64_t index) {
@@ -190,7 +194,7 @@ void Runtime::close(int64_t index) {
   if (shut_down_) return;
   TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()),
               text("zerocompile: no unit ", index));
-  units_[index].open_modules -= 1;
+  units_[index].open_modules = std::max<int64_t>(0, units_[index].open_modules - 1);  // `end_forward` closes all
 }
 
 // A graph asks for values. It keeps them until its `release`, so their memory is not reused while they are shared.
@@ -216,7 +220,8 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expec
                        "so the gradients would be wrong. Run the backward before the modification"));
     }
     stats_.graph_uses += 1;
-    values.push_back(held_ && reuses_memory ? p.value.clone() : p.value.alias());  // see [Note: held units]
+    const bool shared = held_ || p.read_eagerly || units_[p.unit].open_modules > 0;  // others may still read the value
+    values.push_back(shared && reuses_memory ? p.value.clone() : p.value.alias());
   }
   return values;
 }
@@ -247,7 +252,7 @@ void Runtime::hold() {
   for (auto& u : units_) {
     if (u.lifetime == Lifetime::Step || current(u, -1)) continue;
     drop(u);
-    launch_gather(u, Phase::NoGrad);
+    launch_gather(u, Way::Forth);
   }
 }
 
@@ -276,7 +281,7 @@ void Runtime::masters_changed(const std::vector<int64_t>& units) {
     if (!changed[index]) continue;
     auto& unit = units_[index];
     if (unit.lifetime == Lifetime::Step) {
-      launch_gather(unit, Phase::NoGrad);
+      launch_gather(unit, Way::Forth);
     } else if (unit.open_modules == 0) {
       drop(unit);
     }
@@ -321,7 +326,13 @@ void Runtime::end_forward() {
     u.open_modules = 0;
     if (!held_) drop(u);
   }
-  before_last_ = last_ = {-1, -1};
+  before_last_ = last_ = NOWHERE;
+}
+
+// How many units were gathered since set-up, and a digest of which: equal on ranks that went the same way.
+std::string Runtime::gathered_so_far() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return text(launched_, " gathers (course ", static_cast<int64_t>(course_ >> 1), ")");
 }
 
 int64_t Runtime::parameter_of(const Tensor& value) const {

@@ -20,6 +20,7 @@ struct Saved {
   int64_t parameter = -1;
   std::vector<int64_t> size, stride;
   int64_t offset = 0;
+  bool as_real = false, conj = false, neg = false;  // how a complex parameter's memory is seen
 };
 
 // [Note: saved tensors] A gathered weight that eager code saves for backward is kept as its identity and gathered
@@ -32,6 +33,9 @@ Saved pack(Runtime& runtime, const Tensor& tensor) {
     saved.size = tensor.sizes().vec();
     saved.stride = tensor.strides().vec();
     saved.offset = tensor.storage_offset();
+    saved.as_real = runtime.is_complex(saved.parameter) && !tensor.is_complex();
+    saved.conj = tensor.is_conj();
+    saved.neg = tensor.is_neg();
   } else {
     saved.tensor = tensor.detach();
     saved.version = tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
@@ -51,7 +55,11 @@ Tensor unpack(Runtime& runtime, const Saved& saved) {
               text("zerocompile: parameter `", runtime.parameter_name(saved.parameter),
                    "` was modified between its forward and its backward (by an optimizer step or an in-place write), ",
                    "so the gradients would be wrong. Run the backward before the modification"));
-  return runtime.value_in_backward(saved.parameter).as_strided(saved.size, saved.stride, saved.offset);
+  auto value = runtime.value_in_backward(saved.parameter);
+  if (saved.as_real) value = at::view_as_real(value);
+  value = value.as_strided(saved.size, saved.stride, saved.offset);
+  if (saved.conj) value = value.conj();
+  return saved.neg ? value._neg_view() : value;
 }
 
 using Release = py::call_guard<py::gil_scoped_release>;
@@ -124,19 +132,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
       .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())
       .def("arm", &Runtime::arm, Release())
-      .def("finish_backward", [](Runtime& self) { if (!self.in_backward()) self.finish_backward(); }, Release())
+      .def("finish_backward", [](Runtime& self) { self.finish_ended_backward(); }, Release())
       .def("set_deferred", &Runtime::set_deferred)
-      .def("set_window", &Runtime::set_window)
+      .def("set_window", &Runtime::set_window, Release())
       .def("hold", &Runtime::hold, Release())
       .def("let_go", &Runtime::let_go, Release())
       .def("deferred", &Runtime::deferred)
       .def("flush", &Runtime::flush, Release())
       .def("drop_gradients", &Runtime::drop_gradients, Release())
-      .def("deferred_bytes", &Runtime::deferred_bytes)
+      .def("deferred_bytes", &Runtime::deferred_bytes, Release())
       .def("bound", &Runtime::bound, Release())
       .def("forget_outstanding", &Runtime::forget_outstanding, Release())
       .def("stats", &Runtime::stats)
-      .def("resident_units", &Runtime::resident_units)
+      .def("resident_units", &Runtime::resident_units, Release())
+      .def("gathered_so_far", &Runtime::gathered_so_far, Release())
       .def("eager_reads", &Runtime::eager_reads)
       .def("eager_reads_of", &Runtime::eager_reads_of)
       .def("set_gradient_divisor", &Runtime::set_gradient_divisor)

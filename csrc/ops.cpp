@@ -70,10 +70,12 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
                         c10::SymIntArrayRef size) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({handle});
+    ctx->set_materialize_grads(false);  // zeros would count as a gradient
     return call_gather(source, handle, size);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
+    if (!grads[0].defined()) return {Tensor(), Tensor(), Tensor()};
     const auto handle = ctx->get_saved_variables()[0];
     auto dummy = call_reduce_grad(grads[0], handle);
     const bool tracing = grads[0].unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python) ||
@@ -132,24 +134,25 @@ void reduce_fence_(at::TensorList grads, at::TensorList handles, bool last) {
 
 // Counts a read whose gradient is still to come, until that gradient arrives or its graph is freed.
 struct ReadToken : torch::CustomClassHolder {
-  ReadToken(const std::shared_ptr<Runtime>& runtime, int64_t parameter) : runtime(runtime), parameter(parameter) {
-    runtime->read_started(parameter);
+  ReadToken(const std::shared_ptr<Runtime>& runtime, int64_t parameter)
+      : runtime(runtime), parameter(parameter), outstanding(runtime->outstanding_reads(parameter)) {
+    outstanding->fetch_add(1);
   }
   void finish() {
-    if (finished) return;
-    finished = true;
-    if (auto owner = runtime.lock()) owner->read_finished(parameter);
+    if (!finished.exchange(true)) outstanding->fetch_sub(1);
   }
   ~ReadToken() override { finish(); }
   std::weak_ptr<Runtime> runtime;
   int64_t parameter;
-  bool finished = false;
+  Count outstanding;
+  std::atomic<bool> finished = false;
 };
 
 struct ReadFunction : torch::autograd::Function<ReadFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& handle, const Tensor& value,
                         const c10::intrusive_ptr<ReadToken>& token) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->set_materialize_grads(false);  // as above
     ctx->saved_data["token"] = c10::IValue::make_capsule(token);
     auto result = value.alias();  // with the value's versions: torch's check sees what the optimizer's step gathers
     torch::autograd::impl::set_version_counter(result, torch::autograd::impl::version_counter(value));

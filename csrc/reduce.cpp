@@ -32,10 +32,13 @@ bool Runtime::trainable(const Unit& unit) const {
                      [&](int64_t i) { return parameters_[i].master.requires_grad(); });
 }
 
+// [Note: nested contributions] What a nested backward (a reentrant checkpoint) hands over was read under no_grad in the
+// forward, so nobody knows how much of it is still to come: such a unit waits for the end of the outermost backward.
+// Started earlier, it would be reduced a second time, and how often would differ between ranks.
 bool Runtime::complete(const Unit& unit) const {
-  return std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
+  return !unit.nested && std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
     const auto& p = parameters_[i];
-    return !p.master.requires_grad() || (p.contributed && p.eager_outstanding <= 0 && p.graph_outstanding == 0);
+    return !p.master.requires_grad() || (p.contributed && p.eager_outstanding->load() <= 0 && p.graph_outstanding == 0);
   });
 }
 
@@ -75,7 +78,7 @@ void Runtime::launch_reduction(int64_t index) {
   std::vector<int64_t> replicated;
   Reduction reduction;
   reduction.unit = index;
-  if (!complete(unit)) reduction.ready = unit.ready;
+  if (!complete(unit)) reduction.ready = unit.ready ? unit.ready : begun_;
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
     if (!p.master.requires_grad()) continue;

@@ -158,6 +158,7 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
     if (lifetime == Lifetime::Step) allocate(p);
   }
   unit.parameters = std::move(members);
+  gathers_in_backward_ = gathers_in_backward_ || lifetime == Lifetime::Use;
   units_.push_back(std::move(unit));
   seen_forward_.push_back(0);
   return index;

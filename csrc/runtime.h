@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -40,6 +41,9 @@ struct ParameterSpec {
   std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: the communication's
 };
 
+// Shared with what autograd holds, whose end may come on any thread, with the GIL held: it must not ask for our mutex.
+using Count = std::shared_ptr<std::atomic<int64_t>>;
+
 struct Parameter : ParameterSpec {
   int64_t identity = 0;
   int64_t unit = -1;
@@ -62,7 +66,7 @@ struct Parameter : ParameterSpec {
   at::ScalarType raw_dtype = at::kFloat;  // of the gradients in `grad`, which may be summed in another
   bool grad_owned = false;   // made here: may be added to in place
   bool contributed = false;  // since the last reduction
-  int64_t eager_outstanding = 0;  // reads whose gradient is still to come
+  Count eager_outstanding = std::make_shared<std::atomic<int64_t>>(0);  // reads whose gradient is still to come
   int64_t graph_outstanding = 0;  // uses in forward graphs whose backward graph is still to come
   int64_t forward_version = -1;   // of the master when the last forward graph used it
   WeakTensor bound_outer{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
@@ -82,6 +86,7 @@ struct Unit {
   int64_t bytes = 0;        // of its gathered values
   Pending gathering;
   bool reduced = false;     // in the backward that runs
+  bool nested = false;      // a nested backward contributed to it: see [Note: nested contributions]
   Ready ready;              // behind its gradients so far, see [Note: late reductions]
 };
 
@@ -142,9 +147,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void write_back();
   void discard_writes();
   void end_forward();
+  std::string gathered_so_far() const;
   int64_t parameter_of(const Tensor& value) const;
   int64_t master_version(int64_t parameter) const { return parameters_.at(parameter).version(); }
   const std::string& parameter_name(int64_t parameter) const { return parameters_.at(parameter).name; }
+  bool is_complex(int64_t parameter) const { return at::isComplexType(parameters_.at(parameter).dtype); }
   Tensor value_in_backward(int64_t parameter);
 
   // reduction
@@ -154,6 +161,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void arm();
   void backward_ended();
   void finish_backward();
+  void finish_ended_backward();
   void set_deferred(bool deferred) { deferred_ = deferred; }
   void set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes);
   bool deferred() const { return deferred_; }
@@ -162,8 +170,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop_gradients();
   int64_t deferred_bytes() const;
   void bound(int64_t parameter, const Tensor& outer, const Tensor& local);
-  void read_started(int64_t parameter);
-  void read_finished(int64_t parameter);
+  Count outstanding_reads(int64_t parameter);
   void forget_outstanding();
 
   Stats stats() const { return stats_; }
@@ -177,7 +184,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
  private:
   enum class Phase : int64_t { Forward = 0, NoGrad = 1, Backward = 2 };
-  using Token = std::pair<int64_t, int64_t>;  // (phase, unit)
+  // All that prediction and order may depend on: whether grad mode is on differs between a graph and eager code.
+  enum class Way : int64_t { Forth = 0, Back = 1 };
+  using Token = std::pair<Way, int64_t>;  // (way, unit)
+  static constexpr Token NOWHERE{Way::Forth, -1};
 
   Parameter& parameter(int64_t index);
   std::vector<int64_t> padded_size(const Parameter& p) const;
@@ -187,8 +197,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // gather.cpp
   void acquire(int64_t unit, Phase phase, int64_t needed);
-  void launch_gather(Unit& unit, Phase phase);
-  void check_order(const Unit& unit, Phase phase);
+  void launch_gather(Unit& unit, Way way);
+  void check_order(const Unit& unit, Way way);
   void drop(Unit& unit);
   void demanded(Token token);
   std::vector<int64_t> predicted() const;
@@ -212,6 +222,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Tensor existing_grad(Parameter& p);
   void agree_on_order();
   static bool accumulating();
+  bool failed() const { return armed_ && armed_task_.expired(); }
   void abort_failed_backward();
 
   mutable std::recursive_mutex mutex_;
@@ -222,6 +233,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t prefetch_ = 1;
   std::vector<Parameter> parameters_;
   std::vector<Unit> units_;
+  bool gathers_in_backward_ = false;  // some unit lives for one use
   std::function<void(std::vector<ReducedGrad>)> bind_;
   std::function<std::vector<int64_t>(std::vector<int64_t>)> agree_;
   std::function<std::string(int64_t, std::string)> compare_;
@@ -232,13 +244,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Stats stats_;
 
   std::unordered_map<const void*, int64_t> by_storage_;  // storage of a gathered value -> parameter
-  Token before_last_{-1, -1}, last_{-1, -1};
+  Token before_last_ = NOWHERE, last_ = NOWHERE;
   std::map<std::pair<Token, Token>, Token> successor_;   // (token before, token) -> the token that came next
   std::vector<int64_t> forward_order_;                   // units by their first use
   std::vector<char> seen_forward_;
 
-  int64_t launched_ = 0, last_launched_ = -1;            // gathers so far, and the unit of the last one
-  std::map<Token, std::set<int64_t>> followers_;         // (phase, unit) -> the units that followed it on all ranks
+  int64_t launched_ = 0;                                 // gathers so far
+  uint64_t course_ = 0;                                  // digest of their units
+  Token last_launched_ = NOWHERE;
+  std::map<std::pair<Token, Way>, std::set<int64_t>> followers_;  // the units that followed a gather on all ranks
 
   bool trusted_ = false;   // the code that reads now is known not to write, see [Note: write back]
   bool deferred_ = false;
@@ -247,6 +261,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t max_deferred_bytes_ = -1;          // of gradients that wait for the end of a window; negative: any
   bool accumulates_ = false;  // the backward that runs writes to leaves, see [Note: autograd.grad]
   bool armed_ = false;    // the engine will call us when this backward ends
+  std::weak_ptr<int64_t> armed_task_;  // dies with the graph task that we armed; its value is the task's number
+  int64_t outermost_ = -1;             // the graph task of the first event of the backward that runs
+  Ready begun_;           // where the compute stream was when the backward began, see [Note: late reductions]
   bool backward_ = false; // something happened in a backward that has not been finished
   std::vector<int64_t> reduce_order_;  // agreed by all ranks before the first reduction
   size_t next_reduction_ = 0;

@@ -55,7 +55,7 @@ class Config:
     keep_gradients: bool = False
     unshard_after_fit: bool = True
     checkpoint: str = "full"
-    timeout: timedelta = timedelta(minutes=10)
+    timeout: timedelta = timedelta(minutes=30)
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (1, 2, 3):

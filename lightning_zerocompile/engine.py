@@ -97,6 +97,7 @@ class Engine:
     @contextlib.contextmanager
     def training_step(self) -> Iterator[None]:
         """Around the user's training step, and around the backwards inside it."""
+        self.runtime.pass_mark("a training step")
         shard.check_unchanged(self.model)
         for module in self.model.modules():
             shard.refresh(module)
@@ -105,8 +106,9 @@ class Engine:
             yield
 
     @contextlib.contextmanager
-    def evaluation_step(self, fitting: bool = False) -> Iterator[None]:
+    def evaluation_step(self, what: str = "an evaluation", fitting: bool = False) -> Iterator[None]:
         """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
+        self.runtime.pass_mark(f"{what} step")
         if fitting:
             self._broadcast_buffers()
         try:
@@ -175,6 +177,7 @@ class Engine:
                 f"{type(optimizer).__name__}.step() inside `coalesce_grad_reduction`: the gradients are not reduced "
                 "yet. Step after the window has closed."
             )
+        self.runtime.core.finish_backward()
         self.settle()
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:

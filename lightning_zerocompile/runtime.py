@@ -114,6 +114,8 @@ class Runtime:
         self.core.set_callbacks(bind, agree, compare, unite)
         self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
         self._agreement = Agreement(mesh, self.name, config.timeout)
+        self._marks = 0  # that were passed, see `pass_mark`
+        self._compared = ""  # the last gather that the ranks compared
 
     # ---- set-up ----
 
@@ -252,8 +254,12 @@ class Runtime:
 
     def _compare(self, sequence: int, unit: str) -> str:
         """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
-        mine = dist.get_rank()
-        for rank, theirs in self._agreement.exchange(f"gather/{sequence}", unit).items():
+        mine, topic = dist.get_rank(), f"gather/{sequence}"
+        heard = self._agreement.exchange(topic, unit)
+        if self._compared:  # who has come to this comparison has read the last one
+            self._agreement.forget(self._compared)
+        self._compared = topic
+        for rank, theirs in heard.items():
             if theirs is None:
                 return (
                     f"zerocompile: rank {mine} gathers unit `{unit}` as gather number {sequence}, but rank {rank} "
@@ -267,6 +273,29 @@ class Runtime:
                     "same order. Name the modules in which ranks differ in `keep_gathered=[...]`, or use stage 1 or 2."
                 )
         return ""
+
+    def pass_mark(self, what: str) -> None:
+        """Called where every rank comes in the same order, with the same gathers behind it. At stage 3 a rank that
+        runs one more batch, or generates one more token, would otherwise meet another gather of the other ranks.
+
+        Args:
+            what: the mark, for the message.
+
+        Raises:
+            RuntimeError: another rank came to another mark, or after other gathers.
+        """
+        if self.mesh.size() == 1 or len(self._kept) == len(self._masters):
+            return
+        mine = f"{what}, after {self.core.gathered_so_far()}"
+        rank, theirs = self._agreement.mark("mark", self._marks, mine)
+        self._marks += 1
+        if theirs != mine:
+            raise RuntimeError(
+                f"zerocompile: rank {dist.get_rank()} is at {mine}, but rank {rank} came there at {theirs}. With "
+                "parameters sharded (stage 3) every rank must run the same number of batches, and of forwards inside "
+                "each. Give all ranks equally many batches (a distributed sampler, `drop_last`, `limit_val_batches`), "
+                "generate with `synced_gpus=True`, or use stage 1 or 2."
+            )
 
     def _unite(self, exchange: int, used: str, missing: bool) -> str:
         """Which parameters have a gradient on some rank, a "0" or "1" each. Only a rank with ``missing`` ones asks."""

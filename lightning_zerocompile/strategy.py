@@ -268,17 +268,17 @@ class ZeroCompileStrategy(ParallelStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        with self.precision_plugin.val_step_context(), self.engine.evaluation_step(fitting):
+        with self.precision_plugin.val_step_context(), self.engine.evaluation_step("a validation", fitting):
             return self._module.validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context(), self.engine.evaluation_step():
+        with self.precision_plugin.test_step_context(), self.engine.evaluation_step("a test"):
             return self._module.test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context(), self.engine.evaluation_step():
+        with self.precision_plugin.predict_step_context(), self.engine.evaluation_step("a prediction"):
             return self._module.predict_step(*args, **kwargs)
 
     @override
@@ -338,6 +338,22 @@ class ZeroCompileStrategy(ParallelStrategy):
         with self.engine.full_parameters(module or self._module, writeback) as values:
             yield values
 
+    @override
+    def on_train_end(self) -> None:
+        self.engine.runtime.pass_mark("the end of training")
+
+    @override
+    def on_validation_end(self) -> None:
+        self.engine.runtime.pass_mark("the end of validation")
+
+    @override
+    def on_test_end(self) -> None:
+        self.engine.runtime.pass_mark("the end of the test")
+
+    @override
+    def on_predict_end(self) -> None:
+        self.engine.runtime.pass_mark("the end of prediction")
+
     # ---- communication outside of steps ----
 
     @override
@@ -375,6 +391,7 @@ class ZeroCompileStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Shards, or full values on the CPU of rank 0 and nothing on the others; collective."""
         if self._engine is not None:
+            self._engine.runtime.pass_mark("a checkpoint")
             self._engine.settle()
         return self._checkpoints.model_state(self._module)
 

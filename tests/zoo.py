@@ -276,11 +276,16 @@ class Unused(nn.Module):
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.front = nn.Linear(WIDTH, WIDTH)
         self.weight = nn.Parameter(torch.randn(3, WIDTH, dtype=torch.complex64))
+        self.mix = nn.Parameter(torch.randn(3, dtype=torch.complex64))
         self.linear = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear((x.to(torch.complex64) @ self.weight.t()).abs())
+        """Autograd saves the weight as a conjugate view, and the mix as a real one."""
+        x = self.front(x).to(torch.complex64) @ self.weight.mH
+        x = torch.view_as_complex(torch.view_as_real(x) * torch.view_as_real(self.mix))
+        return self.linear(x.abs())
 
 
 class ReadOutside(nn.Module):

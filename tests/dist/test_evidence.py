@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.leaves import Gathered
@@ -73,7 +74,37 @@ def _frozen() -> nn.Module:
     return Mixed(Frozen)
 
 
-MODELS = {"plain": models.ByteModel, "branches": _branches, "deep": _deep, "recompute": _frozen}
+class FrozenFront(Mixed):
+    """The first blocks, and what leads to them, learn nothing: compiled, they are graphs for inference."""
+
+    def __init__(self) -> None:
+        super().__init__(Branches)
+        for module in (self.embedding, *self.layers[:2]):
+            module.requires_grad_(False)
+
+
+class Repeated(Mixed):
+    """Rank 0 runs its block once, rank 1 twice, in reentrant checkpoints: how often it contributes is not known before
+    the end of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__(models.Block, depth=2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in (self.layers[0],) * (1 if self.left else 2):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(self.layers[1](x))
+
+
+MODELS = {
+    "plain": models.ByteModel,
+    "branches": _branches,
+    "deep": _deep,
+    "recompute": _frozen,
+    "frozen front": FrozenFront,
+    "repeated": Repeated,
+}
 
 
 def _uneven_reference(module: models.Module, counts: list[int], accumulate: int) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,6 +67,68 @@ def test_ranks_that_part_on_known_ways_raise(ranks: Ranks) -> None:
     """Each succession of units is known, so equal sizes would mix in silence: the ways are compared again."""
     text = ranks.expect_error(_known_routes, timeout=60)
     assert text.count("gather number") >= 2 and "`layers." in text
+
+
+def _compared() -> list[int]:
+    """How often the ranks have compared their gathers, after each of some steps with evaluations between them."""
+    model, data = Routed(), models.Batches(models.rank())
+    model.route = [0, 1, 2, 3]
+    counts = []
+    with engines.engine(model, 3, compile="blocks" if models.rank() == 0 else False) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach_optimizers([optimizer])
+        compare, calls = engine.runtime._compare, []
+        engine.runtime._compare = lambda *args: calls.append(args) or compare(*args)  # type: ignore[func-returns-value]
+        for _ in range(4):
+            engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+            for _ in range(2):
+                with engine.evaluation_step(), torch.no_grad():
+                    model(data[1][:, :-1])
+            counts.append(len(calls))
+    return counts
+
+
+def test_nothing_is_compared_in_a_steady_state(ranks: Ranks) -> None:
+    """Also with one rank compiled and one eager, and with evaluations between the steps."""
+    first, second = ranks.run(_compared)
+    assert first == second
+    assert first[0] > 0 and first[-1] == first[1]
+
+
+def _more_forwards(where: str, folder: str) -> None:
+    class Uneven(models.Module):
+        def train_dataloader(self) -> Any:
+            return models.Batches(models.rank(), 2)
+
+        def val_dataloader(self) -> Any:
+            return models.Batches(models.rank(), 2 + (where == "validation" and models.rank() == 1))
+
+        def validation_step(self, batch: Tensor) -> None:
+            for _ in range(1 + (where == "generation" and models.rank() == 1)):
+                self.loss(batch)
+
+    strategy = ZeroCompileStrategy(stage=3, compile=False, timeout=timedelta(seconds=10))
+    try:
+        models.make_trainer(strategy, max_epochs=2, num_sanity_val_steps=0, limit_val_batches=1.0).fit(Uneven())
+    except RuntimeError as error:
+        Path(folder, str(models.rank())).write_text(str(error))
+        os._exit(1)  # as a job ends: Lightning's own collectives would wait for this rank
+
+
+FOUND = {"validation": "came there at", "generation": "has not come to that gather"}
+
+
+@pytest.mark.parametrize("where", list(FOUND))
+def test_ranks_with_more_forwards_raise(device: str, where: str, tmp_path: Path) -> None:
+    """One batch or one forward more on one rank: no gather meets another one, and some rank says what is wrong.
+    (With unequal numbers of training batches Lightning's own broadcast in each step waits, as under DDP.)"""
+    ranks = Ranks(2, device)
+    try:
+        ranks.expect_error(_more_forwards, where, str(tmp_path), timeout=60)
+    finally:
+        ranks.close(kill=True)
+    texts = [file.read_text() for file in tmp_path.iterdir()]
+    assert any(FOUND[where] in text and "rank 1" in text and "rank 0" in text for text in texts), texts
 
 
 ROUTES = [[[0, 1, 2], [2, 0]], [[3], [1, 3]], [[], [0, 1, 2, 3]], [[3, 2, 1, 0], [0, 1, 2, 3]], [[1], []]]  # step, rank

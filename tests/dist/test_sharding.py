@@ -372,6 +372,18 @@ class SometimesBlock(nn.Module):
         return x + self.one_rank(x) * self.one_rank_scalar if self.on else x
 
 
+class Keeps(torch.autograd.Function):
+    """Reads a weight and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
 class Sometimes(nn.Module):
     """``root``: one rank alone also uses a parameter outside of blocks (at stage 3 ranks must enter equal units)."""
 
@@ -384,7 +396,7 @@ class Sometimes(nn.Module):
         self.root = root
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[1](self.layers[0](x))
+        x = Keeps.apply(self.layers[1](self.layers[0](x)), self.nobody)
         return x * self.one_rank if self.root and self.layers[0].on else x
 
 

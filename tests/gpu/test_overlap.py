@@ -49,7 +49,7 @@ def _overlap(stage: int) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
     device = torch.device("cuda", torch.cuda.current_device())
-    engine = Engine(Stack(), device, Config(stage=stage), torch.bfloat16, "nccl")
+    engine = Engine(Stack(), device, Config(stage=stage, copy_engine=False), torch.bfloat16, "nccl")
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=1e-3)
     engine.attach_optimizers([optimizer])
     x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
@@ -81,7 +81,7 @@ def _overlap(stage: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_reductions_overlap_compute(worlds: Worlds, device: str, stage: int) -> None:
-    """More than 80 % of the reductions' time, over regions of one block each (the last has nothing to hide behind)."""
+    """More than 70 % of the reductions' time, over regions of one block each (the last has nothing to hide behind)."""
     if device != "cuda":
         pytest.skip("run with --device cuda")
     for shares in worlds(2).run(_overlap, stage, timeout=180):
