@@ -276,8 +276,8 @@ def refusals(name: str) -> Iterator[None]:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
         raise pickle.UnpicklingError(
             f"`{name}` holds more than tensors and plain containers, and to load that can run any code. If you trust "
-            "the file, allow its classes by `torch.serialization.add_safe_globals([...])` (`weights_only=False` of "
-            f"`Trainer.fit` does not reach strategies that restore after set-up). {reason.strip()}"
+            "the file, pass `weights_only=False` to `Trainer.fit` (or `validate`, ...), or allow its classes by "
+            f"`torch.serialization.add_safe_globals([...])`. {reason.strip()}"
         ) from error
 
 

@@ -23,7 +23,6 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from lightning_zerocompile.checkpoint import Checkpoints
 from lightning_zerocompile.compile import CompileStats
 from lightning_zerocompile.config import CompileScope, Config, as_dtype
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.launcher import Launcher
 from lightning_zerocompile.materialize import place
 from lightning_zerocompile.precision import StepsThroughEngine, compute_dtype, convert_plugin
 from lightning_zerocompile.runtime import Stats
@@ -191,7 +191,7 @@ class ZeroCompileStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         if self.cluster_environment is not None:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -394,6 +394,8 @@ class ZeroCompileStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        if weights_only is None and isinstance(self._launcher, Launcher):
+            weights_only = self._launcher.weights_only  # see [Note: weights_only]
         return self._checkpoints.load(self.checkpoint_io, checkpoint_path, weights_only, self._module, fitting)
 
     @override
