@@ -71,6 +71,9 @@ class ZeroCompileStrategy(ParallelStrategy):
         unshard_after_fit: make the module an ordinary one with full parameters when ``fit`` has succeeded.
         checkpoint: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
             write their shards. Either loads at any stage, world size and with either setting.
+        whole_values: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels that take
+            addresses): they see whole parameters, gradients and states, one unit at a time, on every rank. Only for
+            those that update each parameter from its own gradient and state. Torch's own need no mention.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
         timeout: of every collective.
 
@@ -101,6 +104,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         keep_gradients: bool = False,
         unshard_after_fit: bool = True,
         checkpoint: Literal["full", "sharded"] = "full",
+        whole_values: Sequence[str] = (),
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
@@ -127,9 +131,10 @@ class ZeroCompileStrategy(ParallelStrategy):
             keep_gradients=keep_gradients,
             unshard_after_fit=unshard_after_fit,
             checkpoint=checkpoint,
+            whole_values=(whole_values,) if isinstance(whole_values, str) else tuple(whole_values),
             timeout=timeout,
         )
-        self._checkpoints = Checkpoints(sharded=checkpoint == "sharded")
+        self._checkpoints = Checkpoints(checkpoint == "sharded", self.config.whole_values)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
