@@ -23,10 +23,10 @@ def prepare_callbacks(trainer: pl.Trainer, module: pl.LightningModule, engine: E
     """Shards the copies that callbacks made of the whole module, see [Note: sharded average]."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            shard_copy(callback._average_model.module, module)
+            shard_copy(callback._average_model.module, module, as_shards=engine.config.checkpoint == "sharded")
             callback._average_model.__class__ = ShardedAverage
         elif isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
-            shard_copy(callback._average_model, module)
+            shard_copy(callback._average_model, module, as_shards=False)
             callback._device = engine.device
 
 
@@ -42,13 +42,19 @@ def before_optimizer_state(trainer: pl.Trainer, module: pl.LightningModule) -> N
 # ---- averages of the weights ----
 
 
-def shard_copy(copy: nn.Module, model: nn.Module) -> None:
+def shard_copy(copy: nn.Module, model: nn.Module, as_shards: bool) -> None:
     """Gives a copy of the whole module, taken before it was sharded, the sharded module's values and layout.
 
     [Note: sharded average] Callbacks copy the module in their ``setup``. Each rank keeps the average of its rows only,
     beside the rows themselves (a ``device`` given to the callback counts for buffers). The copy starts from the
-    masters, so all ranks start from rank 0's values. Its state dict is of full tensors on rank 0, and full tensors load
-    into it.
+    masters, so all ranks start from rank 0's values. Full tensors and shards load into it.
+
+    Args:
+        copy: of ``model``, with full parameters.
+        model: sharded.
+        as_shards: whether the copy's state dict holds shards, or full tensors on rank 0. WeightAveraging's takes the
+            model's place in a checkpoint and so is of its kind; SWA's is a part of the callback's own state, of which
+            only rank 0's is saved.
     """
     masters = dict(model.named_parameters(remove_duplicate=False))
     made: dict[Tensor, nn.Parameter] = {}
@@ -63,7 +69,8 @@ def shard_copy(copy: nn.Module, model: nn.Module) -> None:
             module._parameters[name] = made[master]
             sharded = True
     if sharded:
-        copy.register_state_dict_post_hook(_full_values)  # type: ignore[no-untyped-call]
+        if not as_shards:
+            copy.register_state_dict_post_hook(_full_values)  # type: ignore[no-untyped-call]
         copy.register_load_state_dict_pre_hook(_sharded_values)  # type: ignore[no-untyped-call]
 
 

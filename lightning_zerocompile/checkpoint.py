@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile import files, sharded_checkpoint
 from lightning_zerocompile.files import AtomicCheckpointIO
-from lightning_zerocompile.optim import PER_PARAMETER
+from lightning_zerocompile.optim import sees_whole_values
 from lightning_zerocompile.shard import shard_like
 from lightning_zerocompile.sharded_checkpoint import together
 
@@ -34,10 +34,11 @@ class Checkpoints:
 
     Args:
         sharded: what is written: a directory of shards, or one file with full tensors.
+        whole_values: names of the user's optimizers that keep state of other shapes whole on every rank.
     """
 
-    def __init__(self, sharded: bool) -> None:
-        self._sharded = sharded
+    def __init__(self, sharded: bool, whole_values: Sequence[str] = ()) -> None:
+        self._sharded, self._whole_values = sharded, whole_values
         self._names: dict[Tensor, str] = {}  # of what the optimizers hold, which outlives the sharded model
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -61,7 +62,8 @@ class Checkpoints:
     def load_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
         """Loads states of either kind."""
         for optimizer, state in zip(optimizers, states, strict=False):
-            load_optimizer_state(optimizer, positional_optimizer_state(optimizer, state, self._names))
+            whole = sees_whole_values(optimizer, self._whole_values)
+            load_optimizer_state(optimizer, positional_optimizer_state(optimizer, state, self._names), whole)
 
     def _names_of(self, optimizer: Optimizer) -> dict[Tensor, str]:
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -247,8 +249,13 @@ def positional_optimizer_state(
     }
 
 
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], whole: bool) -> None:
     """Loads a full optimizer state; every rank passes the same and takes its rows.
+
+    Args:
+        optimizer: over sharded parameters.
+        state: full, by positions.
+        whole: whether state of another shape than its parameter's is on every rank, see [Note: whole values].
 
     Raises:
         ValueError: a state tensor has neither its parameter's shape nor one element, and the optimizer is not one
@@ -259,7 +266,6 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     by_index = dict(zip(saved_order, parameters, strict=False))
     saved = {index: entry for index, entry in state["state"].items() if index in by_index}
     moments = {name for index, entry in saved.items() for name, v in entry.items() if _is_moment(v, by_index[index])}
-    whole = type(optimizer) in PER_PARAMETER  # see [Note: whole values]
     entries = {
         index: {
             name: _shard_entry(name, value, by_index[index], name in moments, whole) for name, value in entry.items()
@@ -284,5 +290,6 @@ def _shard_entry(name: str, value: Any, parameter: Tensor, moment: bool, whole: 
         return value
     raise ValueError(
         f"The optimizer state `{name}` has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}: it is "
-        "not elementwise and cannot be sharded with its parameter."
+        "not elementwise and cannot be sharded with its parameter. If the optimizer treats each parameter on its own, "
+        "name its class in ZeroCompileStrategy(whole_values=[...])."
     )

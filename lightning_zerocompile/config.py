@@ -55,6 +55,7 @@ class Config:
     keep_gradients: bool = False
     unshard_after_fit: bool = True
     checkpoint: str = "full"
+    whole_values: tuple[str, ...] = ()
     timeout: timedelta = timedelta(minutes=30)
 
     def __post_init__(self) -> None:
@@ -105,6 +106,10 @@ class Config:
         if not all(isinstance(name, str) and name for name in self.keep_gathered):
             raise ValueError(
                 f"`keep_gathered={self.keep_gathered!r}` must be names of modules, for example ['vision']."
+            )
+        if not all(isinstance(name, str) and name for name in self.whole_values):
+            raise ValueError(
+                f"`whole_values={self.whole_values!r}` must be names of optimizer classes, for example ['Shampoo']."
             )
         if not (isinstance(self.copy_engine, bool) or self.copy_engine == "auto"):
             raise ValueError(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_zerocompile import leaves, shard
 from lightning_zerocompile.compile import Regions, remove_regions
 from lightning_zerocompile.config import Config
-from lightning_zerocompile.optim import UnitStepper, check_optimizer, steps_by_unit
+from lightning_zerocompile.optim import UnitStepper, check_optimizers, is_elementwise, on_shards, steps_by_unit
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
@@ -57,7 +57,11 @@ class Engine:
         self.windows = Windows(self.runtime)
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
         self._was_in_step = False
-        self._stepper = UnitStepper(self.runtime.units_in_order, self._unit_written, config.keep_gradients)
+        self._stepper = UnitStepper(
+            self.runtime.units_in_order, self._unit_written, config.keep_gradients, config.whole_values
+        )
+        self._stepping: list[Optimizer] = []  # twice, where a subclass's step calls its parent's, which has the hooks
+        self._through_lightning = False
 
     def manages(self, model: nn.Module) -> bool:
         """Whether this is the sharded ``model``, unchanged."""
@@ -181,6 +185,15 @@ class Engine:
         self.settle()
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping.append(optimizer)
+        if self._stepping.count(optimizer) > 1:
+            return
+        if not self._through_lightning and not is_elementwise(optimizer):
+            name = type(optimizer).__name__
+            raise RuntimeError(
+                f"{name}.step() was called past Lightning, so {name} would see row shards without what it needs to "
+                "compute with them. Step the optimizer that `self.optimizers()` returns."
+            )
         self.before_step(optimizer)
         self._was_in_step, self.runtime.moment.in_step = self.runtime.moment.in_step, False
 
@@ -198,8 +211,8 @@ class Engine:
                 handle.remove()
         self._hooks = {}
         known = {slot.master for slot in self.runtime.slots}
+        check_optimizers(optimizers, self.config.whole_values)
         for number, optimizer in enumerate(optimizers):
-            check_optimizer(optimizer)
             foreign = [p for p in _masters_of(optimizer) if p not in known]
             if foreign:
                 raise RuntimeError(
@@ -220,10 +233,14 @@ class Engine:
             self.settle()  # a hook between backward and step may have written to weights
             return result
 
-        if not steps_by_unit(optimizer):
-            return optimizer.step(closure=settled, **kwargs)
-        with self._stepper.around(optimizer, settled) as run:
-            return optimizer.step(closure=run, **kwargs)
+        around = self._stepper.around if steps_by_unit(optimizer, self.config.whole_values) else on_shards
+        self._through_lightning = True
+        try:
+            with around(optimizer, settled) as run:
+                return optimizer.step(closure=run, **kwargs)
+        finally:
+            self._through_lightning = False
+            self._stepping.clear()
 
     def skip_step(self, optimizer: Optimizer) -> None:
         """What a step releases, when loss scaling skips it: nothing is updated."""
@@ -242,6 +259,9 @@ class Engine:
         self.runtime.core.masters_changed([unit])
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping.pop()
+        if optimizer in self._stepping:
+            return
         self.runtime.moment.in_step = self._was_in_step
         if self._stepped_by_unit:
             self._stepped_by_unit = False

@@ -8,14 +8,21 @@ DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter a
 [Note: whole values] Adafactor and Muon update a parameter from all of its rows. Such an optimizer sees whole
 parameters, gradients and states, one unit at a time, on every rank; afterwards each rank keeps its rows. So it computes
 what it computes under DDP, and memory is that of the shards plus one unit. State of another shape than its parameter's
-(Adafactor's factors) is on every rank.
+(Adafactor's factors) is on every rank. Users name their own optimizers of this kind in ``whole_values``; one that also
+counts in its parameter groups finds the same count for every unit.
+
+[Note: other optimizers] An optimizer that is neither of torch's own nor named steps once, on DTensors. What it computes
+with them is what it would compute with whole values, also sums over parameters; where DTensor does not know an
+operation it raises, and so do we, by name. One thing DTensor gets wrong: ``item()`` (and so ``float()``) of a value
+that is spread over ranks, such as a norm, is that of the rank's own part. :class:`ExactScalars` gives the whole. Such
+an optimizer is not given whole values unasked: unit by unit, what it computes over all parameters would be wrong.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +30,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_zerocompile import leaves
 from lightning_zerocompile.shard import local_part, shard_like, spec_like
@@ -48,6 +57,7 @@ _REFUSED: dict[type[Optimizer], str] = {
     optim.LBFGS: "it flattens all parameters into one vector and runs the model several times inside one step",
     optim.SparseAdam: "it needs sparse gradients, which cannot be sharded",
 }
+_RAW_POINTERS = ("apex", "bitsandbytes")  # packages whose kernels take addresses, and of a DTensor would get none
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -55,23 +65,93 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
-def steps_by_unit(optimizer: Optimizer) -> bool:
-    """Whether its parameters may be updated unit by unit; any other optimizer sees DTensors."""
-    return is_elementwise(optimizer) or type(optimizer) in PER_PARAMETER
+def sees_whole_values(optimizer: Optimizer, named: Sequence[str]) -> bool:
+    """Whether it steps on whole parameters, see [Note: whole values]; ``named``: the user's ``whole_values``."""
+    return type(optimizer) in PER_PARAMETER or type(optimizer).__name__ in named
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Raises if the optimizer cannot work on sharded parameters.
+def steps_by_unit(optimizer: Optimizer, named: Sequence[str]) -> bool:
+    """Whether its parameters are updated unit by unit; any other optimizer sees DTensors."""
+    return is_elementwise(optimizer) or sees_whole_values(optimizer, named)
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], named: Sequence[str]) -> None:
+    """Raises if an optimizer cannot work on sharded parameters.
 
     Raises:
-        MisconfigurationException: names the optimizer, the reason and the remedy.
+        MisconfigurationException: names the optimizer, the reason and the remedy; or a name in ``whole_values`` that is
+            no optimizer's.
     """
+    names = [type(optimizer).__name__ for optimizer in optimizers]
+    if optimizers and (unknown := [name for name in named if name not in names]):
+        raise MisconfigurationException(
+            f"`whole_values` names {unknown}, but the optimizers are {names}; it takes the names of their classes."
+        )
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, named)
+
+
+def _check_optimizer(optimizer: Optimizer, named: Sequence[str]) -> None:
     for kind, reason in _REFUSED.items():
         if isinstance(optimizer, kind):
             raise MisconfigurationException(
                 f"The optimizer {type(optimizer).__name__} does not work with `strategy='zerocompile'`: {reason}. Use "
                 "another optimizer (torch.optim.AdamW, SGD, Muon, ...), or strategy='ddp'."
             )
+    packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    if not steps_by_unit(optimizer, named) and not packages.isdisjoint(_RAW_POINTERS):
+        raise MisconfigurationException(
+            f"The optimizer {type(optimizer).__name__} takes the addresses of its tensors, which row shards (DTensors) "
+            f"do not have. {_remedy(optimizer)}"
+        )
+
+
+def _remedy(optimizer: Optimizer) -> str:
+    return (
+        "If it updates each parameter from that parameter's own gradient and state only, let it see whole parameters: "
+        f"ZeroCompileStrategy(whole_values=[{type(optimizer).__name__!r}]). If it mixes parameters (a norm over all of "
+        "them), use another optimizer, or strategy='ddp'."
+    )
+
+
+class ExactScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In here ``item()`` of a DTensor is that of the whole value, see [Note: other optimizers]; then collective."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
+            args = (args[0].full_tensor(),)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_shards(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """The closure to pass to the step of an optimizer that sees DTensors, see [Note: other optimizers].
+
+    Raises:
+        RuntimeError: the step used what DTensor does not know; it names the optimizer and the remedy.
+    """
+    stepping = ExitStack()
+    inside = False
+
+    def run() -> Any:
+        nonlocal inside
+        stepping.close()  # an optimizer may run the closure again
+        inside = False
+        result = closure()
+        stepping.enter_context(ExactScalars())  # type: ignore[no-untyped-call]
+        inside = True
+        return result
+
+    try:
+        with stepping:
+            yield run
+    except RuntimeError as error:
+        if not inside or not any(word in str(error) for word in ("DTensor", "shard", "placement")):
+            raise
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() failed on row shards (DTensors): {error} {_remedy(optimizer)}"
+        ) from error
 
 
 class UnitStepper:
@@ -81,6 +161,7 @@ class UnitStepper:
         units: masters of each unit, in the order in which the next forward needs them.
         updated: called with a unit's number when its masters are written.
         keep_gradients: whether ``master.grad`` stays.
+        whole_values: names of the user's optimizers that see whole values.
     """
 
     def __init__(
@@ -88,13 +169,16 @@ class UnitStepper:
         units: Callable[[], Sequence[tuple[int, Sequence[Tensor]]]],
         updated: Callable[[int], None],
         keep_gradients: bool,
+        whole_values: Sequence[str],
     ) -> None:
         self._units, self._updated, self._keep_gradients = units, updated, keep_gradients
+        self._whole_values = whole_values
 
     @contextmanager
     def around(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
         """The closure to pass to ``optimizer.step`` inside this context."""
         kept: dict[Tensor, Tensor | None] = {}
+        options: list[dict[str, Any]] = []
 
         def run() -> Any:
             result = closure()
@@ -104,7 +188,7 @@ class UnitStepper:
                 if self._keep_gradients:
                     kept.update({master: master.grad for master in masters})
                 try:
-                    self._step(optimizer, lists)
+                    options[:] = self._step(optimizer, lists)
                 finally:
                     for group, parameters in zip(optimizer.param_groups, lists, strict=True):
                         group["params"] = parameters
@@ -113,25 +197,32 @@ class UnitStepper:
             return result
 
         yield run
+        for group, new in zip(optimizer.param_groups, options, strict=False):
+            group.update(new)  # the step that found nothing to do has counted, too
         for master, grad in kept.items():
             master.grad = grad
 
     @torch.no_grad()
-    def _step(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> None:
+    def _step(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> list[dict[str, Any]]:
+        """Returns the groups' options after the step."""
         group_of = {master: number for number, parameters in enumerate(lists) for master in parameters}
-        update, whole = _plain_step(optimizer), type(optimizer) in PER_PARAMETER
+        update, whole = _plain_step(optimizer), sees_whole_values(optimizer, self._whole_values)
+        options = _Options(optimizer)
         # whole values are communicated: in one order on all ranks, whose forwards may differ
         units = sorted(self._units(), key=lambda unit: unit[0]) if whole else self._units()
         for unit, masters in units:
             mine = [(master, _value(master, whole)) for master in masters if master in group_of]
             if not mine:
                 continue
+            options.restore()
             for group in optimizer.param_groups:
                 group["params"] = []
             for master, value in mine:
                 optimizer.param_groups[group_of[master]]["params"].append(value)
             self._update(optimizer, mine, update, whole)
+            options.note({group_of[master] for master, _ in mine})
             self._updated(unit)
+        return options.after
 
     def _update(
         self, optimizer: Optimizer, mine: list[tuple[Tensor, Tensor]], update: Callable[[], Any], whole: bool
@@ -155,6 +246,49 @@ class UnitStepper:
                     _store(state[master], new_state[value], master, value, whole)
                 if not self._keep_gradients:
                     master.grad = None
+
+
+class _Options:
+    """The options of an optimizer's groups, which are the same before each unit's update and after it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before = self._now()
+        self.after = self._now()
+        self._stepped: set[int] = set()
+
+    def _now(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+
+    def restore(self) -> None:
+        for group, options in zip(self._optimizer.param_groups, self._before, strict=True):
+            for name in group.keys() - options.keys() - {"params"}:
+                del group[name]  # the update of another unit has added it
+            group.update(options)
+
+    def note(self, groups: set[int]) -> None:
+        """Keeps what the update of a unit made of the options of ``groups``.
+
+        Raises:
+            RuntimeError: another unit's update made something else of them.
+        """
+        now = self._now()
+        for number in groups:
+            changed = [k for k, v in now[number].items() if not _same(v, self.after[number].get(k))]
+            if changed and number in self._stepped:
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__} computes {changed} of its parameter groups from several "
+                    "parameters, and so differently in each unit. It cannot be in `whole_values`, which are for "
+                    "optimizers that treat each parameter on its own: drop it there, or use strategy='ddp'."
+                )
+            self.after[number] = now[number]
+        self._stepped |= groups
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left is right or torch.equal(left, right)
+    return left is right or bool(left == right)
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[], Any]:

@@ -37,7 +37,8 @@ from lightning_zerocompile.shard import as_dtensor
 
 CHECKSUMS, INDEX = "checksums.json", ".metadata"
 MODEL, OPTIMIZER = "model", "optimizer_"
-_MODEL_KEYS = (MODEL, "state_dict")  # the second is how Lightning's ModelParallelStrategy calls it
+AVERAGED = "current_model_state"  # the model's own state, where WeightAveraging has put the average in its place
+_MODEL_KEYS = (MODEL, "state_dict", AVERAGED)  # the second is how Lightning's ModelParallelStrategy calls it
 
 Result = TypeVar("Result")
 
@@ -80,6 +81,8 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
     """
     rest = dict(checkpoint)
     state = {MODEL: rest.pop("state_dict")}
+    if AVERAGED in rest:
+        state[AVERAGED] = rest.pop(AVERAGED)
     state |= {f"{OPTIMIZER}{number}": part for number, part in enumerate(rest.pop("optimizer_states", []))}
     temporary, first = files.saving_name(path), dist.get_rank() == 0
     what = f"Saving the checkpoint `{path}`"
@@ -273,8 +276,8 @@ def refusals(name: str) -> Iterator[None]:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
         raise pickle.UnpicklingError(
             f"`{name}` holds more than tensors and plain containers, and to load that can run any code. If you trust "
-            "the file, allow its classes by `torch.serialization.add_safe_globals([...])` (`weights_only=False` of "
-            f"`Trainer.fit` does not reach strategies that restore after set-up). {reason.strip()}"
+            "the file, pass `weights_only=False` to `Trainer.fit` (or `validate`, ...), or allow its classes by "
+            f"`torch.serialization.add_safe_globals([...])`. {reason.strip()}"
         ) from error
 
 

@@ -23,7 +23,6 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from lightning_zerocompile.checkpoint import Checkpoints
 from lightning_zerocompile.compile import CompileStats
 from lightning_zerocompile.config import CompileScope, Config, as_dtype
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.launcher import Launcher
 from lightning_zerocompile.materialize import place
 from lightning_zerocompile.precision import StepsThroughEngine, compute_dtype, convert_plugin
 from lightning_zerocompile.runtime import Stats
@@ -71,6 +71,9 @@ class ZeroCompileStrategy(ParallelStrategy):
         unshard_after_fit: make the module an ordinary one with full parameters when ``fit`` has succeeded.
         checkpoint: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
             write their shards. Either loads at any stage, world size and with either setting.
+        whole_values: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels that take
+            addresses): they see whole parameters, gradients and states, one unit at a time, on every rank. Only for
+            those that update each parameter from its own gradient and state. Torch's own need no mention.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
         timeout: of every collective.
 
@@ -101,6 +104,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         keep_gradients: bool = False,
         unshard_after_fit: bool = True,
         checkpoint: Literal["full", "sharded"] = "full",
+        whole_values: Sequence[str] = (),
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
@@ -127,9 +131,10 @@ class ZeroCompileStrategy(ParallelStrategy):
             keep_gradients=keep_gradients,
             unshard_after_fit=unshard_after_fit,
             checkpoint=checkpoint,
+            whole_values=(whole_values,) if isinstance(whole_values, str) else tuple(whole_values),
             timeout=timeout,
         )
-        self._checkpoints = Checkpoints(sharded=checkpoint == "sharded")
+        self._checkpoints = Checkpoints(checkpoint == "sharded", self.config.whole_values)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -191,7 +196,7 @@ class ZeroCompileStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         if self.cluster_environment is not None:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -411,6 +416,8 @@ class ZeroCompileStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        if weights_only is None and isinstance(self._launcher, Launcher):
+            weights_only = self._launcher.weights_only  # see [Note: weights_only]
         return self._checkpoints.load(self.checkpoint_io, checkpoint_path, weights_only, self._module, fitting)
 
     @override

@@ -10,8 +10,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import callbacks
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -58,24 +60,32 @@ class Averages(L.Callback):
                 assert all(isinstance(p, DTensor) for p in average.parameters())
 
 
+def _consolidated(path: str) -> dict[str, Any]:
+    return _format_checkpoint(_load_distributed_checkpoint(Path(path)))
+
+
+def _saving(path: str) -> L.Callback:
+    return callbacks.ModelCheckpoint(str(Path(path).parent), Path(path).name, every_n_epochs=3)
+
+
 def _averages(kind: str, folder: str) -> None:
     torch.manual_seed(0)
     start = Normalized()
     ddp, further, plain = (copy.deepcopy(start) for _ in range(3))
-    models.fit_epochs(ddp, "ddp", 3, callbacks=[AVERAGES[kind]()]).save_checkpoint(f"{folder}/ddp.ckpt")
+    saving = _saving(f"{folder}/ddp")
+    models.fit_epochs(ddp, "ddp", 3, callbacks=[AVERAGES[kind](), saving], enable_checkpointing=True)
     models.fit_epochs(further, "ddp", 5, f"{folder}/ddp.ckpt", callbacks=[AVERAGES[kind]()])
     models.fit_epochs(plain, "ddp", 3)
     assert models.deviation(ddp, plain) > 1e-2
     theirs = torch.load(f"{folder}/ddp.ckpt", weights_only=False)
-    for stage in (1, 3):
-        module, resumed, path = copy.deepcopy(start), copy.deepcopy(start), f"{folder}/{stage}.ckpt"
-        trainer = models.fit_epochs(
-            module, ZeroCompileStrategy(stage, **EAGER), 3, callbacks=[AVERAGES[kind](), Averages()]
-        )
-        trainer.save_checkpoint(path)
+    for stage, saves in ((1, "full"), (3, "full"), (3, "sharded")):
+        module, resumed, path = copy.deepcopy(start), copy.deepcopy(start), f"{folder}/{stage}-{saves}.ckpt"
+        strategy = ZeroCompileStrategy(stage, checkpoint=saves, **EAGER)  # type: ignore[arg-type]
+        watched = [AVERAGES[kind](), Averages(), _saving(path.removesuffix(".ckpt"))]
+        trainer = models.fit_epochs(module, strategy, 3, callbacks=watched, enable_checkpointing=True)
         assert models.deviation(module, ddp) < 1e-6
         assert module.seen == pytest.approx(ddp.seen, abs=1e-5)  # the average's, for the newer callbacks
-        ours = torch.load(path, weights_only=False)
+        ours = torch.load(path, weights_only=False) if saves == "full" else _consolidated(path)
         assert ours.keys() == theirs.keys()
         for name, value in theirs["state_dict"].items():
             assert type(ours["state_dict"][name]) is Tensor
@@ -90,7 +100,7 @@ def _averages(kind: str, folder: str) -> None:
 
 @pytest.mark.parametrize("kind", list(AVERAGES))
 def test_weight_averaging(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    """SWA, EMA and the equal average: sharded, DDP's values in training, validation, checkpoint and resume."""
+    """SWA, EMA and the equal average: sharded, DDP's values in training, validation, either checkpoint and resume."""
     ranks.run(_averages, kind, str(tmp_path))
 
 

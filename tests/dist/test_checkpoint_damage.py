@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy, files, sharded_checkpoint
@@ -162,20 +163,41 @@ def test_nothing_is_run_when_a_checkpoint_is_loaded(ranks: Ranks, tmp_path: Path
     ranks.run(_trapped, str(tmp_path))
 
 
-def _trusted(folder: str) -> Any:
-    path = Path(folder, "a.ckpt")
-    module = models.Module()
-    trainer = _fit(module, "sharded")
-    module.on_save_checkpoint = lambda checkpoint: checkpoint.update(mine=Path("x"))  # type: ignore[method-assign]
-    trainer.save_checkpoint(path)
-    with pytest.raises(pickle.UnpicklingError, match=r"meta\.pt"):
-        sharded_checkpoint.load(path, {}, None, True)
-    return sharded_checkpoint.load(path, {}, False, True)["mine"]
+class Evaluated(models.Module):
+    """Has every kind of step, and a path among its hyperparameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"data": Path("x")})
+        self.found: list[Any] = []
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found.append(checkpoint["hyper_parameters"])
+
+
+def _trusted(folder: str) -> None:
+    for kind in ("full", "sharded"):
+        path, module = Path(folder, f"{kind}.ckpt"), Evaluated()
+        _fit(Evaluated(), kind).save_checkpoint(path)
+        trainer = models.make_trainer(ZeroCompileStrategy(compile=False), max_epochs=2, limit_val_batches=1)
+        trainer.fit(module, _data(), None, None, path, False)
+        trainer.validate(module, _data(), ckpt_path=path, weights_only=False, verbose=False)
+        trainer.test(module, _data(), ckpt_path=path, weights_only=False, verbose=False)
+        trainer.predict(module, _data(), ckpt_path=path, weights_only=False)
+        assert module.found == [{"data": Path("x")}] * 4 and len(module.losses) == 4
+        with pytest.raises(pickle.UnpicklingError, match=r"pass `weights_only=False` to `Trainer\.fit`"):
+            trainer.validate(Evaluated(), _data(), ckpt_path=path)  # what was said before counts no longer
 
 
 def test_weights_only_false_trusts_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    """What is refused otherwise loads."""
-    assert ranks.run(_trusted, str(tmp_path)) == [Path("x")] * 2
+    """What is refused otherwise loads, through every entry point of the Trainer."""
+    ranks.run(_trusted, str(tmp_path))
 
 
 # ---- what raises ----

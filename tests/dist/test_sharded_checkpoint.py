@@ -13,7 +13,6 @@ import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +20,7 @@ from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.checkpoint import full_optimizer_state, full_state_dict
 from tests import models
 from tests.dist.test_checkpoint import AOT, Saved, _data, _tensors
-from tests.harness import Ranks, Worlds
+from tests.harness import Ranks
 
 EAGER: dict[str, Any] = {"compile": False}
 
@@ -90,76 +89,6 @@ def _another() -> Saved:
         for parameter in other.parameters():
             parameter.add_(1)
     return other
-
-
-# ---- every kind, stage and world size into every other ----
-
-SAVES = [("sharded", 1, 1), ("sharded", 2, 2), ("sharded", 3, 3), ("full", 3, 1), ("full", 1, 2), ("full", 2, 3)]
-
-
-def _save_all(folder: str) -> None:
-    world = models.world()
-    runs: dict[str, Any] = {
-        f"{kind}-{stage}-{world}": _strategy(kind, stage) for kind, stage, at in SAVES if at == world
-    }
-    if world == 2:
-        runs["ddp"] = "ddp"
-    if world == 1:
-        runs["plain"] = "auto"
-    for name, strategy in runs.items():
-        torch.manual_seed(world)
-        look = Look("end")
-        _fit(Saved(), strategy, callbacks=[look]).save_checkpoint(f"{folder}/{name}.ckpt")
-        if models.rank() == 0:
-            torch.save(look.state, f"{folder}/{name}.expected")
-
-
-def _load_all(folder: str) -> dict[str, list[str]]:
-    found = {}
-    for number, path in enumerate(sorted(Path(folder).glob("*.ckpt"))):
-        stage = (number + models.world()) % 3 + 1
-        kind = ("full", "sharded")[(number + models.world()) % 2]
-        look, module = Look("start"), _another()
-        _fit(module, _strategy(kind, stage), 2, str(path), callbacks=[look])
-        expected = torch.load(path.with_suffix(".expected"), weights_only=False)
-        look.state.pop("layout"), expected.pop("layout")
-        found[f"{path.stem} -> {kind}-{stage}-{models.world()}"] = _differences(look.state, expected) + (
-            [] if module.restored == ["user"] and len(module.losses) == 4 else ["hook or steps"]
-        )
-    return found
-
-
-def _load_plain(folder: str) -> dict[str, list[str]]:
-    """Into one process without this strategy: a single file as it is, a directory after Lightning's consolidation."""
-    found = {}
-    for path in sorted(Path(folder).glob("*.ckpt")):
-        file = path
-        if path.is_dir():
-            file = path.with_suffix(".consolidated")
-            torch.save(_format_checkpoint(_load_distributed_checkpoint(path)), file)
-        look, module = Look("start"), _another()
-        _fit(module, "auto", 2, str(file), callbacks=[look])
-        expected = torch.load(path.with_suffix(".expected"), weights_only=False)
-        look.state.pop("layout"), expected.pop("layout")
-        found[f"{path.stem} -> plain"] = _differences(look.state, expected)
-        loaded = Saved.load_from_checkpoint(file)
-        found[f"{path.stem} -> load_from_checkpoint"] = [] if loaded.restored == ["user"] else ["hook"]
-    return found
-
-
-def test_every_kind_stage_and_world_size(worlds: Worlds, tmp_path: Path) -> None:
-    """Weights, buffers, moments, rates, schedules and loops are equal to the bit after any change of all three."""
-    for world in (1, 2, 3):
-        worlds(world).run(_save_all, str(tmp_path))
-    assert {path.stem for path in tmp_path.glob("*.ckpt") if path.is_dir()} == {
-        f"{kind}-{stage}-{world}" for kind, stage, world in SAVES if kind == "sharded"
-    }
-    for world in (1, 2, 3):
-        found = worlds(world).run(_load_all, str(tmp_path))
-        assert len(found[0]) == len(SAVES) + 2
-        assert all(not differences for of_rank in found for differences in of_rank.values()), found
-    [found] = worlds(1).run(_load_plain, str(tmp_path))
-    assert all(not differences for differences in found.values()), found
 
 
 # ---- resume ----
