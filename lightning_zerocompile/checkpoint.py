@@ -137,6 +137,17 @@ class Checkpoints:
         else:  # at once, it could go before the one that replaces it is on the disk
             pending.submit(io.remove_checkpoint, path)
 
+    def finish(self, io: CheckpointIO) -> None:
+        """Waits for what is still being saved; collective where something can be.
+
+        Raises:
+            RuntimeError: a save in the background failed; on all ranks.
+        """
+        if isinstance(io, AsyncCheckpointIO):
+            together("Saving a checkpoint in the background", io.teardown)
+        else:
+            io.teardown()
+
     def plugin(self, io: CheckpointIO | None) -> CheckpointIO:
         """The user's plugin, or one that writes atomically where the user left the choice."""
         if isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
@@ -195,8 +206,25 @@ def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
         module: sharded or not.
         keep: whether this rank keeps the values (on the CPU); the others only take part.
     """
-    state = {name: _full(value, keep) for name, value in module.state_dict().items()}
+    masters = dict(module.named_parameters(remove_duplicate=False))
+    tied: dict[Tensor, Tensor] = {}  # in one piece, as in DDP's file
+    state: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        master = masters.get(name)
+        if master is None or not _is_same(value, master):
+            state[name] = _full(value, keep)
+            continue
+        if master not in tied:
+            tied[master] = _full(value, keep)
+        state[name] = tied[master]
     return state if keep else {}
+
+
+def _is_same(value: Any, master: Tensor) -> bool:
+    """Whether an entry of a state dict is the master itself, and not what a hook made of it."""
+    if not isinstance(value, DTensor) or not isinstance(master, DTensor) or value.dtype != master.dtype:
+        return False
+    return value._local_tensor.data_ptr() == master._local_tensor.data_ptr()
 
 
 def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:

@@ -463,7 +463,10 @@ class ZeroCompileStrategy(ParallelStrategy):
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        if self._failed:
+            self.checkpoint_io.teardown()
+        else:
+            self._checkpoints.finish(self.checkpoint_io)
 
     def _close(self) -> None:
         """Makes the module an ordinary one again; collective."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -279,6 +280,10 @@ def _failing(folder: str) -> None:
     trainer.fit(models.Module(), _data())
     with pytest.raises((OSError, RuntimeError), match="No space left"):
         trainer.save_checkpoint(path)
+    late = ModelCheckpoint(folder, "late", every_n_epochs=1)
+    background = AsyncCheckpointIO(FullDisk())
+    with pytest.raises((OSError, RuntimeError), match="No space left"):
+        _fit(models.Module(), "full", plugins=[background], callbacks=[late], enable_checkpointing=True)
 
 
 def test_failing_save(ranks: Ranks, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -285,21 +284,3 @@ def test_hooks_edit_the_checkpoint(ranks: Ranks, kind: str, tmp_path: Path) -> N
 def test_directory_of_another_model(ranks: Ranks, tmp_path: Path) -> None:
     """A wrong shape is torch's own message; an optimizer over other parameters is named."""
     ranks.run(_wrong_shape, str(tmp_path))
-
-
-# ---- asynchronous ----
-
-
-def _asynchronous(folder: str) -> None:
-    module = Saved()
-    callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
-    strategy = _strategy("full", 3)
-    _fit(module, strategy, callbacks=[callback], enable_checkpointing=True, plugins=[AsyncCheckpointIO()])
-    strategy.barrier()  # the files are rank 0's
-    assert [p.name for p in Path(folder).iterdir()] == ["step=4.ckpt"]
-    assert models.deviation(Saved.load_from_checkpoint(f"{folder}/step=4.ckpt"), module) == 0
-
-
-def test_asynchronous_saving(ranks: Ranks, tmp_path: Path) -> None:
-    """Lightning's AsyncCheckpointIO writes the values of the step that asked; older ones go after newer ones came."""
-    ranks.run(_asynchronous, str(tmp_path))
