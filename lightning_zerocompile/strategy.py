@@ -264,7 +264,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         fitting = self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING
         if getattr(self, "_engine", None) is not None and fitting:  # else: those of a fit that has ended
             self.engine.attach_optimizers([_raw(optimizer) for optimizer in optimizers])
-            self._checkpoints.attach(self._module, self._raw_optimizers)
+            self._checkpoints.attach(self._module)
 
     # ---- steps ----
 

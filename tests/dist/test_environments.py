@@ -58,7 +58,9 @@ def run(folder: str, event: str = "", checkpoint: str = "full", path: str | None
     strategy = ZeroCompileStrategy(3, compile=False, checkpoint=checkpoint)  # type: ignore[arg-type]
     trainer = models.make_trainer(
         strategy, accelerator="cpu", devices=2, max_steps=STEPS, default_root_dir=folder, enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(folder, "term", save_on_exception=True, save_top_k=0), OnExceptionCheckpoint(folder)],
+        callbacks=[
+            ModelCheckpoint(folder, "term", save_on_exception=True, save_top_k=0), OnExceptionCheckpoint(folder),
+        ],
     )  # fmt: skip
     environment, rank = trainer.strategy.cluster_environment, trainer.global_rank
     try:
@@ -170,7 +172,7 @@ def test_notebooks_are_refused_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in os.environ if n.startswith(EXTERNAL)]:
         monkeypatch.delenv(name)
     with pytest.raises(
-        MisconfigurationException, match="not compatible with an interactive.*Run your code as a script"
+        MisconfigurationException, match=r"not compatible with an interactive.*Run your code as a script"
     ):
         models.make_trainer("zerocompile", devices=2)
 
