@@ -7,7 +7,7 @@ loaded does not depend on which of them the strategy writes.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zerocompile import files, sharded_checkpoint
 from lightning_zerocompile.files import AtomicCheckpointIO
@@ -39,13 +40,15 @@ class Checkpoints:
 
     def __init__(self, sharded: bool, whole_values: Sequence[str] = ()) -> None:
         self._sharded, self._whole_values = sharded, whole_values
-        self._names: dict[Tensor, str] = {}  # of what the optimizers hold, which outlives the sharded model
+        # weak: what optimizers hold outlives the sharded model, the other masters must not
+        self._names: MutableMapping[Tensor, str] = {}
 
-    def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Notes the names of the optimizers' parameters, while the module's are the same."""
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        self._names = {p: names[p] for p in held if p in names}
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_names": {}}  # weak references cannot be pickled
+
+    def attach(self, module: nn.Module) -> None:
+        """Notes the names of what optimizers hold, or will hold when a parameter group is added."""
+        self._names = WeakTensorKeyDictionary({parameter: name for name, parameter in module.named_parameters()})
 
     # ---- states ----
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import precision as lightning_precision
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
@@ -49,6 +50,9 @@ class StepsThroughEngine(Precision):
 
     engine: Engine | None = None  # set by the strategy while the model is sharded
     scaler: GradScaler | None = None
+
+    def restore_module(self) -> None:
+        """Takes back what ``convert_module`` changed beside the parameters; the module is no longer sharded."""
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
@@ -122,7 +126,8 @@ class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):
     """``bf16-true`` and ``16-true``: the model computes in half precision, the optimizer in ``master_dtype``.
 
     Parameters are neither initialised nor kept in half precision: what is gathered is cast. Floating-point buffers
-    become half precision, as with Lightning's own plugin.
+    become half precision, as with Lightning's own plugin, and ``LightningModule.dtype`` says so, until the module is
+    made whole again: then its parameters are the masters, and buffers and ``dtype`` are of their old dtypes.
 
     Args:
         precision: ``"bf16-true"`` or ``"16-true"``.
@@ -136,6 +141,7 @@ class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):
         self, precision: Literal["bf16-true", "16-true"] = "16-true", scaler: GradScaler | None = None
     ) -> None:
         super().__init__(precision)
+        self._restore: list[Callable[[], None]] = []
         if precision == "16-true":
             self.scaler = ShardedGradScaler.like(scaler or GradScaler(device=_scaler_device()))
         elif scaler is not None:
@@ -144,10 +150,20 @@ class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         for submodule in module.modules():
+            if isinstance(submodule, _DeviceDtypeModuleMixin):
+                self._restore.append(partial(setattr, submodule, "_dtype", submodule._dtype))
+                submodule._dtype = self._desired_input_dtype
             for name, buffer in submodule._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
-                    submodule._buffers[name] = buffer.to(self._desired_input_dtype)
+                    self._restore.append(partial(_cast_buffer, submodule, name, buffer.dtype))
+                    _cast_buffer(submodule, name, self._desired_input_dtype)
         return module
+
+    @override
+    def restore_module(self) -> None:
+        for restore in self._restore:
+            restore()
+        self._restore = []
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -166,6 +182,12 @@ class MixedPrecision(StepsThroughEngine, lightning_precision.MixedPrecision):  #
         super().__init__(precision, device, scaler)
         if self.scaler is not None:
             self.scaler = ShardedGradScaler.like(self.scaler)
+
+
+def _cast_buffer(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+    buffer = module._buffers.get(name)
+    if buffer is not None:
+        module._buffers[name] = buffer.to(dtype)
 
 
 def _scaler_device() -> str:

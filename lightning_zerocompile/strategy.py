@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -38,7 +39,7 @@ from lightning_zerocompile.launcher import Launcher
 from lightning_zerocompile.materialize import place
 from lightning_zerocompile.precision import StepsThroughEngine, compute_dtype, convert_plugin
 from lightning_zerocompile.runtime import Stats
-from lightning_zerocompile.support import check_trainer
+from lightning_zerocompile.support import check_module
 from lightning_zerocompile.window import Gathers
 
 
@@ -146,6 +147,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._engine: Engine | None = None
         self._failed = False
+        self._revert_layers: Callable[[], object] | None = None  # while a fit's layers are synchronized
 
     # ---- what Lightning asks before anything runs ----
 
@@ -232,17 +234,23 @@ class ZeroCompileStrategy(ParallelStrategy):
         if self.accelerator is None:
             raise RuntimeError("The strategy has no accelerator; pass it to a Trainer before using it.")
         self.accelerator.setup(trainer)
-        check_trainer(trainer, module)
+        check_module(module)
         self._checkpoints.check_plugin(self.checkpoint_io)
         dtype = compute_dtype(self.precision_plugin, self.config.param_dtype)
-        if self._engine is None or not self._engine.manages(module):
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        layer_sync = self._layer_sync if fitting else None
+        to_synchronize = layer_sync is not None and self._revert_layers is None
+        if self._engine is None or to_synchronize or not self._engine.manages(module):
             self._close()
+            if layer_sync is not None:  # before sharding: these layers' code is what a region compiles
+                layer_sync.apply(module)
+                self._revert_layers = partial(layer_sync.revert, module)
             self.model = self.precision_plugin.convert_module(module)
             backend = self._process_group_backend or "gloo"
             self._use(Engine(module, self.root_device, self.config, dtype, backend))
             self.model_to_device()
         prepare_callbacks(trainer, module, self.engine)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -261,7 +269,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         fitting = self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING
         if getattr(self, "_engine", None) is not None and fitting:  # else: those of a fit that has ended
             self.engine.attach_optimizers([_raw(optimizer) for optimizer in optimizers])
-            self._checkpoints.attach(self._module, self._raw_optimizers)
+            self._checkpoints.attach(self._module)
 
     # ---- steps ----
 
@@ -456,6 +464,8 @@ class ZeroCompileStrategy(ParallelStrategy):
             elif self._failed:
                 self._engine.abandon()
                 self._use(None)
+        if self._engine is None:
+            self._restore_layers()  # also when set-up failed on the way
         if self._engine is None and self.lightning_module is not None and not self._failed:
             self.lightning_module.cpu()
         if self.cluster_environment is not None:
@@ -473,11 +483,20 @@ class ZeroCompileStrategy(ParallelStrategy):
         if self._engine is not None:
             self._engine.unshard()
             self._use(None)
+            self._restore_layers()
 
     def _use(self, engine: Engine | None) -> None:
         self._engine = engine
         if isinstance(self.precision_plugin, StepsThroughEngine):
             self.precision_plugin.engine = engine
+
+    def _restore_layers(self) -> None:
+        """Takes back what set-up changed in the module beside its parameters."""
+        if isinstance(self.precision_plugin, StepsThroughEngine):
+            self.precision_plugin.restore_module()
+        if self._revert_layers is not None:
+            self._revert_layers()
+            self._revert_layers = None
 
     @property
     def engine(self) -> Engine:
@@ -501,7 +520,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         return f"<{type(self).__name__}(stage={self.config.stage}) for lightning.Trainer (`import lightning as L`)>"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": None}
+        return {**super().__getstate__(), "_engine": None, "_revert_layers": None}
 
 
 def _raw(optimizer: Optimizer) -> Optimizer:

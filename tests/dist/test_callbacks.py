@@ -23,6 +23,7 @@ from tests.harness import Ranks
 
 EAGER: dict[str, Any] = {"compile": False}
 AOT: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
+CHECKPOINTS = ["full", pytest.param("sharded", marks=pytest.mark.long)]
 
 
 # ---- averages of the weights ----
@@ -126,7 +127,7 @@ class Unfrozen(models.Module):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.3, momentum=0.5)
 
 
-def _finetuning(folder: str) -> None:
+def _finetuning(folder: str, checkpoint: Any) -> None:
     torch.manual_seed(0)
     start = Unfrozen()
     twin, callback = copy.deepcopy(start).to(models.device()), Gradual()
@@ -143,21 +144,24 @@ def _finetuning(folder: str) -> None:
     for stage, options in ((1, EAGER), (3, EAGER), (3, AOT)):
         module, resumed = copy.deepcopy(start), copy.deepcopy(start)
         path = f"{folder}/{stage}.ckpt"
-        models.fit_epochs(module, ZeroCompileStrategy(stage, **options), 4, callbacks=[Gradual()]).save_checkpoint(path)
+        strategy = ZeroCompileStrategy(stage, checkpoint=checkpoint, **options)
+        models.fit_epochs(module, strategy, 4, callbacks=[Gradual()]).save_checkpoint(path)
         assert models.deviation(module, twin) < 1e-6
         assert all(p.requires_grad for p in module.parameters())
         if options is EAGER:
-            trainer = models.fit_epochs(resumed, ZeroCompileStrategy(stage, **options), 5, path, callbacks=[Gradual()])
+            strategy = ZeroCompileStrategy(stage, checkpoint=checkpoint, **options)
+            trainer = models.fit_epochs(resumed, strategy, 5, path, callbacks=[Gradual()])
             assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [4, 5, 10]
             assert models.deviation(resumed, module) > 1e-3
 
 
-def test_finetuning_callback(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_finetuning_callback(ranks: Ranks, tmp_path: Path, checkpoint: str) -> None:
     """Unfreezing during training is training from then on, with gradients of all ranks, and can be resumed.
 
     DDP deviates: it never reduces gradients of parameters that were frozen when it was made.
     """
-    ranks.run(_finetuning, str(tmp_path))
+    ranks.run(_finetuning, str(tmp_path), checkpoint)
 
 
 class LowRank(nn.Module):
@@ -209,11 +213,12 @@ def test_adapters_on_frozen_weights(ranks: Ranks) -> None:
 # ---- the learning rate finder ----
 
 
-def _find(folder: str) -> None:
+def _find(folder: str, checkpoint: Any) -> None:
     torch.manual_seed(0)
     start = models.Module(optimizer="adamw", lr=1e-3)
     found: list[Any] = []
-    for strategy in ("ddp", ZeroCompileStrategy(1, **EAGER), ZeroCompileStrategy(3, **AOT)):
+    ours = [ZeroCompileStrategy(s, checkpoint=checkpoint, **options) for s, options in ((1, EAGER), (3, AOT))]
+    for strategy in ("ddp", *ours):
         module = copy.deepcopy(start)
         trainer = models.make_trainer(strategy, max_epochs=1, limit_val_batches=0, default_root_dir=folder)
         finder = Tuner(trainer).lr_find(module, models.Batches(models.rank(), 30), num_training=20, min_lr=1e-4)
@@ -229,9 +234,10 @@ def _find(folder: str) -> None:
     assert not list(Path(folder).glob(".lr_find*"))
 
 
-def test_learning_rate_finder(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_learning_rate_finder(ranks: Ranks, tmp_path: Path, checkpoint: str) -> None:
     """DDP's curve and suggestion; weights and optimizer states are those of before."""
-    ranks.run(_find, str(tmp_path))
+    ranks.run(_find, str(tmp_path), checkpoint)
 
 
 # ---- writes to the parameters themselves ----

@@ -44,7 +44,6 @@ class ForeignPrecision(Precision):
 
 def _arguments(what: str) -> dict[str, Any]:
     made: dict[str, Callable[[], dict[str, Any]]] = {
-        "sync_batchnorm": lambda: {"sync_batchnorm": True},
         "plugin": lambda: {"plugins": [ForeignPrecision()]},
         "contradiction": lambda: {
             "precision": "bf16-true", "strategy": ZeroCompileStrategy(compile=False, param_dtype=torch.float16)
@@ -54,7 +53,6 @@ def _arguments(what: str) -> dict[str, Any]:
 
 
 REFUSED = {
-    "sync_batchnorm": ("sync_batchnorm=True", "convert_sync_batchnorm"),
     "plugin": ("ForeignPrecision", "'bf16-true'"),
     "contradiction": ("param_dtype=torch.float16", "default"),
 }
