@@ -80,16 +80,16 @@ class UnitStepper:
     Args:
         units: masters of each unit, in the order in which the next forward needs them.
         updated: called with a unit's number when its masters are written.
-        keep_gradients: whether ``master.grad`` stays.
+        keeps_gradient: whether a master's ``grad`` stays.
     """
 
     def __init__(
         self,
         units: Callable[[], Sequence[tuple[int, Sequence[Tensor]]]],
         updated: Callable[[int], None],
-        keep_gradients: bool,
+        keeps_gradient: Callable[[Tensor], bool],
     ) -> None:
-        self._units, self._updated, self._keep_gradients = units, updated, keep_gradients
+        self._units, self._updated, self._keeps_gradient = units, updated, keeps_gradient
 
     @contextmanager
     def around(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
@@ -101,8 +101,7 @@ class UnitStepper:
             lists = [group["params"] for group in optimizer.param_groups]
             masters = [master for parameters in lists for master in parameters]
             with leaves.plain():
-                if self._keep_gradients:
-                    kept.update({master: master.grad for master in masters})
+                kept.update({master: master.grad for master in masters if self._keeps_gradient(master)})
                 try:
                     self._step(optimizer, lists)
                 finally:
@@ -113,8 +112,9 @@ class UnitStepper:
             return result
 
         yield run
-        for master, grad in kept.items():
-            master.grad = grad
+        with leaves.plain():
+            for master, grad in kept.items():
+                master.grad = grad
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> None:
@@ -153,7 +153,7 @@ class UnitStepper:
                     master._local_tensor.copy_(local_part(value, master.device_mesh))
                 if value in new_state:
                     _store(state[master], new_state[value], master, value, whole)
-                if not self._keep_gradients:
+                if not self._keeps_gradient(master):
                     master.grad = None
 
 
