@@ -25,6 +25,7 @@ void Runtime::arm() {
   if (!backward_) {
     backward_ = true;
     outermost_ = task;
+    pending_ = pending_ || deferred_;
     next_reduction_ = 0;
     begun_.reset();  // what waits for the end of a window is older than its last backward
     if (!deferred_ && gathers_in_backward_ && !device_.is_cpu()) begun_ = mark(device_);
@@ -32,6 +33,7 @@ void Runtime::arm() {
       u.reduced = u.nested = false;
       u.ready.reset();
     }
+    for (auto& p : parameters_) p.contributed_now = false;
   }
   agree_on_order();
   auto alive = std::make_shared<int64_t>(task);  // held by the graph task, which dies with its backward
@@ -93,11 +95,14 @@ void Runtime::drop_gradients() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (failed() || torch::autograd::get_current_graph_task_id() == -1) backward_ = armed_ = accumulates_ = false;
   retire(0);
+  pending_ = false;
   for (auto& p : parameters_) {
     p.grad.reset();
+    p.early.reset();
     p.grad_owned = p.contributed = false;
     p.graph_outstanding = 0;
   }
+  for (auto& u : units_) u.reduced = false;
   reduced_.clear();
 }
 
@@ -116,6 +121,12 @@ void Runtime::agree_on_order() {
   TORCH_CHECK(reduce_order_.size() == units_.size(),
               text("zerocompile: rank 0 has ", reduce_order_.size(), " units, rank ",
                    rank_, " has ", units_.size()));
+}
+
+// Rank 0's order, for ranks that are in a backward while rank 0 is at a window's end without one.
+void Runtime::publish_order() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (rank_ == 0) agree_on_order();
 }
 
 // ---- taking gradients ----
@@ -137,7 +148,8 @@ void Runtime::forget_outstanding() {
 
 // [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose
 // backward computed in fp32 never opens an fp32 bucket. `grad_dtype=None` on the parameter opts out, as in torch.
-void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
+// `shared`: somebody else holds it and may write to it again.
+void Runtime::contribute(int64_t index, Tensor grad, bool from_graph, bool shared) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
   arm();
@@ -151,7 +163,7 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
               text("zerocompile: the gradient of `", p.name, "` has sizes ",
                    grad.sizes(), ", the parameter ", p.size));
   at::NoGradGuard no_grad;
-  grad = grad.detach();
+  grad = shared && !p.grad.defined() ? grad.clone() : grad.detach();
   if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
   const auto raw = grad.scalar_type();
   p.raw_dtype = p.grad.defined() ? at::promote_types(p.raw_dtype, raw) : raw;
@@ -159,14 +171,14 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
   if (sums_in_another) grad = grad.to(*sum_dtype_);
   if (!p.grad.defined()) {
     p.grad = grad;
-    p.grad_owned = sums_in_another;
+    p.grad_owned = sums_in_another || shared;
   } else if (p.grad_owned && p.grad.scalar_type() == grad.scalar_type()) {
     p.grad.add_(grad);
   } else {
     p.grad = p.grad.add(grad);
     p.grad_owned = true;
   }
-  p.contributed = true;
+  p.contributed = p.contributed_now = true;
   auto& unit = units_[p.unit];
   unit.nested = unit.nested || torch::autograd::get_current_graph_task_id() != outermost_;
   if (from_graph) stats_.graph_reductions += 1;

@@ -132,11 +132,10 @@ std::vector<int64_t> Runtime::predicted() const {
 // units that the program asked for, never on timing or on what a graph happens to contain: so all ranks launch the
 // same collectives in the same order, compiled or not.
 void Runtime::demanded(Token token) {
-  if (token == last_) return;
+  if (held_ || token == last_) return;  // held units say nothing of what is gathered next
   successor_[{before_last_, last_}] = token;
   before_last_ = last_;
   last_ = token;
-  if (held_) return;
   const auto next = predicted();
   for (auto& u : units_) {
     const int64_t index = &u - units_.data();
@@ -250,7 +249,9 @@ void Runtime::hold() {
   TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
   held_ = true;
   for (auto& u : units_) {
-    if (u.lifetime == Lifetime::Step || current(u, -1)) continue;
+    const bool whole = std::all_of(u.parameters.begin(), u.parameters.end(),
+                                   [&](int64_t i) { return parameters_[i].full.defined(); });
+    if (u.lifetime == Lifetime::Step || (whole && current(u, -1))) continue;
     drop(u);
     launch_gather(u, Way::Forth);
   }
@@ -262,6 +263,7 @@ void Runtime::let_go() {
   for (auto& u : units_) {
     if (u.open_modules == 0) drop(u);
   }
+  before_last_ = last_ = {-1, -1};  // the same on all ranks, whatever they ran
 }
 
 // All units, in the order of their first use in rank 0's forward; before any backward in the order of the model.

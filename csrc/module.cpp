@@ -138,6 +138,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("hold", &Runtime::hold, Release())
       .def("let_go", &Runtime::let_go, Release())
       .def("deferred", &Runtime::deferred)
+      .def("pending", &Runtime::pending)
+      .def("publish_order", &Runtime::publish_order, Release())
+      .def("check_backward_ended", &Runtime::check_backward_ended, Release())
+      .def("frozen_gradients", &Runtime::frozen_gradients)
+      .def("drop_gradient", &Runtime::drop_gradient, Release())
+      .def("deferred_gradient",
+           [](Runtime& self, int64_t parameter) -> std::optional<Tensor> {
+             auto grad = self.deferred_gradient(parameter);
+             return grad.defined() ? std::optional<Tensor>(grad) : std::nullopt;
+           },
+           Release())
       .def("flush", &Runtime::flush, Release())
       .def("drop_gradients", &Runtime::drop_gradients, Release())
       .def("deferred_bytes", &Runtime::deferred_bytes, Release())

@@ -159,13 +159,14 @@ struct ReadFunction : torch::autograd::Function<ReadFunction> {
     return result;
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 torch::autograd::variable_list grads) {
+                                                 const torch::autograd::variable_list& grads) {
     auto token = c10::static_intrusive_pointer_cast<ReadToken>(ctx->saved_data["token"].toCapsule());
     auto runtime = token->runtime.lock();
     TORCH_CHECK(runtime != nullptr, "zerocompile: backward through a model whose strategy was torn down");
     token->finish();
     if (grads[0].defined()) {
-      runtime->contribute(token->parameter, grads[0], /*from_graph=*/false);
+      const bool shared = grads[0].use_count() > 1;  // as AccumulateGrad tells: a Function may keep its result
+      runtime->contribute(token->parameter, grads[0], /*from_graph=*/false, shared);
       runtime->mark_ready({token->parameter});
     }
     return {Tensor(), Tensor(), Tensor()};

@@ -25,6 +25,9 @@ Tensor rows_of(const Tensor& partition, const Parameter& p, int64_t offset) {
   return partition.as_strided(p.local.sizes(), c10::contiguous_strides(p.local.sizes()), offset);
 }
 
+// Whether it has a gradient to be reduced now; that of a frozen one waits until it is trained again.
+bool waits(const Parameter& p) { return p.grad.defined() && p.master.requires_grad(); }
+
 }  // namespace
 
 bool Runtime::trainable(const Unit& unit) const {
@@ -38,7 +41,8 @@ bool Runtime::trainable(const Unit& unit) const {
 bool Runtime::complete(const Unit& unit) const {
   return !unit.nested && std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
     const auto& p = parameters_[i];
-    return !p.master.requires_grad() || (p.contributed && p.eager_outstanding->load() <= 0 && p.graph_outstanding == 0);
+    return !p.master.requires_grad() ||
+           (p.contributed_now && p.eager_outstanding->load() <= 0 && p.graph_outstanding == 0);
   });
 }
 
@@ -53,14 +57,22 @@ void Runtime::launch_complete() {
   }
 }
 
-// master.grad as we bound it, if the optimizer has not dropped it since: a further backward adds to it.
+// What the reduced gradient is added to: that of earlier in the window, or master.grad as we bound it, if the optimizer
+// has not dropped it since.
 Tensor Runtime::existing_grad(Parameter& p) {
+  if (p.early.defined() || early_) return p.early;
   const auto& outer = p.master.grad();
   if (!outer.defined()) return {};
   auto bound_outer = p.bound_outer.lock();
   auto bound_local = p.bound_local.lock();
   if (!bound_outer || !bound_local || bound_outer.get() != outer.unsafeGetTensorImpl()) return {};
   return Tensor(std::move(bound_local));
+}
+
+// Of the reduced gradient: what is bound; what is reduced early is summed as the window's gradients are.
+at::ScalarType Runtime::kept_dtype(const Parameter& p) const {
+  const auto bound = p.bound_dtype.value_or(communicated_dtype(p));
+  return early_ && sum_dtype_.has_value() && at::isFloatingType(bound) ? *sum_dtype_ : bound;
 }
 
 void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
@@ -74,7 +86,7 @@ void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
 void Runtime::launch_reduction(int64_t index) {
   at::NoGradGuard no_grad;
   auto& unit = units_[index];
-  std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, bound) dtypes
+  std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, kept) dtypes
   std::vector<int64_t> replicated;
   Reduction reduction;
   reduction.unit = index;
@@ -85,7 +97,7 @@ void Runtime::launch_reduction(int64_t index) {
     if (!p.grad.defined()) p.raw_dtype = p.cast_grad ? p.grad_dtype : p.dtype;
     const auto communicated = communicated_dtype(p);
     if (p.replicated) replicated.push_back(i);
-    else groups[{communicated, p.bound_dtype.value_or(communicated)}].push_back(i);
+    else groups[{communicated, kept_dtype(p)}].push_back(i);
   }
   unit.reduced = true;
   unit.ready.reset();
@@ -99,7 +111,7 @@ void Runtime::launch_reduction(int64_t index) {
 void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reduction) {
   const auto& first = parameters_[group.front()];
   const auto communicated = communicated_dtype(first);
-  const auto bound = first.bound_dtype.value_or(communicated);
+  const auto kept = kept_dtype(first);
   const auto options = first.local.options().requires_grad(false);
   int64_t total = 0;
   bool adds = false, binds = false;
@@ -109,8 +121,8 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
     existing.push_back(existing_grad(parameters_[i]));
     (existing.back().defined() ? adds : binds) = true;
   }
-  const bool direct = !adds && bound == communicated;
-  const auto make_partition = [&] { return at::empty({binds ? total : 0}, options.dtype(bound)); };
+  const bool direct = !adds && kept == communicated;
+  const auto make_partition = [&] { return at::empty({binds ? total : 0}, options.dtype(kept)); };
   Tensor partition;  // of the caller's stream, where the optimizer reads it, if the lane is ordered behind all of that
   if (!reduction.ready) partition = make_partition();
   Lane::Launch launch(reduce_lane_, reduction.ready);
@@ -184,7 +196,7 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
 // 0-dim parameters are replicated: their gradients are averaged whole.
 void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& reduction) {
   const auto make_result = [&](const Parameter& p) {
-    return at::empty({}, p.local.options().dtype(p.bound_dtype.value_or(communicated_dtype(p))).requires_grad(false));
+    return at::empty({}, p.local.options().dtype(kept_dtype(p)).requires_grad(false));
   };
   std::vector<Tensor> results;
   if (!reduction.ready) {
@@ -256,7 +268,7 @@ void Runtime::launch_contributed() {
     const auto& unit = units_[index];
     if (unit.reduced || !trainable(unit)) continue;
     const bool any = std::any_of(unit.parameters.begin(), unit.parameters.end(),
-                                 [&](int64_t i) { return parameters_[i].grad.defined(); });
+                                 [&](int64_t i) { return waits(parameters_[i]); });
     if (!any) return;
     launch_reduction(index);
   }
@@ -273,13 +285,14 @@ void Runtime::reduce_everything() {
     for (auto i : unit.parameters) {
       const auto& p = parameters_[i];
       wanted = wanted || (p.master.requires_grad() && used[i]);
-      late = late || p.grad.defined();
+      late = late || waits(p);
     }
     if (wanted && (!unit.reduced || late)) launch_reduction(index);
   }
   retire(0);
   next_reduction_ = 0;
-  for (auto& p : parameters_) p.contributed = false;
+  pending_ = false;
+  for (auto& p : parameters_) p.contributed = p.grad.defined();  // one that is frozen now waits until it is not
   for (auto& u : units_) u.reduced = false;
   bind_reduced(used);
 }
@@ -287,63 +300,12 @@ void Runtime::reduce_everything() {
 // A parameter that has a gradient on no rank keeps None.
 void Runtime::bind_reduced(const std::vector<char>& used) {
   auto reduced = std::exchange(reduced_, {});
-  std::erase_if(reduced, [&](const ReducedGrad& one) { return !used[one.first]; });
+  std::erase_if(reduced, [&](const auto& one) { return !used[one.first] || parameters_[one.first].early.defined(); });
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    auto& p = parameters_[i];
+    if (p.early.defined()) reduced.emplace_back(i, std::exchange(p.early, {}).to(kept_dtype(p)));
+  }
   if (bind_ != nullptr && !reduced.empty()) bind_(std::move(reduced));
-}
-
-void Runtime::set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  sum_dtype_ = sum_dtype;
-  max_deferred_bytes_ = max_bytes;
-}
-
-// [Note: bounded windows] At the end of each backward of a window the largest units are reduced until what is left
-// fits. Which ones follows from the used flags and the parameters' sizes, so all ranks choose the same; what comes
-// later for such a unit is reduced at the window's end and added.
-void Runtime::reduce_largest() {
-  at::NoGradGuard no_grad;
-  agree_on_order();
-  const auto used = agree_on_used();
-  std::vector<std::pair<int64_t, int64_t>> sizes;  // (bytes, unit)
-  int64_t total = 0;
-  for (auto index : reduce_order_) {
-    int64_t bytes = 0;
-    for (auto i : units_[index].parameters) {
-      const auto& p = parameters_[i];
-      if (!used[i] || !p.master.requires_grad()) continue;
-      const auto dtype = sum_dtype_.value_or(p.cast_grad ? p.grad_dtype : p.dtype);
-      bytes += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(dtype));
-    }
-    if (bytes > 0) sizes.emplace_back(bytes, index);
-    total += bytes;
-  }
-  std::stable_sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-  for (const auto& [bytes, index] : sizes) {
-    if (total <= max_deferred_bytes_) break;
-    launch_reduction(index);
-    for (auto i : units_[index].parameters) parameters_[i].contributed = false;
-    total -= bytes;
-  }
-  retire(0);
-  bind_reduced(used);
-}
-
-// The window closes (or an accumulation ends without a further backward): one reduction of all that was deferred.
-void Runtime::flush() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  TORCH_CHECK(!backward_,
-              text("zerocompile: the last backward before this reduction raised or has not ended on rank ", rank_,
-                   ", so its gradients are incomplete"));
-  reduce_everything();
-}
-
-int64_t Runtime::deferred_bytes() const {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  int64_t bytes = 0;
-  for (const auto& p : parameters_) {
-    if (p.grad.defined()) bytes += static_cast<int64_t>(p.grad.nbytes());
-  }
-  return bytes;
 }
 
 }  // namespace zerocompile

@@ -66,6 +66,8 @@ struct Parameter : ParameterSpec {
   at::ScalarType raw_dtype = at::kFloat;  // of the gradients in `grad`, which may be summed in another
   bool grad_owned = false;   // made here: may be added to in place
   bool contributed = false;  // since the last reduction
+  bool contributed_now = false;  // in the backward that runs
+  Tensor early;              // this rank's rows of what was reduced early, see [Note: bounded windows]
   Count eager_outstanding = std::make_shared<std::atomic<int64_t>>(0);  // reads whose gradient is still to come
   int64_t graph_outstanding = 0;  // uses in forward graphs whose backward graph is still to come
   int64_t forward_version = -1;   // of the master when the last forward graph used it
@@ -155,19 +157,28 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Tensor value_in_backward(int64_t parameter);
 
   // reduction
-  void contribute(int64_t parameter, Tensor grad, bool from_graph);
+  void contribute(int64_t parameter, Tensor grad, bool from_graph, bool shared = false);
   void mark_ready(const std::vector<int64_t>& parameters);
   void fence(const std::vector<int64_t>& parameters, bool last);
   void arm();
   void backward_ended();
   void finish_backward();
   void finish_ended_backward();
-  void set_deferred(bool deferred) { deferred_ = deferred; }
+  void set_deferred(bool deferred) {
+    deferred_ = deferred;
+    pending_ = pending_ || deferred;
+  }
   void set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes);
   bool deferred() const { return deferred_; }
+  bool pending() const { return pending_; }
   bool in_backward() const { return phase() == Phase::Backward; }
+  void publish_order();
+  void check_backward_ended() const;
   void flush();
   void drop_gradients();
+  Tensor deferred_gradient(int64_t parameter);
+  void drop_gradient(int64_t parameter);
+  std::vector<std::string> frozen_gradients() const;
   int64_t deferred_bytes() const;
   void bound(int64_t parameter, const Tensor& outer, const Tensor& local);
   Count outstanding_reads(int64_t parameter);
@@ -205,7 +216,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool current(const Unit& unit, int64_t needed) const;
   void write_back(Parameter& p);
 
-  // backward.cpp, reduce.cpp
+  // backward.cpp, reduce.cpp, window.cpp
   bool complete(const Unit& unit) const;
   at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(p.raw_dtype); }
   bool trainable(const Unit& unit) const;
@@ -218,6 +229,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void reduce_everything();
   void reduce_largest();
   void bind_reduced(const std::vector<char>& used);
+  at::ScalarType kept_dtype(const Parameter& p) const;
   void retire(size_t keep);
   Tensor existing_grad(Parameter& p);
   void agree_on_order();
@@ -256,6 +268,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   bool trusted_ = false;   // the code that reads now is known not to write, see [Note: write back]
   bool deferred_ = false;
+  bool pending_ = false;   // backwards were deferred since the last reduction; the same on all ranks
+  bool early_ = false;     // what is reduced now is not bound yet, see [Note: bounded windows]
   bool held_ = false;      // units stay gathered, see [Note: held units]
   std::optional<at::ScalarType> sum_dtype_;  // of gradients that wait for the end of a window; absent: their own
   int64_t max_deferred_bytes_ = -1;          // of gradients that wait for the end of a window; negative: any

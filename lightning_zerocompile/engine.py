@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -57,8 +58,9 @@ class Engine:
         self.windows = Windows(self.runtime)
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
         self._was_in_step = False
+        self._shared: set[Tensor] = set()  # masters in more than one optimizer
         self._stepper = UnitStepper(
-            self.runtime.units_in_order, self._unit_written, config.keep_gradients, config.whole_values
+            self.runtime.units_in_order, self._unit_written, self._keeps_gradient, config.whole_values
         )
         self._stepping: list[Optimizer] = []  # twice, where a subclass's step calls its parent's, which has the hooks
         self._through_lightning = False
@@ -164,24 +166,34 @@ class Engine:
             raise RuntimeError(
                 "An accumulation cannot start inside `coalesce_grad_reduction`; the window defers already."
             )
-        if not self._accumulates_locally:
-            yield
-            return
-        before = self.runtime.core.deferred()
-        self.runtime.core.set_deferred(True)
+        before, self.windows.in_accumulation = self.windows.in_accumulation, True
+        if self._accumulates_locally:
+            self.runtime.core.set_deferred(True)
         try:
             yield
         finally:
-            self.runtime.core.set_deferred(before)
+            self.windows.in_accumulation = before
+            if not before:
+                self.runtime.core.set_deferred(False)
+
+    def reduce_pending(self, action: str) -> None:
+        """Reduces what an accumulation has left for a backward that did not come, before ``action`` needs it.
+
+        Raises:
+            RuntimeError: inside a window, or the last backward raised.
+        """
+        if self.windows.is_open:
+            raise RuntimeError(
+                f"{action} inside `coalesce_grad_reduction`: the gradients are not reduced yet. Do it after the "
+                "window has closed."
+            )
+        if self.runtime.core.pending():
+            self.runtime.core.flush()
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Gradients and values are ready for the optimizer. Raises RuntimeError inside a window."""
-        if self.windows.is_open:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step() inside `coalesce_grad_reduction`: the gradients are not reduced "
-                "yet. Step after the window has closed."
-            )
         self.runtime.core.finish_backward()
+        self.reduce_pending(f"{type(optimizer).__name__}.step()")
         self.settle()
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -212,6 +224,8 @@ class Engine:
         self._hooks = {}
         known = {slot.master for slot in self.runtime.slots}
         check_optimizers(optimizers, self.config.whole_values)
+        owners = Counter(master for optimizer in optimizers for master in set(_masters_of(optimizer)))
+        self._shared = {master for master, count in owners.items() if count > 1}
         for number, optimizer in enumerate(optimizers):
             foreign = [p for p in _masters_of(optimizer) if p not in known]
             if foreign:
@@ -230,6 +244,7 @@ class Engine:
 
         def settled() -> Any:
             result = closure()
+            self.reduce_pending(f"{type(optimizer).__name__}.step()")
             self.settle()  # a hook between backward and step may have written to weights
             return result
 
@@ -247,12 +262,15 @@ class Engine:
         self.runtime.core.forget_outstanding()
         self._release_gradients(_masters_of(optimizer))
 
+    def _keeps_gradient(self, master: Tensor) -> bool:
+        """Behind a step; another optimizer that holds the parameter may step on the same gradient."""
+        return self.config.keep_gradients or master in self._shared
+
     def _release_gradients(self, masters: Sequence[Tensor]) -> None:
-        if self.config.keep_gradients:
-            return
         with leaves.plain():
             for master in masters:
-                master.grad = None
+                if not self._keeps_gradient(master):
+                    master.grad = None
 
     def _unit_written(self, unit: int) -> None:
         self._stepped_by_unit = True

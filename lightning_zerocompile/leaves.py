@@ -6,6 +6,8 @@ or raise; it must not act on a shard or on a temporary and be lost:
 
 * :class:`Master`, from ``parameters()``. In a step, an operation that reads it (an L2 term) takes the full value, with
   its gradient; an in-place operation changes the shard and takes full arguments; hooks run on the reduced gradient.
+  While gradients wait for their reduction, ``grad`` is this rank's own full sum if it would be None else, and setting
+  it (``zero_grad``) drops what waits.
 * :class:`Gathered`, from ``module.weight``. ``requires_grad``, ``grad`` and ``data`` are the parameter's.
 
 Neither appears in traced code. Operations on a gathered value cost nothing extra: it is intercepted by attributes only.
@@ -218,6 +220,23 @@ def _get_data(master: Tensor) -> Tensor:
     return data
 
 
+def _get_grad(master: Tensor) -> Tensor | None:
+    grad: Tensor | None = Tensor.grad.__get__(master)  # type: ignore[union-attr, attr-defined, unused-ignore]
+    slot = _slot_of(master)
+    return slot.core.deferred_gradient(slot.index) if grad is None and slot is not None else grad
+
+
+def _set_grad(master: Tensor, value: Tensor | None) -> None:
+    slot = _slot_of(master)
+    if slot is not None:
+        slot.core.drop_gradient(slot.index)
+    master.grad = value
+
+
+def _delete_grad(master: Tensor) -> None:
+    _set_grad(master, None)
+
+
 def _set_data(master: Tensor, value: Tensor) -> None:
     """``p.data = value`` copies: the memory stays the strategy's."""
     slot = _slot_of(master)
@@ -262,6 +281,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _refuse_hook,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
+    Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
+    Tensor.grad.__delete__: _delete_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
     Tensor.__iter__: _iterate,
     torch.autograd.grad: _grad,
     torch.autograd.backward: _backward,

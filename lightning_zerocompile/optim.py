@@ -160,7 +160,7 @@ class UnitStepper:
     Args:
         units: masters of each unit, in the order in which the next forward needs them.
         updated: called with a unit's number when its masters are written.
-        keep_gradients: whether ``master.grad`` stays.
+        keeps_gradient: whether a master's ``grad`` stays.
         whole_values: names of the user's optimizers that see whole values.
     """
 
@@ -168,10 +168,10 @@ class UnitStepper:
         self,
         units: Callable[[], Sequence[tuple[int, Sequence[Tensor]]]],
         updated: Callable[[int], None],
-        keep_gradients: bool,
+        keeps_gradient: Callable[[Tensor], bool],
         whole_values: Sequence[str],
     ) -> None:
-        self._units, self._updated, self._keep_gradients = units, updated, keep_gradients
+        self._units, self._updated, self._keeps_gradient = units, updated, keeps_gradient
         self._whole_values = whole_values
 
     @contextmanager
@@ -185,8 +185,7 @@ class UnitStepper:
             lists = [group["params"] for group in optimizer.param_groups]
             masters = [master for parameters in lists for master in parameters]
             with leaves.plain():
-                if self._keep_gradients:
-                    kept.update({master: master.grad for master in masters})
+                kept.update({master: master.grad for master in masters if self._keeps_gradient(master)})
                 try:
                     options[:] = self._step(optimizer, lists)
                 finally:
@@ -199,8 +198,9 @@ class UnitStepper:
         yield run
         for group, new in zip(optimizer.param_groups, options, strict=False):
             group.update(new)  # the step that found nothing to do has counted, too
-        for master, grad in kept.items():
-            master.grad = grad
+        with leaves.plain():
+            for master, grad in kept.items():
+                master.grad = grad
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> list[dict[str, Any]]:
@@ -244,7 +244,7 @@ class UnitStepper:
                     master._local_tensor.copy_(local_part(value, master.device_mesh))
                 if value in new_state:
                     _store(state[master], new_state[value], master, value, whole)
-                if not self._keep_gradients:
+                if not self._keeps_gradient(master):
                     master.grad = None
 
 

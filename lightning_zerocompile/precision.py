@@ -102,6 +102,8 @@ class StepsThroughEngine(Precision):
 
     @override
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        if self.engine is not None:
+            self.engine.reduce_pending("Clipping")
         Precision.clip_gradients(self, optimizer, *args, **kwargs)  # a fused optimizer sees unscaled gradients, too
 
     @override

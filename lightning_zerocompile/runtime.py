@@ -204,9 +204,16 @@ class Runtime:
         """The unit that the parameter is gathered and reduced with."""
         return self._unit_of_slot[slot.index]
 
-    def gathered_bytes(self) -> int:
-        """Bytes of all parameters when they are gathered."""
-        return sum(slot.source.element_size() * math.prod(slot.size) for slot in self.slots)
+    def held_window_bytes(self, sum_dtype: torch.dtype | None) -> int:
+        """Bytes that a window which holds all parameters adds: they and their gradients, these in ``sum_dtype``
+        (``None``: their own), and two moments of the shards, which an optimizer makes in its first step only."""
+        total = 0
+        for slot in self.slots:
+            size, numel = slot.source.element_size(), math.prod(slot.size)
+            summed = size if sum_dtype is None or not slot.source.is_floating_point() else sum_dtype.itemsize
+            shard = numel // self.mesh.size() * slot.master.element_size()
+            total += (size + summed) * numel + 2 * shard if slot.master.requires_grad else size * numel
+        return total
 
     @property
     def classes(self) -> ClassCache:

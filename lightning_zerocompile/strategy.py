@@ -321,19 +321,24 @@ class ZeroCompileStrategy(ParallelStrategy):
         Gradients from before the window are kept and added to. While it is open this rank holds up to one full
         gradient of the model. Every rank must open the window in the same step; at stages 1 and 2, and at stage 3 with
         ``gather="step"``, ranks may run different numbers of backwards inside. An exception inside drops the window's
-        gradients without communication and is raised again. Source: DeepSpeed PR 7992.
+        gradients without communication (with those of an unfinished accumulation that they were added to) and is raised
+        again. Inside, ``zero_grad()`` drops what waits; ``p.grad`` is what it was before, or, if that was None, this
+        rank's own full sum, ``[*p.shape]``. Source: DeepSpeed PR 7992.
 
         Args:
             gather: at stage 3, ``"step"`` gathers every parameter once for all forwards and backwards inside (and
                 holds the whole model meanwhile), ``"use"`` gathers each at each use as outside, ``"auto"`` (default)
-                is ``"step"`` if parameters and gradients fit in half of what is free on every rank.
-            max_bytes: of full gradients that wait; when a backward leaves more, the largest units are reduced then.
+                is ``"step"`` if parameters, gradients and an optimizer's moments fit in half of what is free on every
+                rank; decided in the first window.
+            max_bytes: of full gradients that wait; when a backward leaves more, the largest units are reduced then,
+                and bound when the window closes.
             accumulate_dtype: ``None``: gradients are summed in their own dtype; ``torch.float32``: in fp32. They are
                 communicated in ``reduce_dtype``, or in their own.
 
         Raises:
-            RuntimeError: windows are nested, an optimizer steps inside one, or (where it closes) a rank did not open
-                it, failed inside it, or would have met other collectives.
+            RuntimeError: windows are nested, an accumulation is open, an optimizer steps or clips inside one, a
+                parameter with a waiting gradient was frozen, or (where it closes) a rank did not open it, failed
+                inside it, or would have met other collectives.
             ValueError: an argument is outside what it allows.
         """
         with self.engine.windows.open(gather, max_bytes, accumulate_dtype):

@@ -40,8 +40,9 @@ class Windows:
         self._world = runtime.mesh.size()
         self._gathers_at_use = runtime.policy.lifetime is Lifetime.USE
         self._number = 0
-        self._fits: bool | None = None
+        self._fits: dict[torch.dtype | None, bool] = {}  # by accumulate_dtype
         self.is_open = False
+        self.in_accumulation = False  # of Lightning's, at any stage
 
     @contextmanager
     def open(self, gather: Gathers, max_bytes: int | None, accumulate_dtype: torch.dtype | None) -> Iterator[None]:
@@ -49,7 +50,8 @@ class Windows:
         self._check(gather, max_bytes, accumulate_dtype)
         self._number += 1
         topic = str(self._number)
-        held = self._gathers_at_use and self._holds(gather, topic)
+        held = self._gathers_at_use and self._holds(gather, accumulate_dtype, topic)
+        waiting = set(self._core.frozen_gradients())  # of an accumulation that goes on when they are trained again
         self.is_open = True
         self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
         self._core.set_deferred(True)
@@ -58,9 +60,12 @@ class Windows:
             if held:
                 self._core.hold()
             yield
+            self._core.check_backward_ended()
+            self._check_trainable(set(self._core.frozen_gradients()) - waiting)
         except BaseException as error:
             self._core.drop_gradients()  # no collective: the other ranks may not come to theirs
             with suppress(RuntimeError):  # of a store whose host has died
+                self._core.publish_order()  # others may wait for it in a backward, and hear of the error behind it
                 self._agreement.tell(topic, json.dumps({"error": f"{type(error).__name__}: {error}"}))
             raise
         finally:
@@ -75,20 +80,36 @@ class Windows:
             mine["gathers"] = now.gathers - before.gathers
         if max_bytes is not None:
             mine["backwards"] = now.backwards - before.backwards
-        self._agree(topic, mine)
-        self._core.flush()
+        try:
+            self._core.publish_order()
+            self._agree(topic, mine)
+            self._core.flush()
+        except BaseException:  # another rank has dropped its gradients
+            self._core.drop_gradients()
+            raise
 
     def _check(self, gather: object, max_bytes: object, accumulate_dtype: object) -> None:
         if self.is_open:
             raise RuntimeError("`coalesce_grad_reduction` is already open; windows do not nest.")
-        if self._core.deferred():
-            raise RuntimeError("`coalesce_grad_reduction` cannot open inside an accumulation that defers reductions.")
+        if self.in_accumulation:
+            raise RuntimeError(
+                "`coalesce_grad_reduction` cannot open inside an accumulation (`block_backward_sync`, "
+                "`toggle_model(sync_grad=False)`): close that first."
+            )
         if gather not in ("auto", "step", "use"):
             raise ValueError(f"`gather={gather!r}` is not understood; choose 'auto', 'step' or 'use'.")
         if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
             raise ValueError(f"`max_bytes={max_bytes!r}` must be a number of bytes, or None for no limit.")
         if accumulate_dtype not in (None, torch.float32):
             raise ValueError(f"`accumulate_dtype={accumulate_dtype!r}` is not supported; choose None or torch.float32.")
+
+    @staticmethod
+    def _check_trainable(frozen: set[str]) -> None:
+        if frozen:
+            raise RuntimeError(
+                f"Parameter `{min(frozen)}` was frozen inside `coalesce_grad_reduction` after a backward had given it "
+                "a gradient, which could not be reduced. Freeze it before the window or behind it."
+            )
 
     def _agree(self, topic: str, mine: dict[str, int]) -> None:
         """Raises if a rank is not at this window's end, or came to it in another way."""
@@ -117,17 +138,17 @@ class Windows:
         if self._number > 2:
             self._agreement.forget(str(self._number - 2))  # everybody has read it: all came to a later one
 
-    def _holds(self, gather: Gathers, topic: str) -> bool:
+    def _holds(self, gather: Gathers, sum_dtype: torch.dtype | None, topic: str) -> bool:
         if gather != "auto":
             return gather == "step"
-        if self._fits is None:
-            self._fits = self._all_fit(topic)
-        return self._fits
+        if sum_dtype not in self._fits:
+            self._fits[sum_dtype] = self._all_fit(sum_dtype, topic)
+        return self._fits[sum_dtype]
 
-    def _all_fit(self, topic: str) -> bool:
-        """Whether all parameters, gathered, and all gradients fit on every rank; asked once, in the first window."""
-        gathered = self._runtime.gathered_bytes()
-        fits = 2 * gathered <= _SHARE_OF_FREE_MEMORY * _free_bytes(self._runtime.device)
+    def _all_fit(self, sum_dtype: torch.dtype | None, topic: str) -> bool:
+        """Whether a held window fits on every rank; asked once, in the first window."""
+        needed = self._runtime.held_window_bytes(sum_dtype)
+        fits = needed <= _SHARE_OF_FREE_MEMORY * _free_bytes(self._runtime.device)
         if self._world == 1:
             return fits
         heard = self._agreement.exchange(f"fits/{topic}", json.dumps(fits))

@@ -430,35 +430,31 @@ def _misused(stage: int) -> dict[str, str]:
         engine.after_backward()
 
     def misuse(what: str) -> None:
-        with engine.training_step():
-            if what == "inside accumulation":
-                engine.runtime.core.set_deferred(True)
-            try:
-                options = {"gather": "never", "bytes": -1, "dtype": torch.float16}
-                with engine.windows.open(
-                    "never" if what == "gather" else "auto",  # type: ignore[arg-type]
-                    -1 if what == "bytes" else None,
-                    options["dtype"] if what == "dtype" else None,  # type: ignore[arg-type]
-                ):
-                    backward(9)
-                    if what == "step":
-                        optimizer.step()
-                    if what == "nest":
-                        with engine.windows.open("auto", None, None):
-                            pass
-                    if what == "accumulate":
-                        with engine.accumulation():
-                            pass
-                    if what == "backward":
-                        with contextlib.suppress(ArithmeticError):
-                            loss = engines.token_loss(engine.model, data[8])
-                            loss.register_hook(_fail)
-                            (loss * engine.model(data[8]).sum()).backward()
-                        backward(7)
-                    if what == "raise":
-                        raise ArithmeticError("inside the window")
-            finally:
-                engine.runtime.core.set_deferred(False)
+        around = engine.accumulation() if what == "inside accumulation" else contextlib.nullcontext()
+        with engine.training_step(), around:
+            options = {"gather": "never", "bytes": -1, "dtype": torch.float16}
+            with engine.windows.open(
+                "never" if what == "gather" else "auto",  # type: ignore[arg-type]
+                -1 if what == "bytes" else None,
+                options["dtype"] if what == "dtype" else None,  # type: ignore[arg-type]
+            ):
+                backward(9)
+                if what == "step":
+                    optimizer.step()
+                if what == "nest":
+                    with engine.windows.open("auto", None, None):
+                        pass
+                if what == "accumulate":
+                    with engine.accumulation():
+                        pass
+                if what == "backward":
+                    with contextlib.suppress(ArithmeticError):
+                        loss = engines.token_loss(engine.model, data[8])
+                        loss.register_hook(_fail)
+                        (loss * engine.model(data[8]).sum()).backward()
+                    backward(7)
+                if what == "raise":
+                    raise ArithmeticError("inside the window")
 
     whats = ["step", "nest", "accumulate", "inside accumulation", "gather", "bytes", "dtype", "backward", "raise"]
     steps = 0
@@ -509,14 +505,19 @@ def _one_sided(what: str, stage: int) -> None:
         engine.after_backward()
 
     with engine.training_step():
-        if what == "not opened" and not first:
+        if what.startswith("not opened") and not first:
             for number in range(3):
                 backward(number)
             return
-        with engine.windows.open("use", None, None):
-            for number in range(3 if what != "counts" or first else 1):
+        gather: Any = "step" if what.endswith("held") else "use"
+        if what == "later counts":  # the order of the units is known, and what follows each
+            for _ in range(2):
+                with engine.windows.open(gather, None, None):
+                    backward(0)
+        with engine.windows.open(gather, None, None):
+            for number in range(3 if "counts" not in what or first else 1):
                 backward(number)
-            if what == "raises" and first:
+            if what.startswith("raises") and first:
                 raise ArithmeticError("on rank 0 only")
 
 
@@ -524,8 +525,15 @@ def _one_sided(what: str, stage: int) -> None:
     ("what", "stage", "text"),
     [
         ("not opened", 1, "has not come to it within"),
+        pytest.param("not opened", 2, "has not come to it within", marks=pytest.mark.long),
+        pytest.param("not opened", 3, "has not ", marks=pytest.mark.long),
+        pytest.param("not opened held", 3, "has not ", marks=pytest.mark.long),
         ("raises", 1, "failed inside window 1 of `coalesce_grad_reduction` with ArithmeticError: on rank 0 only"),
         ("raises", 3, "failed inside window 1"),
+        pytest.param("raises", 2, "failed inside window 1", marks=pytest.mark.long),
+        pytest.param("raises held", 3, "failed inside window 1", marks=pytest.mark.long),
+        ("counts", 3, "gather number"),
+        pytest.param("later counts", 3, "gather number", marks=pytest.mark.long),
     ],
 )
 def test_what_only_some_ranks_do_is_an_error_on_all(ranks: Ranks, what: str, stage: int, text: str) -> None:

@@ -1,0 +1,109 @@
+// Gradients that wait for the end of a window or of an accumulation: how many bytes, what becomes of them.
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "runtime.h"
+#include "text.h"
+
+namespace zerocompile {
+
+void Runtime::set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  sum_dtype_ = sum_dtype;
+  max_deferred_bytes_ = max_bytes;
+}
+
+// [Note: bounded windows] At the end of each backward of a window the largest units are reduced until what is left
+// fits. Which ones follows from the used flags and the parameters' sizes, so all ranks choose the same; what comes
+// later for such a unit is reduced later and added. Nothing is bound before the window closes: it may be dropped.
+void Runtime::reduce_largest() {
+  at::NoGradGuard no_grad;
+  agree_on_order();
+  const auto used = agree_on_used();
+  std::vector<std::pair<int64_t, int64_t>> sizes;  // (bytes, unit)
+  int64_t total = 0;
+  for (auto index : reduce_order_) {
+    int64_t bytes = 0;
+    for (auto i : units_[index].parameters) {
+      const auto& p = parameters_[i];
+      if (!used[i] || !p.master.requires_grad()) continue;
+      const auto dtype = sum_dtype_.value_or(p.cast_grad ? p.grad_dtype : p.dtype);
+      bytes += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(dtype));
+    }
+    if (bytes > 0) sizes.emplace_back(bytes, index);
+    total += bytes;
+  }
+  std::stable_sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  for (const auto& [bytes, index] : sizes) {
+    if (total <= max_deferred_bytes_) break;
+    early_ = true;
+    launch_reduction(index);
+    early_ = false;
+    for (auto i : units_[index].parameters) parameters_[i].contributed = parameters_[i].grad.defined();
+    units_[index].reduced = false;
+    total -= bytes;
+  }
+  retire(0);
+  for (auto& [index, rows] : std::exchange(reduced_, {})) {
+    if (used[index] && rows.defined()) parameters_[index].early = rows;
+  }
+}
+
+void Runtime::check_backward_ended() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(!backward_,
+              text("zerocompile: the last backward before this reduction raised or has not ended on rank ", rank_,
+                   ", so its gradients are incomplete"));
+}
+
+// The window closes (or an accumulation ends without a further backward): one reduction of all that was deferred.
+void Runtime::flush() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  check_backward_ended();
+  reduce_everything();
+}
+
+// This rank's own sum; an undefined tensor: nothing waits. The caller may write to it.
+Tensor Runtime::deferred_gradient(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!pending_ || backward_) return {};
+  auto& p = parameter(index);
+  if (!p.grad.defined()) return {};
+  if (!p.grad_owned) {
+    p.grad = p.grad.clone();
+    p.grad_owned = true;
+  }
+  return p.grad;
+}
+
+void Runtime::drop_gradient(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!pending_ || backward_) return;
+  auto& p = parameter(index);
+  p.grad.reset();
+  p.early.reset();
+  p.grad_owned = p.contributed = false;
+}
+
+// Names of parameters whose gradient waits although they take none now.
+std::vector<std::string> Runtime::frozen_gradients() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::vector<std::string> names;
+  for (const auto& p : parameters_) {
+    if (p.grad.defined() && !p.master.requires_grad()) names.push_back(p.name);
+  }
+  return names;
+}
+
+int64_t Runtime::deferred_bytes() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  int64_t bytes = 0;
+  for (const auto& p : parameters_) {
+    if (p.grad.defined()) bytes += static_cast<int64_t>(p.grad.nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace zerocompile
