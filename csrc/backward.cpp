@@ -127,7 +127,8 @@ void Runtime::forget_outstanding() {
 }
 
 // [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose
-// backward computed in fp32 never opens an fp32 bucket. `grad_dtype=None` on the parameter opts out, as in torch.
+// backward computed in fp32 never opens an fp32 bucket. With `grad_dtype=None` the first gradients decide, see
+// [Note: agreed dtype].
 void Runtime::contribute(int64_t index, Tensor grad, bool from_graph) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
