@@ -147,8 +147,8 @@ void Runtime::forget_outstanding() {
 }
 
 // [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose
-// backward computed in fp32 never opens an fp32 bucket. `grad_dtype=None` on the parameter opts out, as in torch.
-// `shared`: somebody else holds it and may write to it again.
+// backward computed in fp32 never opens an fp32 bucket. With `grad_dtype=None` the first gradients decide, see
+// [Note: agreed dtype]. `shared`: somebody else holds it and may write to it again.
 void Runtime::contribute(int64_t index, Tensor grad, bool from_graph, bool shared) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);

@@ -4,6 +4,7 @@
 #include <c10/util/strides.h>
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "collectives.h"
@@ -27,6 +28,20 @@ Tensor rows_of(const Tensor& partition, const Parameter& p, int64_t offset) {
 
 // Whether it has a gradient to be reduced now; that of a frozen one waits until it is trained again.
 bool waits(const Parameter& p) { return p.grad.defined() && p.master.requires_grad(); }
+// [Note: agreed dtype] With `grad_dtype=None` the dtype of a gradient is a fact of one rank, and a collective needs one
+// that all ranks know. They agree at the end of the first backward in which some rank has a gradient: on the last of
+// this list that one of them produced. Until then the unit is not reduced earlier; from then on that is the grad dtype.
+constexpr std::array<at::ScalarType, 7> kGradDtypes = {at::kHalf,        at::kBFloat16,    at::kFloat,        at::kDouble,
+                                                       at::kComplexHalf, at::kComplexFloat, at::kComplexDouble};
+constexpr char kUnused = '0', kUsed = '1', kFirstDtype = '2';
+
+char letter_of(const Parameter& p) {
+  const auto found = std::find(kGradDtypes.begin(), kGradDtypes.end(), p.raw_dtype);
+  TORCH_CHECK(found != kGradDtypes.end(),
+              text("zerocompile: the gradient of `", p.name, "`, whose grad_dtype is None, was produced in ",
+                   c10::toString(p.raw_dtype), ", which cannot be reduced. Set its grad_dtype before the model is set up"));
+  return static_cast<char>(kFirstDtype + (found - kGradDtypes.begin()));
+}
 
 }  // namespace
 
@@ -42,7 +57,7 @@ bool Runtime::complete(const Unit& unit) const {
   return !unit.nested && std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
     const auto& p = parameters_[i];
     return !p.master.requires_grad() ||
-           (p.contributed_now && p.eager_outstanding->load() <= 0 && p.graph_outstanding == 0);
+           (p.contributed_now && p.cast_grad && p.eager_outstanding->load() <= 0 && p.graph_outstanding == 0);
   });
 }
 
@@ -209,6 +224,7 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& redu
     const auto communicated = communicated_dtype(p);
     if (!p.grad.defined()) p.grad = at::zeros({}, results[k].options().dtype(communicated));
     auto sum = p.grad.to(communicated, /*non_blocking=*/false, /*copy=*/true).reshape({1});
+    sum.div_(divisor_);  // before it is summed: a half overflows early
     reduction.inputs.push_back(p.grad);
     reduction.inputs.push_back(results[k]);  // the lane uses it even if nobody binds it
     p.grad.reset();
@@ -223,9 +239,9 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& redu
     }
     auto existing = existing_grad(p);
     reduced_.emplace_back(group[k], existing.defined() ? Tensor() : results[k]);
-    launch.then([sum, existing, result = results[k], divisor = divisor_] {
+    launch.then([sum, existing, result = results[k]] {
       at::NoGradGuard no_grad;
-      result.copy_(sum.squeeze(0).div_(divisor));
+      result.copy_(sum.squeeze(0));
       if (existing.defined()) existing.add_(result);
     });
   }
@@ -248,28 +264,39 @@ void Runtime::retire(size_t keep) {
 // gradients asks what the others have. They say it through the store: a collective would wait on the device behind
 // what the other ranks have queued, and that may wait for a reduction that this rank has still to start.
 std::vector<char> Runtime::agree_on_used() {
-  std::string used(parameters_.size(), '0');
-  bool missing = false;
+  std::string used(parameters_.size(), kUnused);
+  bool asks = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& p = parameters_[i];
-    if (p.contributed) used[i] = '1';
-    missing = missing || (p.master.requires_grad() && !p.contributed);
+    if (p.contributed) used[i] = p.cast_grad ? kUsed : letter_of(p);
+    asks = asks || (p.master.requires_grad() && !(p.contributed && p.cast_grad));
   }
-  if (world_ > 1 && unite_ != nullptr) used = unite_(exchanges_++, used, missing);
+  if (world_ > 1 && unite_ != nullptr) used = unite_(exchanges_++, used, asks);
   TORCH_CHECK(used.size() == parameters_.size(), "zerocompile: the ranks have different numbers of parameters");
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    auto& p = parameters_[i];
+    if (p.cast_grad || used[i] < kFirstDtype) continue;
+    p.raw_dtype = p.grad_dtype = kGradDtypes.at(used[i] - kFirstDtype);
+    p.cast_grad = true;
+    if (!p.bound_dtype) p.bound_dtype = p.grad_dtype;
+  }
   std::vector<char> flags(used.size());
-  std::transform(used.begin(), used.end(), flags.begin(), [](char c) { return c == '1'; });
+  std::transform(used.begin(), used.end(), flags.begin(), [](char c) { return c != kUnused; });
   return flags;
 }
 
-// Units of which this rank has a gradient are reduced whatever the others have, up to the first that it has none of.
+// Units of which this rank has a gradient are reduced whatever the others have, up to the first that it has none of or
+// whose dtypes are not agreed.
 void Runtime::launch_contributed() {
   for (auto index : reduce_order_) {
     const auto& unit = units_[index];
     if (unit.reduced || !trainable(unit)) continue;
     const bool any = std::any_of(unit.parameters.begin(), unit.parameters.end(),
                                  [&](int64_t i) { return waits(parameters_[i]); });
-    if (!any) return;
+    const bool agreed = std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
+      return parameters_[i].cast_grad || !parameters_[i].master.requires_grad();
+    });
+    if (!any || !agreed) return;
     launch_reduction(index);
   }
 }

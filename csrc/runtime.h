@@ -35,10 +35,10 @@ struct ParameterSpec {
   std::string name;            // fully qualified
   std::vector<int64_t> size;   // of the full parameter; empty for a 0-dim one, which is replicated
   at::ScalarType dtype;        // of the gathered value: what the model computes with
-  bool cast_grad;              // false: grad_dtype=None, the gradient keeps the dtype in which it was produced
+  bool cast_grad;              // false: grad_dtype=None and the ranks have not agreed yet, see [Note: agreed dtype]
   at::ScalarType grad_dtype;   // the leaf's contract; the raw gradient is cast to it before anything else
   std::optional<at::ScalarType> reduce_dtype;  // of the communication; absent: the gradient's own
-  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: the communication's
+  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: not agreed either
 };
 
 // Shared with what autograd holds, whose end may come on any thread, with the GIL held: it must not ask for our mutex.

@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 from lightning_zerocompile import leaves, shard
 from lightning_zerocompile.compile import Regions, remove_regions
 from lightning_zerocompile.config import Config
-from lightning_zerocompile.optim import UnitStepper, check_optimizers, is_elementwise, on_shards, steps_by_unit
+from lightning_zerocompile.optim import (
+    UnitStepper,
+    check_gradients,
+    check_optimizers,
+    is_elementwise,
+    on_shards,
+    steps_by_unit,
+)
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
@@ -54,6 +61,7 @@ class Engine:
         self.regions = Regions(self.runtime, config)
         self._add_regions(units)
         self._hooks: dict[Optimizer, list[Any]] = {}
+        self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
         self._stepped_by_unit = False
         self.windows = Windows(self.runtime)
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
@@ -191,9 +199,14 @@ class Engine:
             self.runtime.core.flush()
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Gradients and values are ready for the optimizer. Raises RuntimeError inside a window."""
+        """Gradients and values are ready for the optimizer.
+
+        Raises:
+            RuntimeError: a window is open, or the optimizer cannot take the dtype of a gradient.
+        """
         self.runtime.core.finish_backward()
         self.reduce_pending(f"{type(optimizer).__name__}.step()")
+        check_gradients(optimizer, self._taken)
         self.settle()
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -221,7 +234,7 @@ class Engine:
         for handles in self._hooks.values():
             for handle in handles:
                 handle.remove()
-        self._hooks = {}
+        self._hooks, self._taken = {}, set()
         known = {slot.master for slot in self.runtime.slots}
         check_optimizers(optimizers, self.config.whole_values)
         owners = Counter(master for optimizer in optimizers for master in set(_masters_of(optimizer)))
@@ -245,6 +258,7 @@ class Engine:
         def settled() -> Any:
             result = closure()
             self.reduce_pending(f"{type(optimizer).__name__}.step()")
+            check_gradients(optimizer, self._taken)
             self.settle()  # a hook between backward and step may have written to weights
             return result
 

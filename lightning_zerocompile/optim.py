@@ -154,6 +154,57 @@ def on_shards(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Call
         ) from error
 
 
+def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:
+    """Raises before anything moves if the optimizer cannot take a gradient of another dtype than its parameter's.
+
+    [Note: trial step] Which optimizers can is nowhere declared, so one element is updated on trial, by a copy of the
+    optimizer without its state. One that fails also on a gradient of the parameter's dtype cannot be tried out (it
+    knows its parameters): it is given what there is.
+
+    Args:
+        optimizer: its parameters are masters with their gradients.
+        taken: the combinations that were found to work; added to.
+
+    Raises:
+        RuntimeError: names the optimizer, the first parameter and the remedy.
+    """
+    with leaves.plain():
+        for number, group in enumerate(optimizer.param_groups):
+            for master in group["params"]:
+                if master.grad is None or master.grad.dtype == master.dtype:
+                    continue
+                combination = (optimizer, number, master.dim(), master.dtype, master.grad.dtype)
+                if combination in taken:
+                    continue
+                error = _trial(optimizer, group, master, master.grad.dtype)
+                if error is not None and _trial(optimizer, group, master, master.dtype) is None:
+                    slot = getattr(master, leaves.SLOT, lambda: None)()
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} cannot update parameter `{slot.name if slot else '?'}`, which is "
+                        f"kept in {master.dtype}, from a gradient in {master.grad.dtype} (torch: {error}). Nothing was "
+                        "updated. Leave the parameter's `grad_dtype` at its default, or set it (or the strategy's "
+                        "`master_dtype`) so that both are the same; or use an optimizer that takes both, such as SGD."
+                    ) from error
+                taken.add(combination)
+
+
+@torch.no_grad()
+def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dtype: torch.dtype) -> Exception | None:
+    """What the optimizer raises when it updates one element of the master's dtype twice; None: nothing."""
+    value = torch.zeros((1,) * master.dim(), dtype=master.dtype, device=master.device)
+    value.grad_dtype = grad_dtype
+    value.grad = torch.zeros_like(value, dtype=grad_dtype)
+    trial = object.__new__(type(optimizer))
+    trial.__dict__.update(vars(optimizer), param_groups=[group | {"params": [value]}], state=defaultdict(dict))
+    step = _plain_step(trial)
+    try:
+        step()
+        step()
+    except Exception as error:  # whatever it is, the real step would raise it half-way
+        return error
+    return None
+
+
 class UnitStepper:
     """Updates an optimizer's parameters unit by unit.
 
@@ -231,7 +282,9 @@ class UnitStepper:
         state = optimizer.state
         optimizer.state = defaultdict(dict)
         for master, value in mine:
-            value.grad = None if master.grad is None else _value(master.grad, whole)
+            if master.grad is not None:
+                value.grad_dtype = master.grad.dtype
+                value.grad = _value(master.grad, whole)
             if master in state:
                 optimizer.state[value] = {name: _value(kept, whole) for name, kept in state[master].items()}
         try:

@@ -107,9 +107,9 @@ class Runtime:
             owner = this()
             return "" if owner is None else owner._compare(sequence, unit)
 
-        def unite(exchange: int, used: str, missing: bool) -> str:
+        def unite(exchange: int, used: str, asks: bool) -> str:
             owner = this()
-            return used if owner is None else owner._unite(exchange, used, missing)
+            return used if owner is None else owner._unite(exchange, used, asks)
 
         self.core.set_callbacks(bind, agree, compare, unite)
         self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
@@ -304,10 +304,10 @@ class Runtime:
                 "generate with `synced_gpus=True`, or use stage 1 or 2."
             )
 
-    def _unite(self, exchange: int, used: str, missing: bool) -> str:
-        """Which parameters have a gradient on some rank, a "0" or "1" each. Only a rank with ``missing`` ones asks."""
+    def _unite(self, exchange: int, used: str, asks: bool) -> str:
+        """Which parameters have a gradient on some rank, a letter each: "0": none; the largest of all ranks counts."""
         self._agreement.tell_numbered("used", exchange, used)
-        if not missing:
+        if not asks:
             return used
         for rank in self._agreement.others:
             theirs = self._agreement.ask_numbered("used", exchange, rank)
@@ -377,7 +377,7 @@ class Runtime:
 
 
 def _grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[torch.dtype | None, bool]:
-    """The leaf's gradient dtype (``None``: as produced) and whether the user set it explicitly."""
+    """The leaf's gradient dtype (``None``: as first produced) and whether the user set it explicitly."""
     chosen = getattr(parameter, "grad_dtype", parameter.dtype)
     if chosen is None:
         return None, True

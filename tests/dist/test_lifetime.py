@@ -19,7 +19,18 @@ from tests import engines, models
 from tests.harness import Ranks
 
 LR = 0.5
-CELLS: tuple[tuple[int, Any], ...] = ((1, "blocks"), (2, False), (3, False), (3, "blocks"), (3, "model"))
+CELLS: list[tuple[int, Any]] = [(1, "blocks"), (2, False), (3, False), (3, "blocks"), (3, "model")]
+LONG: list[tuple[int, Any]] = [(1, False), (2, "blocks"), (3, "inductor")]
+
+
+def _options(scope: Any) -> dict[str, Any]:
+    return {"compile": "blocks", "backend": "inductor"} if scope == "inductor" else {"compile": scope}
+
+
+def _check_route(engine: Any, scope: Any) -> list[str]:
+    """Gradients came out of graphs if, and only if, something is compiled."""
+    compiled = engine.runtime.stats().graph_reductions > 0
+    return [] if compiled is bool(scope) else [f"{scope}: {engine.runtime.stats()}"]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -53,14 +64,14 @@ def _step_with(engine: Any, model: nn.Module, batch: Tensor) -> None:
         engines.backward(engine, engines.token_loss(model, batch))
 
 
-def _gone() -> list[str]:
+def _gone(cells: list[tuple[int, Any]]) -> list[str]:
     """The gradient partition and every full gradient are gone, however a step ends: one after the other."""
     problems = []
-    for stage, scope in CELLS:
+    for stage, scope in cells:
         torch._dynamo.reset()
         model, data = models.Whole(models.ByteModel()), models.Batches(models.rank())
         parameters = list(model.parameters())
-        with engines.engine(model, stage, compile=scope) as engine:
+        with engines.engine(model, stage, **_options(scope)) as engine:
             parameters = list(model.parameters())
             optimizer = torch.optim.AdamW(parameters, lr=1e-2)
             engine.attach_optimizers([optimizer])
@@ -79,6 +90,7 @@ def _gone() -> list[str]:
                     problems.append(f"{stage} {scope}: {partitions.alive()} gradients alive behind {how}")
                 if engine.runtime.core.deferred_bytes() or engine.runtime.core.resident_units():
                     problems.append(f"{stage} {scope}: full values or gradients alive behind {how}")
+            problems += _check_route(engine, scope)
     return problems
 
 
@@ -120,25 +132,25 @@ HOW: dict[str, Callable[..., Any]] = {
 }
 
 
-def test_partition_is_gone(ranks: Ranks) -> None:
+def test_partition_is_gone(ranks: Ranks, long: bool) -> None:
     """One exact partition behind the backward, nothing of it behind the step, `zero_grad` or an exception."""
-    for problems in ranks.run(_gone):
+    for problems in ranks.run(_gone, CELLS + LONG * long, timeout=400):
         assert problems == [], "\n".join(problems)
 
 
 # ---- several backwards ----
 
 
-def _several_backwards() -> list[str]:
+def _several_backwards(cells: list[tuple[int, Any]]) -> list[str]:
     """backward, backward, step; `zero_grad(set_to_none=False)`; a step that is skipped."""
     twin, problems = models.Whole(models.ByteModel()), []
     state = {name: value.clone() for name, value in twin.state_dict().items()}
     _plain(twin.to(models.device()))
-    for stage, scope in CELLS:
+    for stage, scope in cells:
         torch._dynamo.reset()
         model, data = models.Whole(models.ByteModel()), models.Batches(models.rank())
         model.load_state_dict(state)
-        with engines.engine(model, stage, compile=scope, keep_gradients=True) as engine:
+        with engines.engine(model, stage, **_options(scope), keep_gradients=True) as engine:
             parameters = list(model.parameters())
             optimizer = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
             engine.attach_optimizers([optimizer])
@@ -150,6 +162,7 @@ def _several_backwards() -> list[str]:
                 if number != 2:  # that step is skipped and its gradients are kept
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=number == 0)
+            problems += _check_route(engine, scope)
         if len(sizes) != 1:
             problems.append(f"{stage} {scope}: partitions of {sizes} bytes")
         if models.deviation(model, twin) > 1e-6:
@@ -169,16 +182,16 @@ def _plain(twin: nn.Module) -> None:
             optimizer.zero_grad(set_to_none=number == 0)
 
 
-def test_backward_backward_step(ranks: Ranks) -> None:
+def test_backward_backward_step(ranks: Ranks, long: bool) -> None:
     """Gradients add until zero_grad, in one partition that does not grow; parameters equal DDP's."""
-    for problems in ranks.run(_several_backwards):
+    for problems in ranks.run(_several_backwards, CELLS + LONG * long, timeout=400):
         assert problems == [], "\n".join(problems)
 
 
 # ---- several optimizers ----
 
 
-def _several_optimizers() -> list[str]:
+def _several_optimizers(cells: list[tuple[int, Any]]) -> list[str]:
     """Three optimizers, of which one or two step: the others' gradients stay and add up, as in torch."""
     twin, problems = models.Whole(models.ByteModel()), []
     state = {name: value.clone() for name, value in twin.state_dict().items()}
@@ -201,11 +214,11 @@ def _several_optimizers() -> list[str]:
         for index in plan:
             optimizers[index].step()
             optimizers[index].zero_grad()
-    for stage, scope in CELLS:
+    for stage, scope in cells:
         torch._dynamo.reset()
         model, data = models.Whole(models.ByteModel()), models.Batches(models.rank())
         model.load_state_dict(state)
-        with engines.engine(model, stage, compile=scope) as engine:
+        with engines.engine(model, stage, **_options(scope)) as engine:
             optimizers = groups(model)
             engine.attach_optimizers(optimizers)
             for number, plan in enumerate(plans):
@@ -215,20 +228,21 @@ def _several_optimizers() -> list[str]:
                 kept = [all(p.grad is not None for p in o.param_groups[0]["params"]) for o in optimizers]
                 if kept != [index not in plan for index in range(3)]:
                     problems.append(f"{stage} {scope}: gradients kept {kept} behind the steps of {plan}")
+            problems += _check_route(engine, scope)
         if models.deviation(model, twin) > 2e-6:
             problems.append(f"{stage} {scope}: {models.deviation(model, twin)}")
     return problems
 
 
-def test_some_optimizers_step(ranks: Ranks) -> None:
-    for problems in ranks.run(_several_optimizers):
+def test_some_optimizers_step(ranks: Ranks, long: bool) -> None:
+    for problems in ranks.run(_several_optimizers, CELLS + LONG * long, timeout=400):
         assert problems == [], "\n".join(problems)
 
 
 # ---- recompilation ----
 
 
-def _recompiled() -> list[str]:
+def _recompiled(cells: list[tuple[int, Any]]) -> list[str]:
     """New graphs in mid-training (other lengths, evaluation, thrown-away code): gradients right, memory gone."""
     twin, problems = models.Whole(models.ByteModel()), []
     state = {name: value.clone() for name, value in twin.state_dict().items()}
@@ -241,12 +255,12 @@ def _recompiled() -> list[str]:
             (loss / models.world()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for stage, scope in [cell for cell in CELLS if cell[1]]:
+    for stage, scope in [cell for cell in cells if cell[1]]:
         torch._dynamo.reset()
         counters.clear()
         model, data = models.Whole(models.ByteModel()), models.Batches(models.rank())
         model.load_state_dict(state)
-        with engines.engine(model, stage, compile=scope) as engine:
+        with engines.engine(model, stage, **_options(scope)) as engine:
             optimizer = torch.optim.SGD(model.parameters(), lr=LR)
             engine.attach_optimizers([optimizer])
             for number, length in enumerate(lengths):
@@ -261,11 +275,12 @@ def _recompiled() -> list[str]:
                 if partitions.alive() or engine.runtime.core.deferred_bytes() or engine.runtime.core.resident_units():
                     problems.append(f"{stage} {scope}: alive behind step {number}")
             graphs = engine.regions.stats.dynamo_graphs
+            problems += _check_route(engine, scope)
         if models.deviation(model, twin) > 1e-6 or graphs < 3:
             problems.append(f"{stage} {scope}: {models.deviation(model, twin)} with {graphs} graphs")
     return problems
 
 
-def test_recompilation_in_mid_training(ranks: Ranks) -> None:
-    for problems in ranks.run(_recompiled):
+def test_recompilation_in_mid_training(ranks: Ranks, long: bool) -> None:
+    for problems in ranks.run(_recompiled, CELLS + LONG * long, timeout=400):
         assert problems == [], "\n".join(problems)

@@ -1,0 +1,138 @@
+"""Gradients of another dtype than their parameters': the optimizer's step equals torch's, or raises by name before it.
+
+The contract itself is in test_grad_dtype.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zerocompile.optim import ELEMENTWISE, PER_PARAMETER
+from tests import engines, models
+from tests.dist.test_grad_dtype import BF16, F32, RAW, Whole
+from tests.harness import Ranks
+
+KINDS = sorted(ELEMENTWISE | PER_PARAMETER, key=lambda kind: kind.__name__)
+PAIRS = ((F32, BF16), (BF16, None), (BF16, F32))
+
+
+class Plain(torch.optim.Optimizer):
+    """Not torch's own: it steps on DTensors. Wants gradients of its parameters' dtype."""
+
+    def __init__(self, parameters: Any, lr: float = 0.5) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = closure() if closure is not None else None
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(torch.lerp(p.grad, p, 0.5), alpha=-group["lr"])
+        return result
+
+
+class Picky(Plain):
+    """Cannot step on what is not the model's, so it cannot be tried out: it gets its gradients as they are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.names = {p: str(number) for group in self.param_groups for number, p in enumerate(group["params"])}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = closure() if closure is not None else None
+        for p in self.param_groups[0]["params"]:
+            if self.names[p] and p.grad is not None:
+                p.add_(p.grad, alpha=-0.5)
+        return result
+
+
+ON_DTENSORS: list[Any] = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW, Plain, Picky]
+
+
+def _matrices(model: nn.Module) -> list[Any]:
+    """Of the first block: of the dtypes in question, and one in float32."""
+    return [p for p in model.parameters() if p.dim() == 2][:2]
+
+
+def _torchs(kind: type[Optimizer], values: list[Tensor], grads: list[Tensor]) -> list[Tensor] | None:
+    """Parameters behind two steps of a plain optimizer on the same gradients; None: torch raises."""
+    leaves = []
+    for value, grad in zip(values, grads, strict=True):
+        leaf = nn.Parameter(value.clone())
+        leaf.grad_dtype = None
+        leaf.grad = grad.clone()
+        leaves.append(leaf)
+    optimizer = kind(leaves)
+    try:
+        for _ in range(2):
+            optimizer.step()
+    except RuntimeError:
+        return None
+    return leaves
+
+
+def _full(tensor: Any) -> Tensor:
+    return tensor.full_tensor().detach().clone()
+
+
+def _step(engine: Any, parameters: list[Any], grads: list[Tensor], kind: Any, by_engine: bool) -> list[str]:
+    """Two steps on `grads`, which are bound: as torch's own, or an error by name that changes nothing."""
+    problems = []
+    optimizer = kind(parameters)
+    engine.attach_optimizers([optimizer])
+    before = [_full(p) for p in parameters]
+    expected = _torchs(kind, before, grads)
+    raised = ""
+    try:
+        for _ in range(2):
+            engine.step(optimizer, lambda: None) if by_engine else optimizer.step()
+    except RuntimeError as error:
+        raised = str(error)
+    after = [_full(p) for p in parameters]
+    if expected is None:
+        if any(word not in raised for word in ("model.layers.0.raw", kind.__name__, "grad_dtype", str(BF16))):
+            problems.append(f"the error is: {raised!r}")
+        if optimizer.state or any(not torch.equal(a, b) for a, b in zip(after, before, strict=True)):
+            problems.append("something was updated before the error")
+    elif raised:
+        problems.append(f"torch takes it, here: {raised}")
+    elif any(not torch.equal(a, e) for a, e in zip(after, expected, strict=True)):
+        problems.append(f"{after} are not {expected}")
+    return [f"{kind.__name__} {'engine.step' if by_engine else 'step'}: {problem}" for problem in problems]
+
+
+def _all_kinds(stages: list[int]) -> list[str]:
+    problems = []
+    for stage in stages:
+        for dtype, grad_dtype in PAIRS:
+            model = Whole(dtype, grad_dtype)
+            made = engines.make_engine(model, stage, compile=False, master_dtype=None, keep_gradients=True)
+            with engines.closing(made) as engine:
+                parameters = _matrices(model)
+                with engine.training_step():
+                    x = torch.tensor([RAW + 4 * models.rank()], device=models.device())
+                    engines.backward(engine, model(x).sum())
+                grads = [_full(p.grad) for p in parameters]
+                cell = f"{dtype} grad_dtype={grad_dtype} stage {stage}"
+                if parameters[0].grad.dtype == dtype:
+                    problems.append(f"{cell}: the gradient has its parameter's dtype")
+                for kind in KINDS:
+                    problems += [f"{cell}: {p}" for p in _step(engine, parameters, grads, kind, True)]
+                for kind in ON_DTENSORS:
+                    for by_engine in (True, False):
+                        problems += [f"{cell}: {p}" for p in _step(engine, parameters, grads, kind, by_engine)]
+    return problems
+
+
+def test_optimizers_take_the_gradient_or_raise(ranks: Ranks, long: bool) -> None:
+    """Every kind of optimizer, through `engine.step` (unit by unit where it may) and through its own `step`."""
+    for problems in ranks.run(_all_kinds, [1, 2, 3] if long else [3]):
+        assert problems == [], "\n".join(problems)
