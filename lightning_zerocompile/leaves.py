@@ -14,6 +14,7 @@ What is read outside of blocks is a :class:`Watched`, which also knows when it i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -59,6 +60,8 @@ class Master(DTensor):
             name = getattr(func, "__name__", "")
             if _is_random(func, name):
                 return _draw(func, name, args, kwargs)
+            if name in _SCRATCH and sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
+                _refuse_random(sys._getframe(1).f_code.co_name.removeprefix("_no_grad_"), args[0])
             if name in _DESCRIBING or (name in _PROPERTIES and func not in _COMPUTED):
                 return func(*args, **kwargs)
             written = _written(name, args, kwargs)
@@ -84,6 +87,17 @@ class Master(DTensor):
                     f"`{name}` mixes parameter `{slot.name}`, of which this rank holds a shard, with full tensors. "
                     "Do it inside `with strategy.full_parameters(module) as values:`, which gives full values by name."
                 ) from error
+
+    def __tensor_flatten__(self) -> Any:
+        if torch._guards.TracingContext.try_get() is not None:
+            slot = self.__dict__[SLOT]()
+            raise RuntimeError(
+                f"Code inside a compiled module takes parameter `{'?' if slot is None else slot.name}` from "
+                "`parameters()` or replaces it (`torch.func.functional_call`); compiled code can only read it as an "
+                "attribute of its module. Mark the function that does it with `torch.compiler.disable`, or use "
+                "ZeroCompileStrategy(compile=False)."
+            )
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 skip_code(Master.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
@@ -150,7 +164,9 @@ class Watched(Gathered):
     """
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(  # type: ignore[override, unused-ignore]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(issubclass(kind, Master) for kind in types):
             return NotImplemented
         with plain():
@@ -177,12 +193,12 @@ skip_code(as_gathered.__code__)  # like the getter that calls it, never a frame 
 def unwatch(value: object) -> None:
     """Before ``value`` goes into compiled code, which need not trace what is watched for."""
     if type(value) is Watched:
-        value.__class__ = Gathered
+        value.__class__ = Gathered  # type: ignore[assignment, unused-ignore]
 
 
 def master_of(value: Tensor) -> Tensor:
     """The master of a gathered value; any other tensor as it is."""
-    return value.__dict__[SLOT].master if isinstance(value, Gathered) else value  # type: ignore[no-any-return]
+    return value.__dict__[SLOT].master if isinstance(value, Gathered) else value
 
 
 def adopt(master: Tensor, slot: Any) -> None:
@@ -315,6 +331,18 @@ _RANDOM_LIKE = frozenset({"randn_like", "rand_like", "randint_like"})
 _RANDOM_OF = frozenset({"bernoulli", "normal", "poisson", "multinomial", "dropout", "dropout_", "alpha_dropout"})
 
 
+_SCRATCH = frozenset({"empty_like", "new_empty"})  # what the schemes of torch.nn.init draw into that need several draws
+
+
+def _refuse_random(name: str, master: Tensor) -> None:
+    slot = _slot_of(master)
+    if slot is not None:
+        raise RuntimeError(
+            f"`{name}` draws random numbers for parameter `{slot.name}`, of which this rank holds a shard. Give it the "
+            "module's attribute, or do it inside `with strategy.full_parameters(module) as values:`: both are full."
+        )
+
+
 def _is_random(func: Any, name: str) -> bool:
     init = getattr(func, "__module__", None) == "torch.nn.init"
     return init or name in _RANDOM or name in _RANDOM_LIKE or name in _RANDOM_OF
@@ -330,10 +358,7 @@ def _draw(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if name in _RANDOM_OF or len(masters) > 1:
         if slot.moment.in_step:
             return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
-        raise RuntimeError(
-            f"`{name}` draws random numbers for parameter `{slot.name}`, of which this rank holds a shard. Do it inside "
-            "`with strategy.full_parameters(module) as values:`, which gives full values by name."
-        )
+        _refuse_random(name, masters[0])
     (master,) = masters
     full = torch.empty(master.shape, dtype=master.dtype, device=master.device)
     args, kwargs = tree_map(lambda leaf: full if leaf is master else leaf, (args, kwargs))

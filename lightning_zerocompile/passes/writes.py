@@ -1,7 +1,7 @@
 """Dynamo's graph: a write to a parameter inside a compiled region is an error, not a silent loss.
 
-In a graph a gathered value is a temporary: `weight.mul_(2)` would change that temporary and nothing else. What is a view
-of it is told by storage: Dynamo has run each operation on tensors without data, kept in `example_value`.
+In a graph a gathered value is a temporary: `weight.mul_(2)` would change that temporary and nothing else. What is a
+view of it is told by storage: Dynamo has run each operation on tensors without data, kept in `example_value`.
 """
 
 from __future__ import annotations
@@ -107,5 +107,5 @@ def _schemas(target: Any) -> list[Any]:
     if isinstance(target, torch._ops.OpOverload):
         return [target._schema]
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return [getattr(target, overload)._schema for overload in target.overloads()]
+        return [getattr(target, overload)._schema for overload in target.overloads()]  # type: ignore[no-untyped-call]
     return []

@@ -44,10 +44,8 @@ def _uniform(model: nn.Module) -> None:
 def _schemes(model: nn.Module) -> None:
     weights = [p for p in model.parameters() if p.dim() == 2]
     nn.init.xavier_uniform_(weights[0])
-    nn.init.trunc_normal_(weights[1], std=0.3)
     nn.init.kaiming_normal_(weights[2])
-    nn.init.orthogonal_(weights[3])
-    nn.init.sparse_(weights[4], 0.5)
+    nn.init.orthogonal_(model.head.weight)
 
 
 def _modules(model: nn.Module) -> None:
@@ -95,21 +93,24 @@ def test_random_numbers_are_those_of_ddp(ranks: Ranks, name: str) -> None:
         assert problems == []
 
 
-def _refused_draw(stage: int) -> str:
-    model = models.ByteModel()
+def _refused_draws(stage: int) -> list[str]:
+    model, messages = models.ByteModel(), []
     engine = engines.make_engine(model, stage)
-    try:
-        torch.bernoulli(model.get_parameter("layers.0.up.weight"))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.abandon()
-    return "nothing was raised"
+    for draw in (torch.bernoulli, nn.init.orthogonal_):
+        try:
+            draw(dict(model.named_parameters())["layers.0.up.weight"])
+            messages.append("nothing was raised")
+        except RuntimeError as error:
+            messages.append(str(error))
+    engine.abandon()
+    return messages
 
 
 def test_random_numbers_of_a_shard_raise(ranks: Ranks) -> None:
-    for message in ranks.run(_refused_draw, 3):
-        assert "`layers.0.up.weight`" in message and "strategy.full_parameters" in message
+    for messages in ranks.run(_refused_draws, 3):
+        for name, message in zip(("bernoulli", "orthogonal_"), messages, strict=True):
+            assert f"`{name}`" in message and "`layers.0.up.weight`" in message, message
+            assert "strategy.full_parameters" in message
 
 
 # ---- gradients with respect to attributes ----
@@ -180,10 +181,10 @@ def _used_value(stage: int) -> float:
 
     def gradient(model: nn.Module) -> Tensor:
         weight = model.head.weight
-        other = model.embedding.weight  # read and used, but not for this
-        assert other.sum() is not None
+        other = model.embedding.weight
+        kept = other.sum()  # read and used, but not for what is differentiated
         inner, unused = torch.autograd.grad(F.linear(x, weight).square().sum(), [weight, other], allow_unused=True)
-        assert unused is None
+        assert unused is None and kept.requires_grad
         return inner  # type: ignore[no-any-return]
 
     expected = gradient(twin)
@@ -284,16 +285,19 @@ def _inside(kind: str) -> list[str]:
                 optimizer = _sgd(engine, model.parameters())
                 for _ in range(2):
                     engines.step(engine, optimizer, lambda model=model: model(x[models.rank()]).square().mean())
-            if models.deviation(model, twin) > 1e-6:
+            if scope or models.deviation(model, twin) > 1e-6:
                 problems.append(f"stage {stage} {scope}: {models.deviation(model, twin)}")
-        except Exception:
+        except Exception as error:
+            if scope and "torch.compiler.disable" in str(error) and "linear." in str(error):
+                continue
             problems.append(f"stage {stage} {scope}: {traceback.format_exc()[-1200:]}")
     return problems
 
 
 @pytest.mark.parametrize("kind", ["penalty", "clamp", "functional"])
 def test_own_parameters_inside_a_region(ranks: Ranks, kind: str) -> None:
-    """An L2 term over `self.parameters()`, a clamp of them, `functional_call` with other values: as under DDP."""
+    """An L2 term over `self.parameters()`, a clamp of them, `functional_call` with other values: as under DDP where the
+    block runs eagerly; compiled code would not see the other values and shards are not what it is for: it raises."""
     for problems in ranks.run(_inside, kind):
         assert problems == [], "\n".join(problems)
 
@@ -333,10 +337,10 @@ def _changed(name: str) -> list[str]:
         engine = engines.make_engine(model, stage, compile=scope)
         try:
             optimizer = _sgd(engine, model.parameters())
-            data = models.Batches(models.rank())
-            engines.step(engine, optimizer, lambda model=model: engines.token_loss(model, data[0]))
+            batch = models.Batches(models.rank())[0]
+            engines.step(engine, optimizer, lambda model=model, batch=batch: engines.token_loss(model, batch))
             CHANGES[name][0](model)
-            engines.step(engine, optimizer, lambda model=model: engines.token_loss(model, data[1]))
+            engines.step(engine, optimizer, lambda model=model, batch=batch: engines.token_loss(model, batch))
             messages.append("nothing was raised")
         except RuntimeError as error:
             messages.append(str(error))
