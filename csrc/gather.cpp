@@ -21,7 +21,7 @@ Tensor Runtime::resident_value(int64_t index) {
 
 // Whether the unit is gathered, what is gathered is what the masters hold, and `needed` (-1: any) is still in it.
 bool Runtime::current(const Unit& unit, int64_t needed) const {
-  if (!unit.resident || (needed >= 0 && !parameters_[needed].full.defined())) return false;
+  if (!unit.resident || unit.stale || (needed >= 0 && !parameters_[needed].full.defined())) return false;
   return std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
     const auto& p = parameters_[i];
     return !p.full.defined() || p.gathered_version == p.version();
@@ -49,7 +49,8 @@ void Runtime::check_order(const Unit& unit, Way way) {
 
 // [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
-void Runtime::launch_gather(Unit& unit, Way way) {
+// `restores`: an older forward saw the same values.
+void Runtime::launch_gather(Unit& unit, Way way, bool restores) {
   check_order(unit, way);
   unit.gathering.wait(device_);  // an earlier gather into the same memory must not finish after this one
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
@@ -73,15 +74,22 @@ void Runtime::launch_gather(Unit& unit, Way way) {
       outputs.push_back(on_the_wire(p.full));
       inputs.push_back(on_the_wire(p.rows_here));
     }
+    const bool changes = !(restores || unit.stale) || p.gathered_version != p.version();
+    if (changes) p.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
+    p.value_version = static_cast<int64_t>(p.value._version());
     p.gathered_version = p.version();
-    p.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see that it changed
     unit.bytes += static_cast<int64_t>(p.full.nbytes());
     by_storage_[p.full.storage().unsafeGetStorageImpl()] = i;
   }
+  unit.stale = false;
   if (!own.empty()) at::_foreach_copy_(own, local);
   for (auto& [dtype, call] : calls) {
+    int64_t bytes = 0;
+    for (const auto& t : call.first) bytes += static_cast<int64_t>(t.nbytes());
     stats_.gathers += 1;
-    for (const auto& t : call.first) stats_.gather_bytes += static_cast<int64_t>(t.nbytes());
+    unit.gathers += 1;
+    stats_.gather_bytes += bytes;
+    unit.gather_bytes += bytes;
     if (world_ == 1) continue;
     if (peers_ != nullptr && peers_->holds(call.second)) {
       stats_.peer_gathers += 1;
@@ -99,7 +107,7 @@ void Runtime::launch_gather(Unit& unit, Way way) {
 }
 
 void Runtime::drop(Unit& unit) {
-  if (!unit.resident || unit.lifetime == Lifetime::Step) return;
+  if (!unit.resident || unit.lifetime == Lifetime::Step || unit.lent) return;
   unit.gathering.wait(device_);  // its memory goes back to the stream that allocated it
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
@@ -196,6 +204,16 @@ void Runtime::close(int64_t index) {
   units_[index].open_modules = std::max<int64_t>(0, units_[index].open_modules - 1);  // `end_forward` closes all
 }
 
+// [Note: stale backward] A graph saves handles, not weights: in its backward, which gathers again, nothing shows that
+// the weights are not those of its forward. So saving a handle keeps the version that the forward saw (`pack`), and
+// asking for it, which comes right before the backward graph runs, gives it back (`forward_version`); the graph's use
+// of the value compares. A forward whose backward never comes, and a weight that the backward does not read, change
+// nothing. Where no hooks are on, the version of the last forward has to do.
+void Runtime::forward_saw(int64_t index, int64_t version) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  parameter(index).forward_version = version;
+}
+
 // A graph asks for values. It keeps them until its `release`, so their memory is not reused while they are shared.
 std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expects_grad, bool reuses_memory) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -209,17 +227,17 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expec
     units_[p.unit].gathering.wait(device_);
     if (units_[p.unit].lifetime == Lifetime::Use) units_[p.unit].graph_uses += 1;
     if (now == Phase::Forward) {
-      p.forward_version = p.version();
+      p.forward_version = p.seen_version();
       if (expects_grad && p.master.requires_grad()) p.graph_outstanding += 1;
     } else if (now == Phase::Backward) {
-      TORCH_CHECK(p.forward_version < 0 || p.forward_version == p.version(),
+      TORCH_CHECK(p.forward_version < 0 || p.forward_version == p.seen_version(),
                   text("zerocompile: parameter `", p.name,
                        "` was modified between its forward and its backward (by an optimizer step or an in-place "
                        "write), "
                        "so the gradients would be wrong. Run the backward before the modification"));
     }
     stats_.graph_uses += 1;
-    const bool shared = held_ || p.read_eagerly || units_[p.unit].open_modules > 0;  // others may still read the value
+    const bool shared = held_ || units_[p.unit].lent || p.read_eagerly;  // others may still read it: [Note: held units]
     values.push_back(shared && reuses_memory ? p.value.clone() : p.value.alias());
   }
   return values;
@@ -233,7 +251,8 @@ void Runtime::release(const std::vector<int64_t>& indices, bool last) {
     auto& unit = units_[p.unit];
     if (unit.lifetime == Lifetime::Step || !unit.resident) continue;
     unit.graph_uses = std::max<int64_t>(0, unit.graph_uses - 1);
-    if (last || held_ || !p.full.defined()) continue;
+    if (last || held_ || unit.lent || !p.full.defined()) continue;
+    write_back(p);
     forget(p);
     const bool empty = std::none_of(unit.parameters.begin(), unit.parameters.end(),
                                     [&](int64_t k) { return parameters_[k].full.defined(); });
@@ -263,7 +282,7 @@ void Runtime::let_go() {
   for (auto& u : units_) {
     if (u.open_modules == 0) drop(u);
   }
-  before_last_ = last_ = {-1, -1};  // the same on all ranks, whatever they ran
+  before_last_ = last_ = NOWHERE;  // the same on all ranks, whatever they ran
 }
 
 // All units, in the order of their first use in rank 0's forward; before any backward in the order of the model.
@@ -293,11 +312,17 @@ void Runtime::masters_changed(const std::vector<int64_t>& units) {
 // [Note: write back] User code may write to a value that it read from a module (`weight.data.mul_`, a codebook update).
 // Every rank runs the same code, so each takes its own rows from what it wrote; elements that still are the cast of
 // the master stay as they are, so a low-precision value never rounds the master. No host synchronisation. Values that
-// only torch's own layers read (`trusted_`) are not compared.
+// only torch's own layers read (`trusted_`) are not compared. A write changes the master's version as it changed the
+// value's, so a backward through the old value raises as in torch; one through `data` changes neither.
 void Runtime::write_back(Parameter& p) {
-  if (!p.read_eagerly) return;
+  const auto writes = p.writes();
+  if ((!p.read_eagerly && writes == 0) || units_[p.unit].lent) return;
   p.read_eagerly = false;
-  if (p.gathered_version != p.version() || p.local.numel() == 0) return;
+  if (p.gathered_version != p.version()) return;
+  for (int64_t write = 0; write < writes; ++write) p.local.unsafeGetTensorImpl()->bump_version();
+  p.value_version += writes;
+  p.gathered_version = p.version();
+  if (p.local.numel() == 0) return;
   c10::InferenceMode normal_tensors(false);
   at::AutoDispatchBelowADInplaceOrView no_version_change;
   const auto written = p.own.ne(p.local.to(p.own.scalar_type()));
@@ -315,10 +340,70 @@ void Runtime::write_back() {
   }
 }
 
-// Writes to what is gathered now are not taken over.
-void Runtime::discard_writes() {
+// [Note: lent units] While `full_parameters` holds a unit it stays gathered, its modules compute with what user code
+// writes to it, and the masters keep their values, so that whatever reads them (a checkpoint, `parameters()`) sees one
+// thing. When it is given back the writes reach the masters (`keep`) or the values are gathered again: `together`, on
+// all ranks at once, or, where an exception may have met one rank alone, at the next use.
+void Runtime::lend(const std::vector<int64_t>& indices) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (auto& p : parameters_) p.read_eagerly = false;
+  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
+  for (auto index : indices) {
+    TORCH_CHECK(!units_.at(index).lent,
+                text("zerocompile: `full_parameters` inside another one that holds the same parameters, or others of ",
+                     "their unit `", units_.at(index).name, "`. Enter once, with a module that contains both"));
+  }
+  abort_failed_backward();
+  for (auto index : indices) {
+    auto& unit = units_.at(index);
+    const bool whole = std::all_of(unit.parameters.begin(), unit.parameters.end(),
+                                   [&](int64_t i) { return current(unit, i); });
+    if (!whole) {
+      drop(unit);
+      launch_gather(unit, Way::Forth);
+    }
+    unit.gathering.wait(device_);
+    for (auto i : unit.parameters) write_back(parameters_[i]);  // what was written before counts
+    unit.lent = true;
+  }
+}
+
+Tensor Runtime::lent_value(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto& p = parameter(index);
+  TORCH_CHECK(units_[p.unit].lent, text("zerocompile: `", p.name, "` is not lent"));
+  p.read_eagerly = true;
+  return p.value.detach();
+}
+
+void Runtime::take_back(const std::vector<int64_t>& indices, bool keep, bool together) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (shut_down_) return;
+  for (auto index : indices) {
+    auto& unit = units_.at(index);
+    unit.lent = false;
+    for (auto i : unit.parameters) {
+      auto& p = parameters_[i];
+      if (keep) write_back(p);
+      p.read_eagerly = false;
+      p.value_version = static_cast<int64_t>(p.value._version());
+    }
+    if (unit.lifetime == Lifetime::Use && !held_ && unit.open_modules <= 0 && unit.graph_uses == 0) {
+      drop(unit);
+    } else if (together) {
+      launch_gather(unit, Way::Forth, /*restores=*/!keep);
+    } else {
+      unit.stale = true;
+    }
+  }
+}
+
+// The name of a unit that is lent; "": none is.
+std::string Runtime::lent_unit() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (const auto& u : units_) {
+    if (u.lent) return u.name;
+  }
+  return "";
 }
 
 // Nothing stays gathered for a backward that will not come.
@@ -342,6 +427,13 @@ int64_t Runtime::parameter_of(const Tensor& value) const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto found = by_storage_.find(value.storage().unsafeGetStorageImpl());
   return found == by_storage_.end() ? -1 : found->second;
+}
+
+int64_t Runtime::parameter_of_handle(const Tensor& tensor) const {
+  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kDouble || !tensor.has_storage()) return -1;
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto found = by_handle_.find(tensor.storage().unsafeGetStorageImpl());
+  return found == by_handle_.end() ? -1 : found->second;
 }
 
 Tensor Runtime::value_in_backward(int64_t index) {

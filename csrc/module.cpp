@@ -1,6 +1,7 @@
 // What Python sees. Every call releases the GIL: the runtime calls back into Python when a backward ends.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "ops.h"
@@ -15,9 +16,10 @@ namespace {
 
 // What autograd keeps instead of a saved tensor: see [Note: saved tensors].
 struct Saved {
-  Tensor tensor;            // an activation, detached; undefined for a gathered parameter
+  Tensor tensor;            // an activation or a handle, detached; undefined for a gathered parameter
   int64_t version = 0;
-  int64_t parameter = -1;
+  int64_t parameter = -1;   // whose value it is
+  int64_t handle_of = -1, forward_version = 0;  // see [Note: stale backward]
   std::vector<int64_t> size, stride;
   int64_t offset = 0;
   bool as_real = false, conj = false, neg = false;  // how a complex parameter's memory is seen
@@ -29,7 +31,7 @@ Saved pack(Runtime& runtime, const Tensor& tensor) {
   Saved saved;
   saved.parameter = runtime.parameter_of(tensor);
   if (saved.parameter >= 0) {
-    saved.version = runtime.master_version(saved.parameter);
+    saved.version = runtime.seen_version(saved.parameter);
     saved.size = tensor.sizes().vec();
     saved.stride = tensor.strides().vec();
     saved.offset = tensor.storage_offset();
@@ -37,6 +39,8 @@ Saved pack(Runtime& runtime, const Tensor& tensor) {
     saved.conj = tensor.is_conj();
     saved.neg = tensor.is_neg();
   } else {
+    saved.handle_of = runtime.parameter_of_handle(tensor);
+    if (saved.handle_of >= 0) saved.forward_version = runtime.seen_version(saved.handle_of);
     saved.tensor = tensor.detach();
     saved.version = tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
   }
@@ -49,9 +53,10 @@ Tensor unpack(Runtime& runtime, const Saved& saved) {
                 text("one of the variables needed for gradient computation has been modified by an inplace operation: ",
                      "a ", saved.tensor.toString(), " of sizes ", saved.tensor.sizes(), " is at version ",
                      saved.tensor._version(), "; expected version ", saved.version, " instead"));
+    if (saved.handle_of >= 0) runtime.forward_saw(saved.handle_of, saved.forward_version);
     return saved.tensor;
   }
-  TORCH_CHECK(saved.version == runtime.master_version(saved.parameter),
+  TORCH_CHECK(saved.version == runtime.seen_version(saved.parameter),
               text("zerocompile: parameter `", runtime.parameter_name(saved.parameter),
                    "` was modified between its forward and its backward (by an optimizer step or an in-place write), ",
                    "so the gradients would be wrong. Run the backward before the modification"));
@@ -60,6 +65,12 @@ Tensor unpack(Runtime& runtime, const Saved& saved) {
   value = value.as_strided(saved.size, saved.stride, saved.offset);
   if (saved.conj) value = value.conj();
   return saved.neg ? value._neg_view() : value;
+}
+
+// Whether autograd has recorded no operation on this value: then no gradient with respect to it can exist.
+bool never_used(const Tensor& value) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(value);
+  return meta != nullptr && meta->grad_fn_ != nullptr && meta->grad_fn_.use_count() == 1;
 }
 
 using Release = py::call_guard<py::gil_scoped_release>;
@@ -74,6 +85,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::enum_<Lifetime>(m, "Lifetime").value("USE", Lifetime::Use).value("STEP", Lifetime::Step);
 
   py::class_<Saved>(m, "Saved");
+
+  m.def("never_used", &never_used);
 
   py::class_<Stats>(m, "Stats")
       .def_readonly("gathers", &Stats::gathers)
@@ -127,7 +140,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("unit_order", &Runtime::unit_order, Release())
       .def("masters_changed", &Runtime::masters_changed, Release())
       .def("write_back", py::overload_cast<>(&Runtime::write_back), Release())
-      .def("discard_writes", &Runtime::discard_writes, Release())
+      .def("lend", &Runtime::lend, Release())
+      .def("lent_value", &Runtime::lent_value, Release())
+      .def("take_back", &Runtime::take_back, Release())
+      .def("lent_unit", &Runtime::lent_unit)
       .def("end_forward", &Runtime::end_forward, Release())
       .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
       .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())
@@ -159,6 +175,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("gathered_so_far", &Runtime::gathered_so_far, Release())
       .def("eager_reads", &Runtime::eager_reads)
       .def("eager_reads_of", &Runtime::eager_reads_of)
+      .def("gathers_of", &Runtime::gathers_of)
       .def("set_gradient_divisor", &Runtime::set_gradient_divisor)
       .def("set_prefetch", &Runtime::set_prefetch);
 }

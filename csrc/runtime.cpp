@@ -110,6 +110,7 @@ void Runtime::shutdown() {
   parameters_.clear();
   units_.clear();
   by_storage_.clear();
+  by_handle_.clear();
   reduced_.clear();
   bind_ = nullptr;
   agree_ = nullptr;
@@ -140,6 +141,7 @@ int64_t Runtime::add_parameter(ParameterSpec spec, Tensor master, Tensor local, 
   p.identity = new_identity(weak_from_this(), index);
   handle.fill_(static_cast<double>(p.identity));
   p.handle = std::move(handle);
+  by_handle_[p.handle.storage().unsafeGetStorageImpl()] = index;
   parameters_.push_back(std::move(p));
   return index;
 }
@@ -193,6 +195,7 @@ void Runtime::allocate(Parameter& p) {
   p.value = p.replicated ? p.full.squeeze(0) : p.full.narrow(0, 0, p.size[0]);
   p.rows_here = p.replicated ? p.full : p.full.narrow(0, rank_ * p.rows, p.rows);
   p.own = p.replicated ? p.value : p.rows_here.narrow(0, 0, p.local.size(0));
+  p.value = p.value.variable_data();  // with versions of its own: those of `full` change as the collective writes
 }
 
 void Runtime::forget(Parameter& p) {

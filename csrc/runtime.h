@@ -59,6 +59,7 @@ struct Parameter : ParameterSpec {
   Tensor rows_here;     // [rows, ...]: this rank's, padding included
   Tensor own;           // those of them that the master's local part corresponds to
   int64_t gathered_version = -1;
+  int64_t value_version = 0;  // of `value` when it was gathered: what came since are user code's writes
   bool read_eagerly = false;  // user code may have written to it: see [Note: write back]
 
   // gradient of the backward that runs, or of the window
@@ -70,11 +71,13 @@ struct Parameter : ParameterSpec {
   Tensor early;              // this rank's rows of what was reduced early, see [Note: bounded windows]
   Count eager_outstanding = std::make_shared<std::atomic<int64_t>>(0);  // reads whose gradient is still to come
   int64_t graph_outstanding = 0;  // uses in forward graphs whose backward graph is still to come
-  int64_t forward_version = -1;   // of the master when the last forward graph used it
+  int64_t forward_version = -1;   // see [Note: stale backward]
   WeakTensor bound_outer{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   WeakTensor bound_local{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
 
   int64_t version() const { return master._version() + local._version(); }
+  int64_t writes() const { return value.defined() ? static_cast<int64_t>(value._version()) - value_version : 0; }
+  int64_t seen_version() const { return version() + writes(); }  // the same before and after the writes reach the master
 };
 
 struct Unit {
@@ -84,7 +87,9 @@ struct Unit {
   bool resident = false;
   int64_t open_modules = 0;
   int64_t graph_uses = 0;   // values that running graphs hold
-  int64_t eager_reads = 0;  // of its parameters, since set-up
+  bool lent = false;        // to `full_parameters`, see [Note: lent units]
+  bool stale = false;       // user code has written what does not count: gather again
+  int64_t eager_reads = 0, gathers = 0, gather_bytes = 0;  // since set-up
   int64_t bytes = 0;        // of its gathered values
   Pending gathering;
   bool reduced = false;     // in the backward that runs
@@ -147,11 +152,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<int64_t> unit_order() const;
   void masters_changed(const std::vector<int64_t>& units);
   void write_back();
-  void discard_writes();
+  void lend(const std::vector<int64_t>& units);
+  Tensor lent_value(int64_t parameter);
+  void take_back(const std::vector<int64_t>& units, bool keep, bool together);
+  std::string lent_unit() const;
   void end_forward();
   std::string gathered_so_far() const;
   int64_t parameter_of(const Tensor& value) const;
-  int64_t master_version(int64_t parameter) const { return parameters_.at(parameter).version(); }
+  int64_t parameter_of_handle(const Tensor& tensor) const;
+  int64_t seen_version(int64_t parameter) const { return parameters_.at(parameter).seen_version(); }
+  void forward_saw(int64_t parameter, int64_t version);
   const std::string& parameter_name(int64_t parameter) const { return parameters_.at(parameter).name; }
   bool is_complex(int64_t parameter) const { return at::isComplexType(parameters_.at(parameter).dtype); }
   Tensor value_in_backward(int64_t parameter);
@@ -188,6 +198,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<std::string> resident_units() const;
   int64_t eager_reads() const { return stats_.eager_reads; }
   int64_t eager_reads_of(int64_t unit) const { return units_.at(unit).eager_reads; }
+  std::pair<int64_t, int64_t> gathers_of(int64_t unit) const {
+    return {units_.at(unit).gathers, units_.at(unit).gather_bytes};
+  }
   void set_gradient_divisor(double divisor) { divisor_ = divisor; }
   void set_prefetch(int64_t distance) { prefetch_ = distance; }
   int64_t world() const { return world_; }
@@ -208,7 +221,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // gather.cpp
   void acquire(int64_t unit, Phase phase, int64_t needed);
-  void launch_gather(Unit& unit, Way way);
+  void launch_gather(Unit& unit, Way way, bool restores = false);
   void check_order(const Unit& unit, Way way);
   void drop(Unit& unit);
   void demanded(Token token);
@@ -256,6 +269,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Stats stats_;
 
   std::unordered_map<const void*, int64_t> by_storage_;  // storage of a gathered value -> parameter
+  std::unordered_map<const void*, int64_t> by_handle_;   // storage of a handle -> parameter
   Token before_last_ = NOWHERE, last_ = NOWHERE;
   std::map<std::pair<Token, Token>, Token> successor_;   // (token before, token) -> the token that came next
   std::vector<int64_t> forward_order_;                   // units by their first use

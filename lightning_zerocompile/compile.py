@@ -12,13 +12,14 @@ from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._pytree import tree_leaves
 
+from lightning_zerocompile import leaves
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.passes.lower import Lower
 from lightning_zerocompile.passes.tag import Tag, tag
 from lightning_zerocompile.passes.writes import reject_writes
 from lightning_zerocompile.policy import Lifetime
 from lightning_zerocompile.runtime import Runtime
-from lightning_zerocompile.shard import BASE, SLOTS, refresh
+from lightning_zerocompile.shard import BASE, SLOTS, Moment, refresh
 
 REGION = "_zerocompile_region"
 
@@ -90,7 +91,7 @@ def make_backend(config: Config, stats: CompileStats, regional: bool) -> Callabl
     run = _inductor(config, lower) if config.backend == "inductor" else _aot_eager(lower)
 
     def zerocompile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
-        reject_writes(module.graph)
+        reject_writes(module)
         stats.dynamo_graphs += 1
         return run(module, inputs)
 
@@ -146,6 +147,7 @@ class Region:
     regathers: bool = False  # its units are gathered again for its backward, see [Note: entry of backward]
     compiled: bool = False
     ran_eagerly: Callable[[str], None] = lambda name: None  # told when code inside read parameters outside of graphs
+    moment: Moment = field(default_factory=Moment)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not all(refresh(inner) for inner in self.sharded):
@@ -154,12 +156,17 @@ class Region:
             self.core.open(unit)
         if self.trusted:
             self.core.set_trusted(True)
+        if self.compiled:
+            for value in (*args, *kwargs.values()):
+                leaves.unwatch(value)
+        self.moment.depth += 1
         reads = self.core.eager_reads() if self.compiled else 0
         try:
             results = self.run(module, *args, **kwargs)
             if self.compiled and self.core.eager_reads() > reads:
                 self.ran_eagerly(self.name)
         finally:
+            self.moment.depth -= 1
             if self.trusted:
                 self.core.set_trusted(False)
             for unit in self.units:
@@ -224,6 +231,7 @@ class Regions:
         self._install(module, Region(name, self._runtime.core, [unit], run, [module], trusted=True))
 
     def _install(self, module: nn.Module, region: Region) -> None:
+        region.moment = self._runtime.moment
         module.__dict__[REGION] = region
         base = _base(module)
         forward = self._forwards.setdefault(base, _entering(base.forward))

@@ -113,6 +113,8 @@ class Engine:
         """Around the user's training step, and around the backwards inside it."""
         self.runtime.pass_mark("a training step")
         shard.check_unchanged(self.model)
+        if self.runtime.core.resident_units():  # a forward outside of steps, without backward
+            self.runtime.core.end_forward()
         for module in self.model.modules():
             shard.refresh(module)
         self._broadcast_buffers()
@@ -195,6 +197,12 @@ class Engine:
                 f"{action} inside `coalesce_grad_reduction`: the gradients are not reduced yet. Do it after the "
                 "window has closed."
             )
+        lent = self.runtime.core.lent_unit()
+        if lent:
+            raise RuntimeError(
+                f"{action} inside `full_parameters`, which holds `{lent}`: what it updates would not be what the "
+                "values show. Do it after it has been left."
+            )
         if self.runtime.core.pending():
             self.runtime.core.flush()
 
@@ -236,6 +244,8 @@ class Engine:
                 handle.remove()
         self._hooks, self._taken = {}, set()
         known = {slot.master for slot in self.runtime.slots}
+        for number, optimizer in enumerate(optimizers):
+            _take_masters(number, optimizer)
         check_optimizers(optimizers, self.config.whole_values)
         owners = Counter(master for optimizer in optimizers for master in set(_masters_of(optimizer)))
         self._shared = {master for master, count in owners.items() if count > 1}
@@ -312,30 +322,21 @@ class Engine:
     @contextlib.contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
         """See :meth:`ZeroCompileStrategy.full_parameters`."""
-        self.settle()
         slots = {
             f"{prefix}.{name}" if prefix else name: slot
             for prefix, inner in module.named_modules()
             for name, slot in inner.__dict__.get(shard.SLOTS, {}).items()
         }
         units = sorted({self.runtime.unit_of_slot(slot) for slot in slots.values()})
-        for unit in units:
-            self.runtime.core.open(unit)
+        core = self.runtime.core
+        core.lend(units)
         try:
             with torch.no_grad(), self.runtime.ordinary_saving():
-                values = {name: self.runtime.core.read(slot.index, slot.handle, False) for name, slot in slots.items()}
-                versions = {name: value._version for name, value in values.items()}
-                yield values
-            if writeback:
-                self.settle()
-                self.runtime.masters_changed([slot.master for slot in slots.values()])
-        finally:
-            self.runtime.core.discard_writes()
-            if not writeback:  # what was written to a resident value must not be read again: gather at its next use
-                written = [name for name, value in values.items() if value._version != versions[name]]
-                torch.autograd.graph.increment_version([slots[name].master for name in written])
-            for unit in units:
-                self.runtime.core.close(unit)
+                yield {name: core.lent_value(slot.index) for name, slot in slots.items()}
+        except BaseException:
+            core.take_back(units, False, False)
+            raise
+        core.take_back(units, writeback, True)
 
     # ---- the end ----
 
@@ -363,6 +364,18 @@ class Engine:
 
 def _masters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _take_masters(number: int, optimizer: Optimizer) -> None:
+    """An optimizer of `module.weight` holds a gathered value: its master takes the place."""
+    for group in optimizer.param_groups:
+        group["params"] = [leaves.master_of(p) for p in group["params"]]
+    masters = _masters_of(optimizer)
+    if len(set(masters)) < len(masters):
+        raise RuntimeError(
+            f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter more than once: from `parameters()` "
+            "and as a module's attribute. Give it to the optimizer once."
+        )
 
 
 def _explain(message: str) -> str | None:

@@ -11,10 +11,12 @@ or raise; it must not act on a shard or on a temporary and be lost:
 * :class:`Gathered`, from ``module.weight``. ``requires_grad``, ``grad`` and ``data`` are the parameter's.
 
 Neither appears in traced code. Operations on a gathered value cost nothing extra: it is intercepted by attributes only.
+What is read outside of blocks is a :class:`Watched`, which also knows when it is differentiated with respect to.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -58,6 +60,10 @@ class Master(DTensor):
             if handler is not None:
                 return handler(*args, **kwargs)
             name = getattr(func, "__name__", "")
+            if _is_random(func, name):
+                return _draw(func, name, args, kwargs)
+            if name in _SCRATCH and sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
+                _refuse_random(sys._getframe(1).f_code.co_name.removeprefix("_no_grad_"), args[0])
             if name in _DESCRIBING or (name in _PROPERTIES and func not in _COMPUTED):
                 return func(*args, **kwargs)
             written = _written(name, args, kwargs)
@@ -83,6 +89,17 @@ class Master(DTensor):
                     f"`{name}` mixes parameter `{slot.name}`, of which this rank holds a shard, with full tensors. "
                     "Do it inside `with strategy.full_parameters(module) as values:`, which gives full values by name."
                 ) from error
+
+    def __tensor_flatten__(self) -> Any:
+        if torch._guards.TracingContext.try_get() is not None:
+            slot = self.__dict__[SLOT]()
+            raise RuntimeError(
+                f"Code inside a compiled module takes parameter `{'?' if slot is None else slot.name}` from "
+                "`parameters()` or replaces it (`torch.func.functional_call`); compiled code can only read it as an "
+                "attribute of its module. Mark the function that does it with `torch.compiler.disable`, or use "
+                "ZeroCompileStrategy(compile=False)."
+            )
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 skip_code(Master.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
@@ -123,6 +140,12 @@ class Gathered(Tensor):
     def data(self, value: Tensor) -> None:
         _set_data(self.__dict__[SLOT].master, value)
 
+    @property  # type: ignore[override, misc, unused-ignore]
+    def is_leaf(self) -> bool:
+        if torch._guards.TracingContext.try_get() is not None:
+            return Tensor.is_leaf.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        return True  # so an optimizer takes it; `masters_for` puts the master in its place
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.detach().clone()
 
@@ -136,14 +159,48 @@ class Gathered(Tensor):
         return self.__dict__[SLOT].master.register_post_accumulate_grad_hook(hook)
 
 
-def as_gathered(value: Tensor, slot: Any) -> Tensor:
+class Watched(Gathered):
+    """A gathered value that was read outside of blocks, where user code may differentiate with respect to it.
+
+    A read after the forward is a new value, on which nothing depends: torch would give no gradient, silently.
+    """
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override, unused-ignore]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, Master) for kind in types):
+            return NotImplemented
+        with plain():
+            if func is torch.autograd.grad:
+                _refuse_unused(args[1])
+            elif func is torch.autograd.backward and kwargs:
+                _refuse_inputs(kwargs.get("inputs"))
+            return func(*args, **(kwargs or {}))
+
+
+skip_code(Watched.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
+
+
+def as_gathered(value: Tensor, slot: Any, watched: bool = False) -> Tensor:
     """``value``, fresh from the runtime, as the parameter of ``slot``."""
     value.__dict__[SLOT] = slot
-    value.__class__ = Gathered
+    value.__class__ = Watched if watched else Gathered
     return value
 
 
 skip_code(as_gathered.__code__)  # like the getter that calls it, never a frame of Dynamo's
+
+
+def unwatch(value: object) -> None:
+    """Before ``value`` goes into compiled code, which need not trace what is watched for."""
+    if type(value) is Watched:
+        value.__class__ = Gathered  # type: ignore[assignment, unused-ignore]
+
+
+def master_of(value: Tensor) -> Tensor:
+    """The master of a gathered value; any other tensor as it is."""
+    return value.__dict__[SLOT].master if isinstance(value, Gathered) else value
 
 
 def adopt(master: Tensor, slot: Any) -> None:
@@ -262,13 +319,75 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backward(*args: Any, **kwargs: Any) -> Any:
-    inputs = kwargs.get("inputs")
-    slot = _slot_of(inputs) if inputs is not None else None
+    _refuse_inputs(kwargs.get("inputs"))
+    return torch.autograd.backward(*args, **kwargs)
+
+
+def _refuse_inputs(inputs: Any) -> None:
+    for value in tree_leaves(inputs):
+        slot = value.__dict__[SLOT] if isinstance(value, Gathered) else _slot_of(value)
+        if slot is not None:
+            raise RuntimeError(
+                f"`backward(inputs=...)` with parameter `{slot.name}`: choose what is trained by `requires_grad_` "
+                "instead."
+            )
+
+
+def _refuse_unused(inputs: Any) -> None:
+    for value in tree_leaves(inputs):
+        if isinstance(value, Gathered) and value.__dict__[SLOT].never_used(value):
+            raise RuntimeError(
+                f"`torch.autograd.grad` with respect to parameter `{value.__dict__[SLOT].name}`, which was read again "
+                "from a sharded module: that is a new value each time, and nothing was computed from this one. "
+                "Differentiate with respect to the value that you used, or call `backward` and read `grad`."
+            )
+
+
+_RANDOM = frozenset(
+    {"normal_", "uniform_", "random_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"}
+)
+_RANDOM_LIKE = frozenset({"randn_like", "rand_like", "randint_like"})
+_RANDOM_OF = frozenset({"bernoulli", "normal", "poisson", "multinomial", "dropout", "dropout_", "alpha_dropout"})
+
+
+_SCRATCH = frozenset({"empty_like", "new_empty"})  # what the schemes of torch.nn.init draw into that need several draws
+
+
+def _refuse_random(name: str, master: Tensor) -> None:
+    slot = _slot_of(master)
+    if slot is not None:
+        raise RuntimeError(
+            f"`{name}` draws random numbers for parameter `{slot.name}`, of which this rank holds a shard. Give it the "
+            "module's attribute, or do it inside `with strategy.full_parameters(module) as values:`: both are full."
+        )
+
+
+def _is_random(func: Any, name: str) -> bool:
+    init = getattr(func, "__module__", None) == "torch.nn.init"
+    return init or name in _RANDOM or name in _RANDOM_LIKE or name in _RANDOM_OF
+
+
+def _draw(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """[Note: random numbers] Equal seeds would give every rank the same rows: each draws all of them, as under DDP, and
+    keeps its own."""
+    masters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Master)]
+    slot = _slot_of(masters)
     if slot is None:
-        return torch.autograd.backward(*args, **kwargs)
-    raise RuntimeError(
-        f"`backward(inputs=...)` with parameter `{slot.name}`: choose what is trained by `requires_grad_` instead."
-    )
+        return func(*args, **kwargs)
+    if name in _RANDOM_OF or len(masters) > 1:
+        if slot.moment.in_step:
+            return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+        _refuse_random(name, masters[0])
+    (master,) = masters
+    full = torch.empty(master.shape, dtype=master.dtype, device=master.device)
+    args, kwargs = tree_map(lambda leaf: full if leaf is master else leaf, (args, kwargs))
+    drawn = func(*args, **kwargs)
+    if name in _RANDOM_LIKE:
+        return drawn if slot.moment.in_step else slot.like_master(drawn)
+    with torch.no_grad():
+        master.copy_(slot.like_master(full))
+    torch.autograd.graph.increment_version(slot.master)  # `master` may be its `data`
+    return master
 
 
 def _iterate(master: Tensor) -> Iterable[Tensor]:

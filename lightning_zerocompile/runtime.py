@@ -58,6 +58,20 @@ class Stats:
     backwards: int
 
 
+@dataclass(frozen=True)
+class EagerReads:
+    """What code outside of compiled graphs did with one unit since set-up.
+
+    Attributes:
+        reads: of its parameters.
+        gathers: collectives that gathered the unit, for whatever use, and ``gather_bytes`` of their results.
+    """
+
+    reads: int
+    gathers: int
+    gather_bytes: int
+
+
 class Runtime:
     """Sharded parameters of one model: units, gathers, reductions, the masters' gradients.
 
@@ -185,10 +199,11 @@ class Runtime:
             size=tuple(parameter.shape),
             master=master,
             source=self._anchor(dtype),
-            handle=handle.clone().requires_grad_(floating or parameter.is_complex()),
-            frozen_handle=handle.clone(),
+            handle=handle.detach().requires_grad_(floating or parameter.is_complex()),
+            frozen_handle=handle.detach(),
             core=self.core,
             moment=self.moment,
+            never_used=self._extension.never_used,
         )
         leaves.keep_hooks(parameter, master)
         leaves.adopt(master, weakref.ref(slot))
@@ -362,10 +377,10 @@ class Runtime:
         self.core.masters_changed(sorted(units))
         self.core.forget_outstanding()
 
-    def eager_reads(self) -> dict[str, int]:
+    def eager_reads(self) -> dict[str, EagerReads]:
         """Reads outside compiled graphs since set-up, by unit; units without any are left out."""
-        counts = {name: self.core.eager_reads_of(unit) for name, unit in self.unit_of.items()}
-        return {name: count for name, count in counts.items() if count > 0}
+        counts = {name: (self.core.eager_reads_of(unit), unit) for name, unit in self.unit_of.items()}
+        return {name: EagerReads(n, *self.core.gathers_of(unit)) for name, (n, unit) in counts.items() if n > 0}
 
     def stats(self) -> Stats:
         raw = self.core.stats()

@@ -36,9 +36,10 @@ FUNCTORCH = (
 
 @dataclass
 class Moment:
-    """Whether the user's step runs; the optimizer's is none."""
+    """Whether the user's step runs (the optimizer's is none), and how many regions have been entered."""
 
     in_step: bool = False
+    depth: int = 0
 
 
 @dataclass(eq=False)
@@ -57,6 +58,7 @@ class Slot:
     frozen_handle: Tensor  # the same identity, requires no grad
     core: Any  # the C++ runtime
     moment: Moment
+    never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
 
     def read(self, current: nn.Parameter | None) -> Tensor | None:
         """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``)."""
@@ -66,7 +68,8 @@ class Slot:
             raise RuntimeError(FUNCTORCH.format(f"parameter `{self.name}`"))
         with leaves.plain():
             requires_grad = self.master.requires_grad
-        return leaves.as_gathered(self.core.read(self.index, self.handle, requires_grad), self)
+        watched = requires_grad and self.moment.depth == 0
+        return leaves.as_gathered(self.core.read(self.index, self.handle, requires_grad), self, watched)
 
     def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """What the compiler sees: a handle that requires grad exactly when the parameter does now."""
@@ -79,7 +82,7 @@ class Slot:
     def like_master(self, value: Any) -> Any:
         """A full tensor of the parameter's size as this rank's shard of it; anything else as it is."""
         if (
-            type(value) in (Tensor, nn.Parameter, leaves.Gathered)
+            type(value) in (Tensor, nn.Parameter, leaves.Gathered, leaves.Watched)
             and value.dim() > 0
             and value.shape == self.master.shape
         ):

@@ -38,7 +38,7 @@ from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.launcher import Launcher
 from lightning_zerocompile.materialize import place
 from lightning_zerocompile.precision import StepsThroughEngine, compute_dtype, convert_plugin
-from lightning_zerocompile.runtime import Stats
+from lightning_zerocompile.runtime import EagerReads, Stats
 from lightning_zerocompile.support import check_module
 from lightning_zerocompile.window import Gathers
 
@@ -348,10 +348,17 @@ class ZeroCompileStrategy(ParallelStrategy):
     def full_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> Iterator[dict[str, Tensor]]:
         """The full values of the module's parameters, by name; all ranks must enter.
 
+        Inside, the modules compute with what is written to the values, while ``parameters()``, optimizers and
+        checkpoints keep the values that the parameters had. After an exception nothing that was written counts.
+
         Args:
             module: a part of the model; default: all of it.
             writeback: whether what is written to the values in place becomes the parameters' value on exit. Every
                 rank must write the same.
+
+        Raises:
+            RuntimeError: parameters of another, open ``full_parameters`` are asked for (or others that are gathered
+                with them); an optimizer steps inside.
         """
         with self.engine.full_parameters(module or self._module, writeback) as values:
             yield values
@@ -450,8 +457,9 @@ class ZeroCompileStrategy(ParallelStrategy):
         return self.engine.regions.stats
 
     @property
-    def eager_reads(self) -> dict[str, int]:
-        """How often code outside compiled graphs has read parameters, by unit (a block, or the first of a group)."""
+    def eager_reads(self) -> dict[str, EagerReads]:
+        """What code outside compiled graphs has read, by unit (a block, or the first parameter of a group): how often,
+        and how many gathers and bytes the unit took in all."""
         return self.engine.runtime.eager_reads()
 
     # ---- the end ----

@@ -36,6 +36,28 @@ class Loop(nn.Module):
         return x
 
 
+class Experts(nn.Module):
+    """A gate and four experts; those that get a token run. The last gets none, the third one of rank 0's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.rank = models.rank()  # the reference changes it
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights = self.gate(tokens).softmax(-1)
+        chosen = torch.arange(len(tokens), device=x.device) % 2
+        if self.rank == 0:
+            chosen[0] = 2
+        result = tokens
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero().flatten()
+            result = result.index_add(0, rows, self.experts[number](tokens[rows]) * weights[rows, number, None])
+        return result.view_as(x)
+
+
 class Uncompiled(nn.Module):
     """A layer that its author keeps away from the compiler."""
 

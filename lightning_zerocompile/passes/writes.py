@@ -1,18 +1,21 @@
 """Dynamo's graph: a write to a parameter inside a compiled region is an error, not a silent loss.
 
-In a graph a gathered value is a temporary: `weight.mul_(2)` would change that temporary and nothing else.
+In a graph a gathered value is a temporary: `weight.mul_(2)` would change that temporary and nothing else. What is a
+view of it is told by storage: Dynamo has run each operation on tensors without data, kept in `example_value`.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
-_VIEWS = {"detach", "view", "reshape", "t", "transpose", "permute", "narrow", "select", "unsqueeze", "squeeze", "chunk",
-          "split", "flatten", "expand", "view_as", "unbind", "swapaxes", "movedim", "data"}  # fmt: skip
+from lightning_zerocompile.leaves import Gathered
+
 _IN_PLACE_FUNCTIONS = {
     operator.iadd,
     operator.isub,
@@ -23,60 +26,86 @@ _IN_PLACE_FUNCTIONS = {
 }
 
 
-def _name(node: fx.Node) -> str:
-    target = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+def reject_writes(module: fx.GraphModule) -> None:
+    """Raises if the graph, or one inside it, writes in place to a parameter or to a view of one.
+
+    Raises:
+        RuntimeError: names the operation and the line of the user's code.
+    """
+    nodes = [node for inner in module.modules() if isinstance(inner, fx.GraphModule) for node in inner.graph.nodes]
+    weights = {storage for node in nodes if _is_weight(node) for storage in _storages(node)}
+    if not weights:
+        return
+    for node in nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        for target in tree_leaves(_written(node)):
+            if isinstance(target, fx.Node) and weights.intersection(_storages(target)):
+                _refuse(node)
+    for node in nodes:  # by an operation that does not say so
+        for value in _tensors(node):
+            if _storage(value) in weights and not value.is_inference() and value._version > 0:
+                _refuse(node)
 
 
-def _is_gather(node: fx.Node) -> bool:
+def _refuse(node: fx.Node) -> None:
+    where = (node.meta.get("stack_trace") or "").strip()
+    raise RuntimeError(
+        f"`{_name(node)}` writes in place to a parameter inside a compiled region; the write would be lost. "
+        "Move it out of the module's forward (for example to `on_train_batch_end`, inside "
+        "`strategy.full_parameters(module, writeback=True)`), or keep this module out of compilation with "
+        f"`torch.compiler.disable`.\n{where}"
+    )
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether the graph gathers it, or takes it as an argument that eager code has read from a module."""
+    if node.op == "placeholder":
+        return isinstance(getattr(node.meta.get("grapharg"), "example", None), Gathered)
     return node.op == "call_function" and node.target in (
         torch.ops.zerocompile.gather,
         torch.ops.zerocompile.gather.default,
     )
 
 
-def _writes(node: fx.Node) -> bool:
-    name = _name(node)
-    in_place_name = name.endswith("_") and not name.endswith("__")
-    return node.target in _IN_PLACE_FUNCTIONS or in_place_name or node.target is torch.Tensor.set_
+def _tensors(node: fx.Node) -> Iterator[Tensor]:
+    return (value for value in tree_leaves(node.meta.get("example_value")) if isinstance(value, Tensor))
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage()._cdata if value.layout == torch.strided else 0
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {_storage(value) for value in _tensors(node)}
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def _written(node: fx.Node) -> list[Any]:
     """What the node writes to in place."""
+    name = _name(node)
     written: list[Any] = [node.kwargs.get("out")]
-    if _writes(node) and node.args:
-        first = node.args[0]
-        written += first if isinstance(first, list | tuple) else [first]  # torch._foreach_mul_ takes lists
-    if _name(node) in ("embedding", "embedding_bag"):
+    in_place = node.target in _IN_PLACE_FUNCTIONS or (name.endswith("_") and not name.endswith("__"))
+    if node.args and (in_place or node.kwargs.get("inplace")):
+        written.append(node.args[0])  # torch._foreach_mul_ takes lists
+    if name in ("embedding", "embedding_bag"):
         arguments = dict(zip(("input", "weight", "", "max_norm"), node.args, strict=False)) | node.kwargs
         if arguments.get("max_norm") is not None:
             written.append(arguments.get("weight"))
+    for schema in _schemas(node.target):
+        for position, argument in enumerate(schema.arguments):
+            if argument.is_write:
+                written += [node.kwargs.get(argument.name), *node.args[position : position + 1]]
     return written
 
 
-def reject_writes(graph: fx.Graph) -> None:
-    """Raises if the graph writes in place to a parameter, or to a view of one.
-
-    Raises:
-        RuntimeError: names the parameter's shape, the operation and the line of the user's code.
-    """
-    derived: set[fx.Node] = set()
-    for node in graph.nodes:
-        if _is_gather(node):
-            derived.add(node)
-            continue
-        if node.op not in ("call_function", "call_method"):
-            continue
-        if any(isinstance(target, fx.Node) and target in derived for target in _written(node)):
-            where = (node.meta.get("stack_trace") or "").strip()
-            raise RuntimeError(
-                f"`{_name(node)}` writes in place to a parameter inside a compiled region; the write would be lost. "
-                "Move it out of the module's forward (for example to `on_train_batch_end`, inside "
-                "`strategy.full_parameters(module, writeback=True)`), or keep this module out of compilation with "
-                f"`torch.compiler.disable`.\n{where}"
-            )
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or source not in derived:
-            continue
-        if node.target is operator.getitem or _name(node).removesuffix("_copy") in _VIEWS or "get_data" in _name(node):
-            derived.add(node)
+def _schemas(target: Any) -> list[Any]:
+    if isinstance(target, torch._ops.OpOverload):
+        return [target._schema]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, overload)._schema for overload in target.overloads()]  # type: ignore[no-untyped-call]
+    return []

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from lightning_zerocompile.runtime import EagerReads
 from tests import engines, frames, models, zoo
 from tests.harness import Ranks
 
@@ -86,6 +87,7 @@ def _net(block: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 CASES = {
     "plain": Case(_net(frames.Block)),
     "loop with a break": Case(_net(frames.Loop), eager=BOTH, graphs=0),
+    "experts": Case(_net(frames.Experts), eager=BOTH, breaks=BOTH),
     "disabled": Case(_net(frames.Disabled), eager=BOTH, breaks=BOTH, graphs=2),
     "graph break": Case(_net(frames.Break), breaks=BOTH, graphs=2),
     "two graphs": Case(_net(frames.TwoGraphs), breaks=BOTH, graphs=2),
@@ -221,7 +223,7 @@ def _cells(name: str, cells: list[tuple[int, Any]]) -> list[str]:
     twin = models.Whole(case.build())
     twin.load_state_dict(source.state_dict())
     expected = _reference(case, twin)
-    problems = []
+    problems = _trained(source, twin, expected)
     for stage, scope in cells:
         if stage not in case.stages:
             continue
@@ -235,6 +237,21 @@ def _cells(name: str, cells: list[tuple[int, Any]]) -> list[str]:
             found = [traceback.format_exc()[-1500:]]
         problems += [f"stage {stage} {scope}: {text}" for text in found]
     return problems
+
+
+def _trained(before: nn.Module, after: nn.Module, gradients: list[zoo.Gradients]) -> list[str]:
+    """What the reference did not learn: the loss falls, and all that has a gradient changes."""
+    losses = []
+    for model in (before.to(models.device()), after):
+        for module in model.modules():
+            if hasattr(module, "rank"):
+                module.rank = 0
+        with torch.no_grad():
+            losses.append(engines.token_loss(model, models.Batches(0)[0]).item())
+    start = dict(before.named_parameters())
+    used = {name for step in gradients for name, gradient in step.items() if gradient is not None}
+    same = [name for name, p in after.named_parameters() if name in used and torch.equal(p, start[name])]
+    return [f"not trained: losses {losses}, unchanged {same}"] * (losses[1] >= losses[0] or bool(same))
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -306,7 +323,7 @@ def test_lengths_by_rank_and_step(ranks: Ranks, limit: int, long: bool) -> None:
 # ---- what ran eagerly is said ----
 
 
-def _said(name: str) -> tuple[list[str], dict[str, int]]:
+def _said(name: str) -> tuple[list[str], dict[str, EagerReads]]:
     model, data = models.Whole(CASES[name].build()), models.Batches(models.rank())
     with warnings.catch_warnings(record=True) as caught, engines.engine(model, 3, compile="blocks") as engine:
         warnings.simplefilter("always")
@@ -318,12 +335,18 @@ def _said(name: str) -> tuple[list[str], dict[str, int]]:
     return [str(w.message) for w in caught if "runs eagerly" in str(w.message)], reads
 
 
+BLOCK = 4 * 3 * (10 * 10 + 10)  # bytes of a `Disabled` block: three linear layers, whose rows 2 ranks divide
+
+
 def test_what_runs_eagerly_is_said_once(ranks: Ranks) -> None:
     """One warning for a class of module (rank 0's: Lightning keeps the others quiet once a Trainer has told it their
     ranks), and a count by unit on each rank; none where all blocks are whole graphs."""
     for number, (warned, reads) in enumerate(ranks.run(_said, "disabled")):
         assert len(warned) == 1 or (number > 0 and not warned)
         assert all("`model" in text and "disabled code that reads parameters" in text for text in warned)
-        assert any("layers" in unit for unit in reads) and min(reads.values()) >= 3
+        assert any("layers" in unit for unit in reads) and min(seen.reads for seen in reads.values()) >= 3
+        blocks = [seen for unit, seen in reads.items() if "layers" in unit]
+        # 3 steps, forward and backward; what the last block had gathered is still there for its backward
+        assert all(3 <= seen.gathers <= 6 and seen.gather_bytes == seen.gathers * BLOCK for seen in blocks)
     for warned, reads in ranks.run(_said, "plain"):
         assert warned == [] and not any("layers" in unit for unit in reads)

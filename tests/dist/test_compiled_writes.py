@@ -1,0 +1,117 @@
+"""Rule 11 of DESIGN.md in compiled regions: a write to a parameter raises, however it is written and reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import engines, models
+from tests.harness import Worlds
+
+
+@torch.library.custom_op("zerocompile_tests::halve", mutates_args=("weight",))
+def halve(factor: float, weight: Tensor) -> None:
+    weight.mul_(factor)
+
+
+class Writer(nn.Module):
+    """A block that writes to its own weight in its forward."""
+
+    def __init__(self, how: str, width: int = 10) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(width, width))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear[0].weight
+        if self.how == "checkpoint":
+            return checkpoint(self.write, x, use_reentrant=False)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            WRITES[self.how](weight)
+        return x + self.linear(x)
+
+    def write(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear[0].weight.mul_(0.9)
+        return x + self.linear(x)
+
+
+def _index(weight: Tensor) -> None:
+    weight[0] = 0.05
+
+
+def _iadd(weight: Tensor) -> None:
+    weight += 0.01
+
+
+WRITES: dict[str, Any] = {
+    "mul_": lambda w: w.mul_(0.9),
+    "data": lambda w: w.data.mul_(0.9),
+    "clamp_": lambda w: w.t().clamp_(-0.1, 0.1),
+    "index": _index,
+    "foreach": lambda w: torch._foreach_mul_([w], 0.9),
+    "out": lambda w: torch.mul(w, 0.9, out=w),
+    "copy_": lambda w: w.data.copy_(w * 0.9),
+    "iadd": _iadd,
+    "init": lambda w: nn.init.constant_(w, 0.03),
+    "renorm": lambda w: F.embedding(torch.tensor([0, 1], device=w.device), w, max_norm=0.01),
+    "diagonal": lambda w: w.diagonal().zero_(),
+    "contiguous": lambda w: w.contiguous().mul_(0.9),
+    "float": lambda w: w.float().mul_(0.9),
+    "to": lambda w: w.to(torch.float32).mul_(0.9),
+    "as_strided": lambda w: w.as_strided((5,), (1,)).mul_(0.9),
+    "unflatten": lambda w: w.unflatten(0, (2, 5)).mul_(0.9),
+    "T": lambda w: w.T.mul_(0.9),
+    "mT": lambda w: w.mT.mul_(0.9),
+    "chunk": lambda w: w.chunk(2)[1].mul_(0.9),
+    "in place by argument": lambda w: F.relu(w, inplace=True),
+    "in place by position": lambda w: F.relu(w, True),
+    "custom op": lambda w: halve(0.9, w),
+    "checkpoint": None,
+}
+NAMES = {"clamp_": "clamp_", "foreach": "_foreach_mul_", "copy_": "copy_", "renorm": "embedding", "custom op": "halve"}
+
+
+class Model(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, 10)
+        self.layers = nn.ModuleList(Writer(how) for _ in range(2))
+        self.head = nn.Linear(10, models.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _messages(stage: int, scope: Any) -> dict[str, str]:
+    messages = {}
+    for how in WRITES:
+        torch._dynamo.reset()
+        engine = engines.make_engine(model := models.Whole(Model(how)), stage, compile=scope)
+        try:
+            with engine.training_step():
+                model(models.Batches(0)[0])
+            messages[how] = "no error"
+        except Exception as error:
+            messages[how] = f"{type(error).__name__}: {error}"
+        finally:
+            engine.abandon()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_compiled_write_raises(worlds: Worlds, stage: int, scope: Any) -> None:
+    """An in-place write to a parameter inside a compiled region is an error that names the operation."""
+    for messages in worlds(1).run(_messages, stage, scope):
+        wrong = {how: m for how, m in messages.items() if "writes in place to a parameter" not in m}
+        assert wrong == {}
+        assert all(name in messages[how] for how, name in NAMES.items()), messages

@@ -1,0 +1,425 @@
+"""What user code does to parameters beyond test_leaves.py: random numbers, gradients of attributes, optimizers of
+attributes, parameters inside compiled regions, modules that change, `torch.func`."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_zerocompile import ZeroCompileStrategy
+from tests import engines, models
+from tests.harness import Ranks
+
+CELLS: tuple[tuple[int, Any], ...] = ((1, "blocks"), (2, False), (3, False), (3, "blocks"))
+
+
+def _sgd(engine: Any, parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    engine.attach_optimizers([optimizer])
+    return optimizer
+
+
+# ---- random numbers ----
+
+
+def _init(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+
+
+def _uniform(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.2, 0.2)
+            parameter.data.bernoulli_(0.3)
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def _schemes(model: nn.Module) -> None:
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    nn.init.xavier_uniform_(weights[0])
+    nn.init.kaiming_normal_(weights[2])
+    nn.init.orthogonal_(model.head.weight)
+
+
+def _modules(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    nn.init.trunc_normal_(model.head.weight)
+    model.embedding.weight.data.normal_(0.0, 0.1)
+
+
+RANDOM: dict[str, Callable[[nn.Module], None]] = {
+    "init": _init,
+    "methods": _uniform,
+    "schemes": _schemes,
+    "modules": _modules,
+}
+
+
+def _drawn(name: str) -> list[str]:
+    problems = []
+    for stage, scope in CELLS:
+        torch._dynamo.reset()
+        model, twin = models.ByteModel(), models.ByteModel()
+        twin.load_state_dict(model.state_dict())
+        twin.to(models.device())
+        torch.manual_seed(3)
+        RANDOM[name](twin)
+        after = torch.rand(1).item()
+        with engines.engine(model, stage, compile=scope) as engine:
+            optimizer = _sgd(engine, model.parameters())
+            torch.manual_seed(3)
+            RANDOM[name](model)
+            if torch.rand(1).item() != after:
+                problems.append(f"stage {stage} {scope}: the generator is elsewhere than under DDP")
+            engine.before_step(optimizer)
+        if models.deviation(model, twin) > 1e-6:
+            problems.append(f"stage {stage} {scope}: {models.deviation(model, twin)}")
+    return problems
+
+
+@pytest.mark.parametrize("name", list(RANDOM))
+def test_random_numbers_are_those_of_ddp(ranks: Ranks, name: str) -> None:
+    """Equal seeds on all ranks give the whole parameter what one process draws, not every shard the same rows."""
+    for problems in ranks.run(_drawn, name):
+        assert problems == []
+
+
+def _refused_draws(stage: int) -> list[str]:
+    model, messages = models.ByteModel(), []
+    engine = engines.make_engine(model, stage)
+    for draw in (torch.bernoulli, nn.init.orthogonal_):
+        try:
+            draw(dict(model.named_parameters())["layers.0.up.weight"])
+            messages.append("nothing was raised")
+        except RuntimeError as error:
+            messages.append(str(error))
+    engine.abandon()
+    return messages
+
+
+def test_random_numbers_of_a_shard_raise(ranks: Ranks) -> None:
+    for messages in ranks.run(_refused_draws, 3):
+        for name, message in zip(("bernoulli", "orthogonal_"), messages, strict=True):
+            assert f"`{name}`" in message and "`layers.0.up.weight`" in message, message
+            assert "strategy.full_parameters" in message
+
+
+# ---- gradients with respect to attributes ----
+
+
+def _grad_unused(model: nn.Module, loss: Tensor) -> None:
+    torch.autograd.grad(loss, [model.head.weight], allow_unused=True)
+
+
+def _grad_materialized(model: nn.Module, loss: Tensor) -> None:
+    torch.autograd.grad(loss, model.scale, allow_unused=True, materialize_grads=True)
+
+
+def _backward_inputs(model: nn.Module, loss: Tensor) -> None:
+    loss.backward(inputs=[model.head.weight])
+
+
+def _backward_block(model: nn.Module, loss: Tensor) -> None:
+    torch.autograd.backward([loss], inputs=model.layers[1].up.weight)
+
+
+GRADIENTS = {
+    "unused": (_grad_unused, ("`head.weight`", "read again", "`backward`")),
+    "materialized": (_grad_materialized, ("`scale`", "read again", "`backward`")),
+    "inputs": (_backward_inputs, ("`head.weight`", "requires_grad_")),
+    "inputs of a block": (_backward_block, ("`layers.1.up.weight`", "requires_grad_")),
+}
+
+
+def _refused(stage: int, scope: Any) -> dict[str, str]:
+    messages = {}
+    model = models.ByteModel()
+    batch = models.Batches(models.rank())[0]
+    with engines.engine(model, stage, compile=scope) as engine:
+        for name, (act, _) in GRADIENTS.items():
+            messages[name] = "nothing was raised"
+            with engine.training_step():
+                loss = engines.token_loss(model, batch)
+                try:
+                    act(model, loss)
+                except RuntimeError as error:
+                    messages[name] = str(error)
+    return messages
+
+
+def _all_refused() -> dict[tuple[int, Any], dict[str, str]]:
+    found = {}
+    for stage, scope in CELLS:
+        torch._dynamo.reset()
+        found[stage, scope] = _refused(stage, scope)
+    return found
+
+
+def test_gradients_of_values_read_again_raise(ranks: Ranks) -> None:
+    """Torch would return None, zeros or nothing at all: the value is not the one that the forward used."""
+    for found in ranks.run(_all_refused):
+        for cell, messages in found.items():
+            for name, (_, texts) in GRADIENTS.items():
+                assert all(text in messages[name] for text in texts), f"{cell} {name}: {messages[name]}"
+
+
+def _used_value(stage: int) -> float:
+    """A gradient with respect to the very value that was used is the local one, as under DDP."""
+    model, twin = models.ByteModel(), models.ByteModel()
+    twin.load_state_dict(model.state_dict())
+    twin.to(models.device())
+    x = torch.ones(2, 10, device=models.device())
+
+    def gradient(model: nn.Module) -> Tensor:
+        weight = model.head.weight
+        other = model.embedding.weight
+        kept = other.sum()  # read and used, but not for what is differentiated
+        inner, unused = torch.autograd.grad(F.linear(x, weight).square().sum(), [weight, other], allow_unused=True)
+        assert unused is None and kept.requires_grad
+        return inner  # type: ignore[no-any-return]
+
+    expected = gradient(twin)
+    with engines.engine(model, stage, compile=False) as engine, engine.training_step():
+        seen = gradient(model)
+    return (seen - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradient_of_the_value_that_was_used(ranks: Ranks, stage: int) -> None:
+    assert max(ranks.run(_used_value, stage)) == 0.0
+
+
+# ---- an optimizer of attributes ----
+
+
+class OfAttributes(models.Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        block = self.model.layers[1]
+        groups = [{"params": [self.model.head.weight, block.up.weight]}, {"params": [self.model.scale], "lr": 0.1}]
+        return torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+
+
+class Twice(models.Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [self.model.head.weight]}, {"params": self.model.parameters()}], lr=0.5)
+
+
+def _of_attributes(stage: int) -> tuple[float, str]:
+    module, twin = OfAttributes(), OfAttributes()
+    twin.load_state_dict(module.state_dict())
+    models.train(module, ZeroCompileStrategy(stage=stage, backend="aot_eager"), 3)
+    models.reference(twin, 3)
+    with pytest.raises(RuntimeError) as raised:
+        models.train(Twice(), ZeroCompileStrategy(stage=stage, compile=False), 1)
+    return models.deviation(module, twin), str(raised.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizer_of_attributes(ranks: Ranks, stage: int) -> None:
+    """`SGD([self.head.weight])` trains the parameter; one that is given twice is refused, as torch does."""
+    for deviation, message in ranks.run(_of_attributes, stage):
+        assert deviation <= 1e-6
+        assert "SGD" in message and "more than once" in message
+
+
+# ---- parameters inside compiled regions ----
+
+
+class Inside(nn.Module):
+    """A block that does something with its own parameters in its forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(10, 10), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "penalty":
+            return x + self.linear(x) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+        if self.kind == "clamp":
+            for parameter in self.parameters():
+                parameter.data.clamp_(-0.1, 0.1)
+            return x + self.linear(x)
+        values = {"weight": 0.5 * self.linear.weight, "bias": self.linear.bias}
+        return x + torch.func.functional_call(self.linear, values, (x,))  # type: ignore[no-any-return]
+
+
+class InsideModel(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Inside(kind) for _ in range(2))
+        self.head = nn.Linear(10, models.VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _inside(kind: str) -> list[str]:
+    problems = []
+    source = models.Whole(InsideModel(kind))
+    x = torch.randn(models.world(), 4, 10, generator=torch.Generator().manual_seed(1)).to(models.device())
+    twin = models.Whole(InsideModel(kind)).to(models.device())
+    twin.load_state_dict(source.state_dict())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for mine in x:
+            (twin(mine).square().mean() / models.world()).backward()
+        optimizer.step()
+    for stage, scope in [*CELLS, (3, "model")]:
+        torch._dynamo.reset()
+        model = models.Whole(InsideModel(kind))
+        model.load_state_dict(source.state_dict())
+        try:
+            with engines.engine(model, stage, compile=scope) as engine:
+                optimizer = _sgd(engine, model.parameters())
+                for _ in range(2):
+                    engines.step(engine, optimizer, lambda model=model: model(x[models.rank()]).square().mean())
+            if scope or models.deviation(model, twin) > 1e-6:
+                problems.append(f"stage {stage} {scope}: {models.deviation(model, twin)}")
+        except Exception as error:
+            if scope and "torch.compiler.disable" in str(error) and "linear." in str(error):
+                continue
+            problems.append(f"stage {stage} {scope}: {traceback.format_exc()[-1200:]}")
+    return problems
+
+
+@pytest.mark.parametrize("kind", ["penalty", "clamp", "functional"])
+def test_own_parameters_inside_a_region(ranks: Ranks, kind: str) -> None:
+    """An L2 term over `self.parameters()`, a clamp of them, `functional_call` with other values: as under DDP where the
+    block runs eagerly; compiled code would not see the other values and shards are not what it is for: it raises."""
+    for problems in ranks.run(_inside, kind):
+        assert problems == [], "\n".join(problems)
+
+
+# ---- modules that change ----
+
+
+def _deleted(model: nn.Module) -> None:
+    del model.head.weight
+
+
+def _none(model: nn.Module) -> None:
+    model.layers[0].up.bias = None
+
+
+def _module_added(model: nn.Module) -> None:
+    model.extra = nn.Linear(2, 2)
+
+
+def _assigned(model: nn.Module) -> None:
+    model.load_state_dict(models.ByteModel().state_dict(), assign=True)
+
+
+CHANGES = {
+    "deleted": (_deleted, ("`head.weight`", "removed")),
+    "none": (_none, ("`layers.0.up.bias`", "removed")),
+    "module added": (_module_added, ("`extra.weight` was added",)),
+    "assigned": (_assigned, ("was replaced", "`load_state_dict`")),
+}
+
+
+def _changed(name: str) -> list[str]:
+    messages = []
+    for stage, scope in CELLS:
+        torch._dynamo.reset()
+        model = models.ByteModel()
+        engine = engines.make_engine(model, stage, compile=scope)
+        try:
+            optimizer = _sgd(engine, model.parameters())
+            batch = models.Batches(models.rank())[0]
+            engines.step(engine, optimizer, lambda model=model, batch=batch: engines.token_loss(model, batch))
+            CHANGES[name][0](model)
+            engines.step(engine, optimizer, lambda model=model, batch=batch: engines.token_loss(model, batch))
+            messages.append("nothing was raised")
+        except RuntimeError as error:
+            messages.append(str(error))
+        finally:
+            engine.abandon()
+    return messages
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_changed_model_raises_in_the_next_step(ranks: Ranks, name: str) -> None:
+    for messages in ranks.run(_changed, name):
+        assert all(text in message for message in messages for text in CHANGES[name][1]), messages
+
+
+# ---- torch.func with respect to parameters() ----
+
+
+def _grad_of_masters(model: nn.Module, x: Tensor) -> None:
+    loss = lambda values: torch.func.functional_call(model, values, (x,)).sum()  # noqa: E731
+    torch.func.grad(loss)(dict(model.named_parameters()))
+
+
+def _jacrev_of_masters(model: nn.Module, x: Tensor) -> None:
+    torch.func.jacrev(lambda values: torch.func.functional_call(model, values, (x,)))(dict(model.named_parameters()))
+
+
+def _transforms() -> list[str]:
+    found = []
+    x = torch.randint(0, models.VOCABULARY, (1, 2), device=models.device())
+    for stage, scope in CELLS:
+        for act in (_grad_of_masters, _jacrev_of_masters):
+            torch._dynamo.reset()
+            model = models.ByteModel()
+            engine = engines.make_engine(model, stage, compile=scope)
+            try:
+                with engine.training_step():
+                    act(model, x)
+                found.append(f"stage {stage} {scope} {act.__name__}: nothing was raised")
+            except RuntimeError as error:
+                if "strategy.full_parameters" not in str(error):
+                    found.append(f"stage {stage} {scope} {act.__name__}: {error}")
+            finally:
+                engine.abandon()
+    return found
+
+
+def test_transforms_of_sharded_parameters_raise(ranks: Ranks) -> None:
+    for found in ranks.run(_transforms):
+        assert found == []
+
+
+# ---- forwards outside of steps ----
+
+
+def _bare_forward(scope: Any) -> tuple[int, list[str], float]:
+    model, twin = models.ByteModel(), models.ByteModel()
+    twin.load_state_dict(model.state_dict())
+    data = models.Batches(0)
+    with engines.engine(model, 3, compile=scope) as engine:
+        optimizer = _sgd(engine, model.parameters())
+        between, resident = 0, []
+        for number in range(2):
+            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
+            with torch.no_grad():
+                model(data[number][:, :-1])
+            between = max(between, len(engine.runtime.core.resident_units()))
+            with engine.training_step():
+                resident += engine.runtime.core.resident_units()
+    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
+    for number in range(2):
+        optimizer.zero_grad()
+        engines.token_loss(twin, data[number]).backward()
+        optimizer.step()
+    return between, resident, models.deviation(model, twin)
+
+
+@pytest.mark.parametrize("scope", [False, "blocks"])
+def test_a_bare_forward_between_steps(ranks: Ranks, scope: Any) -> None:
+    """Under `torch.no_grad()` outside of any step: at most its last units stay gathered, and none in the next step."""
+    for between, resident, deviation in ranks.run(_bare_forward, scope):
+        assert between <= 2 and resident == []
+        assert deviation <= 1e-6
