@@ -190,8 +190,7 @@ void Runtime::fence(const std::vector<int64_t>& indices, bool last) {
       p.grad_owned = true;
     }
     for (auto& reduction : in_flight_) {
-      if (reduction.unit != p.unit) continue;
-      for (auto& done : reduction.done) done.wait(device_);
+      if (reduction.unit == p.unit) await(reduction);
     }
   }
 }

@@ -99,13 +99,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("add_unit", &Runtime::add_unit, Release())
       .def("set_callbacks", &Runtime::set_callbacks)
       .def("shutdown",
-           [](Runtime& self) {
-             {
+           [](Runtime& self, bool wait) {
+             if (wait) {
                py::gil_scoped_release waiting;  // gloo's threads may need the GIL to end what we wait for
                self.settle();
              }
-             self.shutdown();  // with the GIL: it drops the callbacks
-           })
+             self.shutdown(wait);  // with the GIL: it drops the callbacks
+           },
+           py::arg("wait"))
       .def("peer_bytes", &Runtime::peer_bytes)
       .def("set_peers", &Runtime::set_peers, Release())
       .def("identity", &Runtime::identity)
@@ -120,7 +121,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("masters_changed", &Runtime::masters_changed, Release())
       .def("write_back", py::overload_cast<>(&Runtime::write_back), Release())
       .def("discard_writes", &Runtime::discard_writes, Release())
-      .def("end_forward", &Runtime::end_forward, Release())
+      .def("end_forward", &Runtime::end_forward, py::arg("raised") = false, Release())
       .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
       .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())
       .def("arm", &Runtime::arm, Release())
@@ -128,7 +129,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_deferred", &Runtime::set_deferred)
       .def("set_window", &Runtime::set_window)
       .def("hold", &Runtime::hold, Release())
-      .def("let_go", &Runtime::let_go, Release())
+      .def("let_go", &Runtime::let_go, py::arg("raised") = false, Release())
       .def("deferred", &Runtime::deferred)
       .def("flush", &Runtime::flush, Release())
       .def("drop_gradients", &Runtime::drop_gradients, Release())

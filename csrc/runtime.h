@@ -81,6 +81,7 @@ struct Unit {
   int64_t eager_reads = 0;  // of its parameters, since set-up
   int64_t bytes = 0;        // of its gathered values
   Pending gathering;
+  int64_t gathered_in = 0;  // a Phase
   bool reduced = false;     // in the backward that runs
   Ready ready;              // behind its gradients so far, see [Note: late reductions]
 };
@@ -124,7 +125,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, int64_t timeout_ms);
   void settle();
-  void shutdown();
+  void shutdown(bool wait);
   int64_t identity(int64_t parameter) const { return parameters_.at(parameter).identity; }
   Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input
 
@@ -136,12 +137,12 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<Tensor> use(const std::vector<int64_t>& parameters, bool expects_grad, bool reuses_memory);
   void release(const std::vector<int64_t>& parameters, bool last);
   void hold();
-  void let_go();
+  void let_go(bool raised);
   std::vector<int64_t> unit_order() const;
   void masters_changed(const std::vector<int64_t>& units);
   void write_back();
   void discard_writes();
-  void end_forward();
+  void end_forward(bool raised);
   int64_t parameter_of(const Tensor& value) const;
   int64_t master_version(int64_t parameter) const { return parameters_.at(parameter).version(); }
   const std::string& parameter_name(int64_t parameter) const { return parameters_.at(parameter).name; }
@@ -184,6 +185,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void allocate(Parameter& p);
   void forget(Parameter& p);
   Phase phase() const;
+  void await(Unit& unit);
+  void await(Reduction& reduction);
+  void drop_in_flight();
 
   // gather.cpp
   void acquire(int64_t unit, Phase phase, int64_t needed);

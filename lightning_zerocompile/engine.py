@@ -33,13 +33,15 @@ class Engine:
         backend: of the process groups.
 
     Raises:
-        RuntimeError: the ranks hold different models; a parameter is on a foreign device or cannot be initialised.
+        RuntimeError: the ranks hold different models; a parameter is a shard that a failed run has left, is on a
+            foreign device or cannot be initialised.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, config: Config, compute_dtype: torch.dtype | None, backend: str
     ) -> None:
         self.model, self.device, self.config = model, device, config
+        _take_over(model)
         check_equal_on_all_ranks(model)
         check_names(model, config.keep_gathered)
         units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered)
@@ -48,11 +50,15 @@ class Engine:
         gathers, reductions = [mesh.get_group(), *own][-2:]
         self._own_groups = own
         self.runtime = Runtime(mesh, device, config, gathers, reductions)
-        self.runtime.shard(model, units, compute_dtype)
-        self._buffers_to_device()
-        self.regions = Regions(self.runtime, config)
-        self._add_regions(units)
         self._hooks: dict[Optimizer, list[Any]] = {}
+        try:
+            self.runtime.shard(model, units, compute_dtype)
+            self._buffers_to_device()
+            self.regions = Regions(self.runtime, config)
+            self._add_regions(units)
+        except BaseException:
+            self.abandon()
+            raise
         self._stepped_by_unit = False
         self.windows = Windows(self.runtime)
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
@@ -60,8 +66,8 @@ class Engine:
         self._stepper = UnitStepper(self.runtime.units_in_order, self._unit_written, config.keep_gradients)
 
     def manages(self, model: nn.Module) -> bool:
-        """Whether this is the sharded ``model``, unchanged."""
-        return self.model is model
+        """Whether this is the sharded ``model``, and no other engine has taken it over."""
+        return self.model is model and shard.owner(model) is self.runtime.core
 
     def _buffers_to_device(self) -> None:
         for module in self.model.modules():
@@ -109,11 +115,13 @@ class Engine:
         """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
         if fitting:
             self._broadcast_buffers()
+        raised = True
         try:
             with self.runtime.forward(), self._user_code():
                 yield
+            raised = False
         finally:
-            self.runtime.core.end_forward()
+            self.runtime.core.end_forward(raised)
 
     @contextlib.contextmanager
     def _user_code(self) -> Iterator[None]:
@@ -285,25 +293,40 @@ class Engine:
     # ---- the end ----
 
     def unshard(self) -> None:
-        """Makes the model an ordinary module with full parameters; collective."""
-        self.settle()
+        """Makes the model an ordinary module with full parameters, on the CPU; collective."""
         self.attach_optimizers([])
-        remove_regions(self.model)
-        shard.unshard(self.model, self.device)
-        self._shutdown()
+        if self.manages(self.model):
+            _make_whole(self.model)
+        self.runtime.shutdown()
+        for group in self._own_groups:
+            dist.destroy_process_group(group)
 
     def abandon(self) -> None:
-        """Without communication: the model keeps its shards (as DTensors) under its own classes."""
-        self.attach_optimizers([])
-        remove_regions(self.model)
-        shard.remove(self.model)
-        self._shutdown(destroy=False)
+        """After a failure: neither communicates nor waits, see [Note: abandoned communication] in csrc/runtime.cpp.
 
-    def _shutdown(self, destroy: bool = True) -> None:
-        self.runtime.shutdown()
-        if destroy:
-            for group in self._own_groups:
-                dist.destroy_process_group(group)
+        The model keeps its shards (as DTensors) under its own classes. Process groups stay until the process ends: to
+        destroy one on this rank would fail what another still does with it, and hide the exception it is to raise.
+        """
+        self.attach_optimizers([])
+        if self.manages(self.model):
+            remove_regions(self.model)
+            shard.remove(self.model)
+        self.runtime.abandon()
+
+
+def _make_whole(model: nn.Module) -> None:
+    """Unshards the model by whichever engine it is sharded; collective."""
+    shard.owner(model).write_back()
+    remove_regions(model)
+    shard.unshard(model)
+    model.cpu()
+
+
+def _take_over(model: nn.Module) -> None:
+    """Makes a model whole that another strategy has left sharded (``unshard_after_fit=False``)."""
+    if shard.owner(model) is not None:
+        _make_whole(model)
+    shard.check_whole(model)
 
 
 def _masters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -20,7 +20,7 @@ from lightning_zerocompile import extension, fakes, leaves
 from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
-from lightning_zerocompile.peers import map_buffer
+from lightning_zerocompile.peers import has_copy_engines, map_buffer
 from lightning_zerocompile.policy import Lifetime, Policy
 from lightning_zerocompile.shard import ClassCache, Moment, Slot, install, make_master, spec_like
 from lightning_zerocompile.units import UnitPlan
@@ -113,7 +113,7 @@ class Runtime:
 
         self.core.set_callbacks(bind, agree, compare, unite)
         self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
-        self._agreement = Agreement(mesh, self.name, config.timeout)
+        self.agreement = Agreement(mesh, self.name, config.timeout)
 
     # ---- set-up ----
 
@@ -126,6 +126,8 @@ class Runtime:
             compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
         """
         places = Places(model, self.device)
+        places.check()
+        mapped = has_copy_engines(self.mesh, self.device, self.agreement, self.config.copy_engine)
         for plan in units:
             slots = []
             for name in plan.parameters:
@@ -146,8 +148,8 @@ class Runtime:
                     slot.source = self.core.resident_value(slot.index)
                     self._install(slot, places)
         places.finish()
-        size = self.core.peer_bytes()
-        buffer = map_buffer(self.mesh, self.device, self._agreement, self.config.copy_engine, size)
+        size = self.core.peer_bytes() if mapped else 0
+        buffer = map_buffer(self.mesh, self.device, self.agreement, self.config.copy_engine, size)
         if buffer is not None:
             self.core.set_peers(buffer, int(self.config.timeout.total_seconds() * 1000))
 
@@ -241,7 +243,7 @@ class Runtime:
 
     def _agree(self, order: list[int]) -> list[int]:
         """Rank 0's order, on all ranks, through the store."""
-        agreed = self._agreement.of_first("order", json.dumps(order))
+        agreed = self.agreement.of_first("order", json.dumps(order))
         if agreed is None:
             raise RuntimeError(
                 f"zerocompile: rank {dist.get_rank()} has begun its first backward, but rank 0 has not within "
@@ -253,7 +255,7 @@ class Runtime:
     def _compare(self, sequence: int, unit: str) -> str:
         """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
         mine = dist.get_rank()
-        for rank, theirs in self._agreement.exchange(f"gather/{sequence}", unit).items():
+        for rank, theirs in self.agreement.exchange(f"gather/{sequence}", unit).items():
             if theirs is None:
                 return (
                     f"zerocompile: rank {mine} gathers unit `{unit}` as gather number {sequence}, but rank {rank} "
@@ -270,11 +272,11 @@ class Runtime:
 
     def _unite(self, exchange: int, used: str, missing: bool) -> str:
         """Which parameters have a gradient on some rank, a "0" or "1" each. Only a rank with ``missing`` ones asks."""
-        self._agreement.tell_numbered("used", exchange, used)
+        self.agreement.tell_numbered("used", exchange, used)
         if not missing:
             return used
-        for rank in self._agreement.others:
-            theirs = self._agreement.ask_numbered("used", exchange, rank)
+        for rank in self.agreement.others:
+            theirs = self.agreement.ask_numbered("used", exchange, rank)
             if theirs is None:
                 raise RuntimeError(
                     f"zerocompile: rank {dist.get_rank()} has ended backward number {exchange}, but rank {rank} has "
@@ -336,8 +338,12 @@ class Runtime:
         return Stats(**{name: getattr(raw, name) for name in Stats.__dataclass_fields__})
 
     def shutdown(self) -> None:
-        """Drops every reference to the process groups; before they are destroyed. Idempotent, no communication."""
-        self.core.shutdown()
+        """Drops every reference to the process groups, before they are destroyed. Waits for what is on its way."""
+        self.core.shutdown(wait=True)
+
+    def abandon(self) -> None:
+        """:meth:`shutdown` after a failure: waits for nothing, since other ranks may not come to it."""
+        self.core.shutdown(wait=False)
 
 
 def _grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[torch.dtype | None, bool]:
