@@ -215,8 +215,7 @@ void Runtime::fence(const std::vector<int64_t>& indices, bool last) {
       mark_ready({i});
     }
     for (auto& reduction : in_flight_) {
-      if (reduction.unit != p.unit) continue;
-      for (auto& done : reduction.done) done.wait(device_);
+      if (reduction.unit == p.unit) await(reduction);
     }
   }
 }

@@ -52,7 +52,7 @@ void Runtime::check_order(const Unit& unit, Way way) {
 // `restores`: an older forward saw the same values.
 void Runtime::launch_gather(Unit& unit, Way way, bool restores) {
   check_order(unit, way);
-  unit.gathering.wait(device_);  // an earlier gather into the same memory must not finish after this one
+  await(unit);  // an earlier gather into the same memory must not finish after this one
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
   for (auto i : unit.parameters) {
@@ -99,6 +99,7 @@ void Runtime::launch_gather(Unit& unit, Way way, bool restores) {
     }
   }
   unit.gathering = launch.finish();
+  unit.gathered_in = static_cast<int64_t>(way);
   if (!unit.resident) {
     unit.resident = true;
     stats_.resident_bytes += unit.bytes;
@@ -108,7 +109,7 @@ void Runtime::launch_gather(Unit& unit, Way way, bool restores) {
 
 void Runtime::drop(Unit& unit) {
   if (!unit.resident || unit.lifetime == Lifetime::Step || unit.lent) return;
-  unit.gathering.wait(device_);  // its memory goes back to the stream that allocated it
+  await(unit);  // its memory goes back to the stream that allocated it
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
     if (!p.full.defined()) continue;
@@ -179,7 +180,7 @@ Tensor Runtime::read(int64_t index) {
   auto& p = parameter(index);
   const auto before = stats_.gathers;
   acquire(p.unit, phase(), index);
-  units_[p.unit].gathering.wait(device_);
+  await(units_[p.unit]);
   stats_.eager_reads += 1;
   units_[p.unit].eager_reads += 1;
   stats_.eager_gathers += stats_.gathers - before;
@@ -224,7 +225,7 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expec
   for (auto i : indices) {
     auto& p = parameter(i);
     acquire(p.unit, now, i);
-    units_[p.unit].gathering.wait(device_);
+    await(units_[p.unit]);
     if (units_[p.unit].lifetime == Lifetime::Use) units_[p.unit].graph_uses += 1;
     if (now == Phase::Forward) {
       p.forward_version = p.seen_version();
@@ -276,9 +277,11 @@ void Runtime::hold() {
   }
 }
 
-void Runtime::let_go() {
+// `raised`: see end_forward.
+void Runtime::let_go(bool raised) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   held_ = false;
+  if (raised) return;
   for (auto& u : units_) {
     if (u.open_modules == 0) drop(u);
   }
@@ -333,7 +336,7 @@ void Runtime::write_back() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto& u : units_) {
     if (!u.resident) continue;
-    u.gathering.wait(device_);
+    await(u);
     for (auto i : u.parameters) {
       if (parameters_[i].full.defined()) write_back(parameters_[i]);
     }
@@ -361,7 +364,7 @@ void Runtime::lend(const std::vector<int64_t>& indices) {
       drop(unit);
       launch_gather(unit, Way::Forth);
     }
-    unit.gathering.wait(device_);
+    await(unit);
     for (auto i : unit.parameters) write_back(parameters_[i]);  // what was written before counts
     unit.lent = true;
   }
@@ -406,12 +409,13 @@ std::string Runtime::lent_unit() const {
   return "";
 }
 
-// Nothing stays gathered for a backward that will not come.
-void Runtime::end_forward() {
+// Nothing stays gathered for a backward that will not come. Behind an exception (`raised`) it stays until the next use:
+// to drop it is to wait for it, and another rank may have failed before it came to it.
+void Runtime::end_forward(bool raised) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto& u : units_) {
     u.open_modules = 0;
-    if (!held_) drop(u);
+    if (!held_ && !raised) drop(u);
   }
   before_last_ = last_ = NOWHERE;
 }
@@ -440,7 +444,7 @@ Tensor Runtime::value_in_backward(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
   acquire(p.unit, phase(), index);
-  units_[p.unit].gathering.wait(device_);
+  await(units_[p.unit]);
   return p.full;
 }
 

@@ -120,13 +120,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("add_unit", &Runtime::add_unit, Release())
       .def("set_callbacks", &Runtime::set_callbacks)
       .def("shutdown",
-           [](Runtime& self) {
-             {
+           [](Runtime& self, bool wait) {
+             if (wait) {
                py::gil_scoped_release waiting;  // gloo's threads may need the GIL to end what we wait for
                self.settle();
              }
-             self.shutdown();  // with the GIL: it drops the callbacks
-           })
+             self.shutdown(wait);  // with the GIL: it drops the callbacks
+           },
+           py::arg("wait"))
       .def("peer_bytes", &Runtime::peer_bytes)
       .def("set_peers", &Runtime::set_peers, Release())
       .def("identity", &Runtime::identity)
@@ -144,7 +145,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("lent_value", &Runtime::lent_value, Release())
       .def("take_back", &Runtime::take_back, Release())
       .def("lent_unit", &Runtime::lent_unit)
-      .def("end_forward", &Runtime::end_forward, Release())
+      .def("end_forward", &Runtime::end_forward, py::arg("raised") = false, Release())
       .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
       .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())
       .def("arm", &Runtime::arm, Release())
@@ -152,7 +153,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_deferred", &Runtime::set_deferred)
       .def("set_window", &Runtime::set_window, Release())
       .def("hold", &Runtime::hold, Release())
-      .def("let_go", &Runtime::let_go, Release())
+      .def("let_go", &Runtime::let_go, py::arg("raised") = false, Release())
       .def("deferred", &Runtime::deferred)
       .def("pending", &Runtime::pending)
       .def("publish_order", &Runtime::publish_order, Release())

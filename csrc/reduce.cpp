@@ -254,7 +254,7 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& redu
 void Runtime::retire(size_t keep) {
   if (device_.is_cpu() && keep > 0) return;
   while (in_flight_.size() > keep) {
-    for (auto& done : in_flight_.front().done) done.wait(device_);
+    await(in_flight_.front());
     in_flight_.erase(in_flight_.begin());
   }
 }

@@ -95,17 +95,76 @@ void Runtime::set_peers(const Tensor& buffer, int64_t timeout_ms) {
 // Waits for everything that is on its way.
 void Runtime::settle() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (auto& u : units_) u.gathering.wait(device_);
+  for (auto& u : units_) await(u);
   retire(0);
+}
+
+namespace {
+
+[[noreturn]] void fail(const std::string& what, int64_t rank, const std::string& why) {
+  TORCH_CHECK(false, text("zerocompile: ", what, " failed on rank ", rank, ": ", why));
+}
+
+void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank) {
+  try {
+    pending.wait(device);
+  } catch (const c10::Error& error) {
+    fail(what, rank, error.what_without_backtrace());
+  } catch (const std::exception& error) {  // gloo's
+    fail(what, rank, error.what());
+  }
+}
+
+}  // namespace
+
+// Waits for the unit's gather, which fails with a message that names it.
+void Runtime::await(Unit& unit) {
+  static const char* const names[] = {"forward", "backward"};
+  if (!unit.gathering.any()) return;
+  const auto what = text("the gather of unit `", unit.name, "` in ", names[unit.gathered_in]);
+  wait_for(unit.gathering, device_, what, rank_);
+}
+
+void Runtime::await(Reduction& reduction) {
+  const auto what = text("the reduction of unit `", units_.at(reduction.unit).name, "` in backward number ",
+                         stats_.backwards);
+  for (auto& done : reduction.done) wait_for(done, device_, what, rank_);
+}
+
+// [Note: abandoned communication] After a failure this rank waits for nobody: another may have failed before it came to
+// what is on its way here. Gloo's works hold their tensors until they end, and on a device the memory stays reserved
+// until the lane is done. What would block when it is destroyed (gloo's group waits for its works; peers' memory for
+// the device) is left to the end of the process.
+void Runtime::drop_in_flight() {
+  bool gathers = false, reductions = !in_flight_.empty();
+  for (auto& u : units_) {
+    if (!u.gathering.running()) continue;
+    gathers = true;
+    for (auto i : u.parameters) {
+      gather_lane_.keep(parameters_[i].full);
+      gather_lane_.keep(parameters_[i].local);
+    }
+    u.gathering.drop();
+  }
+  for (auto& reduction : in_flight_) {
+    for (const auto& tensor : reduction.inputs) reduce_lane_.keep(tensor);
+    for (auto i : units_[reduction.unit].parameters) reduce_lane_.keep(existing_grad(parameters_[i]));
+  }
+  in_flight_.clear();
+  if (gathers) (void)peers_.release();
+  if (!device_.is_cpu()) return;
+  if (gathers) (void)gather_group_.release();
+  if (reductions) (void)reduce_group_.release();
 }
 
 // [Note: shutdown] The process group must not be kept alive by this object: a group that is destroyed while somebody
 // holds it aborts the process at exit. After shutdown every use of a parameter raises.
-void Runtime::shutdown() {
+void Runtime::shutdown(bool wait) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return;
+  if (wait) settle();
   shut_down_ = true;
-  settle();
+  drop_in_flight();
   for (auto& p : parameters_) forget_identity(p.identity);
   parameters_.clear();
   units_.clear();

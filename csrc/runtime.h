@@ -92,6 +92,7 @@ struct Unit {
   int64_t eager_reads = 0, gathers = 0, gather_bytes = 0;  // since set-up
   int64_t bytes = 0;        // of its gathered values
   Pending gathering;
+  int64_t gathered_in = 0;  // a Way
   bool reduced = false;     // in the backward that runs
   bool nested = false;      // a nested backward contributed to it: see [Note: nested contributions]
   Ready ready;              // behind its gradients so far, see [Note: late reductions]
@@ -136,7 +137,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, int64_t timeout_ms);
   void settle();
-  void shutdown();
+  void shutdown(bool wait);
   int64_t identity(int64_t parameter) const { return parameters_.at(parameter).identity; }
   Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input
 
@@ -148,7 +149,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<Tensor> use(const std::vector<int64_t>& parameters, bool expects_grad, bool reuses_memory);
   void release(const std::vector<int64_t>& parameters, bool last);
   void hold();
-  void let_go();
+  void let_go(bool raised);
   std::vector<int64_t> unit_order() const;
   void masters_changed(const std::vector<int64_t>& units);
   void write_back();
@@ -156,7 +157,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Tensor lent_value(int64_t parameter);
   void take_back(const std::vector<int64_t>& units, bool keep, bool together);
   std::string lent_unit() const;
-  void end_forward();
+  void end_forward(bool raised);
   std::string gathered_so_far() const;
   int64_t parameter_of(const Tensor& value) const;
   int64_t parameter_of_handle(const Tensor& tensor) const;
@@ -218,6 +219,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void allocate(Parameter& p);
   void forget(Parameter& p);
   Phase phase() const;
+  void await(Unit& unit);
+  void await(Reduction& reduction);
+  void drop_in_flight();
 
   // gather.cpp
   void acquire(int64_t unit, Phase phase, int64_t needed);

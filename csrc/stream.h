@@ -2,6 +2,7 @@
 // is the collective's own wait. No CUDA header is included, so the same source serves every build of torch.
 #pragma once
 
+#include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
@@ -47,6 +48,14 @@ class Pending {
     event_.reset();
   }
 
+  bool any() const { return event_ != nullptr || !works_.empty() || !afterwards_.empty(); }
+
+  // Whether something may still be on its way; it does not block.
+  bool running() const { return !works_.empty() || (event_ != nullptr && !event_->query()); }
+
+  // Nobody will wait. What reads or writes memory on a device has to be kept from it: see Lane::keep.
+  void drop() { *this = Pending(); }
+
  private:
   std::vector<WorkPtr> works_;
   std::vector<std::function<void()>> afterwards_;
@@ -58,6 +67,11 @@ class Pending {
 class Lane {
  public:
   explicit Lane(c10::Device device) : device_(device) {}
+
+  // The tensor's memory is not used again before what this lane holds now is done, without anybody waiting.
+  void keep(const at::Tensor& tensor) const {
+    if (stream_ && tensor.defined()) tensor.record_stream(*stream_);
+  }
 
   class Launch {
    public:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 # How many messages of a series stay in the store. A rank is never that far ahead of another: a device queues about a
 # thousand kernels, and what waits there for a slower rank's collective is behind the first of them.
 SERIES = 256
+HAS_LEFT = "which has ended:"  # in every error of a rank that waits for one that is gone
+_LEFT = "left"  # the topic under which a rank says why it has ended
+_LOOK, _PAUSE = 1.0, 5e-3  # seconds: how often a rank that waits looks whether the other has ended; between two looks
 
 
 class Agreement:
@@ -38,14 +42,45 @@ class Agreement:
         self._store().delete_key(self._key(topic, self._mine))
 
     def ask(self, topic: str, rank: int) -> str | None:
-        """The message of ``rank`` (a global one); ``None`` if none came in time."""
-        key = self._key(topic, rank)
-        try:
-            self._store().wait([key], self._timeout)
-        except dist.DistStoreError:
-            return None
-        message: str = self._store().get(key).decode()
+        """The message of ``rank`` (a global one); ``None`` if none came in time.
+
+        Raises:
+            RuntimeError: the rank has ended meanwhile; the message says with what.
+        """
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while (left := deadline - time.monotonic()) > 0:
+            message = self._wait(topic, rank, min(left, _LOOK))
+            if message is not None:
+                return message
+            self._check_there(rank)
+        return None
+
+    def _check_there(self, rank: int) -> None:
+        ended = self._wait(_LEFT, rank, 0)
+        if ended is not None:
+            raise RuntimeError(f"zerocompile: rank {self._mine} waits for rank {rank}, {HAS_LEFT} {ended}")
+
+    def _wait(self, topic: str, rank: int, seconds: float) -> str | None:
+        """A message, if it is there within ``seconds`` (0: now)."""
+        key, store = self._key(topic, rank), self._store()
+        start = time.monotonic()
+        while not store.check([key]):  # its own wait would write a warning each time that it ends without a message
+            waited = time.monotonic() - start
+            if waited >= seconds:
+                return None
+            time.sleep(min(_PAUSE, waited / 4 + 1e-4))
+        message: str = store.get(key).decode()
         return message
+
+    def leave(self, reason: str) -> None:
+        """Tells the others that this rank ends, and why; does not block on them and does not raise."""
+        with suppress(RuntimeError):  # of a store whose host has died
+            self.tell(_LEFT, reason)
+
+    def reasons(self, within: timedelta) -> dict[int, str | None]:
+        """Why the others have ended, by global rank; ``None``: nothing was heard of it in time."""
+        deadline = time.monotonic() + within.total_seconds()
+        return {rank: self._wait(_LEFT, rank, deadline - time.monotonic()) for rank in self.others}
 
     def tell_numbered(self, topic: str, number: int, message: str) -> None:
         """:meth:`tell` for an endless series: message ``number`` takes the place of number ``number - SERIES``."""
@@ -61,6 +96,7 @@ class Agreement:
             seen, _, message = answer.partition(":")
             if int(seen) == number:
                 return message
+            self._check_there(rank)
             time.sleep(1e-3)  # an older one: the rank has not come to this number
         return None
 

@@ -120,15 +120,38 @@ class Checkpoints:
             with sharded_checkpoint.refusals(path):
                 loaded = io.load_checkpoint(path, weights_only=weights_only is not False)
             return sharded_checkpoint.as_lightning(loaded)
-        local = files.locate(local)
-        if local.is_dir() and (type(io) is AtomicCheckpointIO or (local / files.META).is_file()):
+        local, kind = self._found(files.locate(local), io)
+        if kind == "a directory":
             masters = dict(module.named_parameters(remove_duplicate=False))
             return sharded_checkpoint.load(local, masters, weights_only, with_optimizers)
-        if local.is_file():
+        if kind == "a file":
             first = dist.get_rank() == 0  # one rank reads it all; the others would find the same
             together(f"Reading the checkpoint `{path}`", lambda: files.check_file(local) if first else None)
         with sharded_checkpoint.refusals(str(local)):
             return sharded_checkpoint.as_lightning(io.load_checkpoint(local, weights_only=weights_only))
+
+    @staticmethod
+    def _found(path: Path, io: CheckpointIO) -> tuple[Path, str]:
+        """What is at ``path``, alike on all ranks; collective.
+
+        Raises:
+            RuntimeError: ranks find different things, for example on disks of their own.
+        """
+        what = f"Reading the checkpoint `{path}`"
+
+        def look() -> str:
+            if path.is_dir() and (type(io) is AtomicCheckpointIO or (path / files.META).is_file()):
+                return "a directory"
+            return "a file" if path.is_file() else "nothing"
+
+        kinds = together(what, look)
+        if len(set(kinds)) > 1:
+            found = ", ".join(f"rank {rank} finds {kind}" for rank, kind in enumerate(kinds))
+            raise RuntimeError(
+                f"{what} failed: there {found}. It must be on a filesystem that all ranks see, or be copied to "
+                "every node before."
+            )
+        return path, kinds[0]
 
     def remove(self, io: CheckpointIO, path: _PATH) -> None:
         """Removes a checkpoint, on rank 0, after those that are still being saved."""

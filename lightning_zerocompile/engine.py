@@ -41,13 +41,15 @@ class Engine:
         backend: of the process groups.
 
     Raises:
-        RuntimeError: the ranks hold different models; a parameter is on a foreign device or cannot be initialised.
+        RuntimeError: the ranks hold different models; a parameter is a shard that a failed run has left, is on a
+            foreign device or cannot be initialised.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, config: Config, compute_dtype: torch.dtype | None, backend: str
     ) -> None:
         self.model, self.device, self.config = model, device, config
+        _take_over(model)
         check_equal_on_all_ranks(model)
         check_names(model, config.keep_gathered)
         units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered)
@@ -56,12 +58,16 @@ class Engine:
         gathers, reductions = [mesh.get_group(), *own][-2:]
         self._own_groups = own
         self.runtime = Runtime(mesh, device, config, gathers, reductions)
-        self.runtime.shard(model, units, compute_dtype)
-        self._buffers_to_device()
-        self.regions = Regions(self.runtime, config)
-        self._add_regions(units)
         self._hooks: dict[Optimizer, list[Any]] = {}
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
+        try:
+            self.runtime.shard(model, units, compute_dtype)
+            self._buffers_to_device()
+            self.regions = Regions(self.runtime, config)
+            self._add_regions(units)
+        except BaseException:
+            self.abandon()
+            raise
         self._stepped_by_unit = False
         self.windows = Windows(self.runtime)
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
@@ -74,8 +80,8 @@ class Engine:
         self._through_lightning = False
 
     def manages(self, model: nn.Module) -> bool:
-        """Whether this is the sharded ``model``, unchanged."""
-        return self.model is model
+        """Whether this is the sharded ``model``, and no other engine has taken it over."""
+        return self.model is model and shard.owner(model) is self.runtime.core
 
     def _buffers_to_device(self) -> None:
         for module in self.model.modules():
@@ -127,11 +133,13 @@ class Engine:
         self.runtime.pass_mark(f"{what} step")
         if fitting:
             self._broadcast_buffers()
+        raised = True
         try:
             with self.runtime.forward(), self._user_code():
                 yield
+            raised = False
         finally:
-            self.runtime.core.end_forward()
+            self.runtime.core.end_forward(raised)
 
     @contextlib.contextmanager
     def _user_code(self) -> Iterator[None]:
@@ -341,25 +349,40 @@ class Engine:
     # ---- the end ----
 
     def unshard(self) -> None:
-        """Makes the model an ordinary module with full parameters; collective."""
-        self.settle()
+        """Makes the model an ordinary module with full parameters, on the CPU; collective."""
         self.attach_optimizers([])
-        remove_regions(self.model)
-        shard.unshard(self.model, self.device)
-        self._shutdown()
+        if self.manages(self.model):
+            _make_whole(self.model)
+        self.runtime.shutdown()
+        for group in self._own_groups:
+            dist.destroy_process_group(group)
 
     def abandon(self) -> None:
-        """Without communication: the model keeps its shards (as DTensors) under its own classes."""
-        self.attach_optimizers([])
-        remove_regions(self.model)
-        shard.remove(self.model)
-        self._shutdown(destroy=False)
+        """After a failure: neither communicates nor waits, see [Note: abandoned communication] in csrc/runtime.cpp.
 
-    def _shutdown(self, destroy: bool = True) -> None:
-        self.runtime.shutdown()
-        if destroy:
-            for group in self._own_groups:
-                dist.destroy_process_group(group)
+        The model keeps its shards (as DTensors) under its own classes. Process groups stay until the process ends: to
+        destroy one on this rank would fail what another still does with it, and hide the exception it is to raise.
+        """
+        self.attach_optimizers([])
+        if self.manages(self.model):
+            remove_regions(self.model)
+            shard.remove(self.model)
+        self.runtime.abandon()
+
+
+def _make_whole(model: nn.Module) -> None:
+    """Unshards the model by whichever engine it is sharded; collective."""
+    shard.owner(model).write_back()
+    remove_regions(model)
+    shard.unshard(model)
+    model.cpu()
+
+
+def _take_over(model: nn.Module) -> None:
+    """Makes a model whole that another strategy has left sharded (``unshard_after_fit=False``)."""
+    if shard.owner(model) is not None:
+        _make_whole(model)
+    shard.check_whole(model)
 
 
 def _masters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -53,6 +53,17 @@ class Places:
                 raise RuntimeError(f"Parameter `{name}` is still on the meta device after its module initialised it.")
         return parameter
 
+    def check(self) -> None:
+        """Before anything is changed: whether every parameter on the meta device can be initialised.
+
+        Raises:
+            RuntimeError: names the first that cannot, and the remedy.
+        """
+        for name, [(module, local_name), *_] in self._places.items():
+            parameter = module._parameters[local_name]
+            if parameter is not None and parameter.is_meta:
+                self._initializer_of(module, f"Parameter `{name}`")
+
     def finish(self) -> None:
         """Initialises what has only buffers; afterwards nothing is on the meta device."""
         for name, module in self._model.named_modules():
@@ -60,13 +71,7 @@ class Places:
                 self._initialize(module, f"A buffer of `{name}`")
 
     def _initialize(self, module: nn.Module, what: str) -> None:
-        initialize = self._initializer(module)
-        if initialize is None:
-            raise RuntimeError(
-                f"{what} is on the meta device, and its module {type(module).__name__} has no `reset_parameters` "
-                "that says how to initialise it. Add that method (it must set the module's own parameters and "
-                "buffers), or build the module on a real device."
-            )
+        initialize = self._initializer_of(module, what)
         # what is real already (a tied parameter that was sharded before) stays; its initialiser writes to a stand-in
         parameters = {n: p for n, p in module._parameters.items() if p is not None}
         kept = {n: p for n, p in parameters.items() if not p.is_meta}
@@ -86,6 +91,16 @@ class Places:
             new.__dict__.update(old.__dict__)  # marks that users put on a parameter
             for other, other_name in self._places[self._name_at[module, local_name]]:
                 other._parameters[other_name] = new  # ties survive
+
+    def _initializer_of(self, module: nn.Module, what: str) -> Callable[[], object]:
+        initialize = self._initializer(module)
+        if initialize is None:
+            raise RuntimeError(
+                f"{what} is on the meta device, and its module {type(module).__name__} has no `reset_parameters` "
+                "that says how to initialise it. Add that method (it must set the module's own parameters and "
+                "buffers), or build the module on a real device."
+            )
+        return initialize
 
     def _initializer(self, module: nn.Module) -> Callable[[], object] | None:
         reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

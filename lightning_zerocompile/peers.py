@@ -15,39 +15,53 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_zerocompile.agreement import Agreement
 
 
+def has_copy_engines(
+    mesh: DeviceMesh, device: torch.device, agreement: Agreement, wanted: bool | Literal["auto"]
+) -> bool:
+    """Whether the devices can gather by copies, and are to; alike on all ranks.
+
+    Raises:
+        ValueError: ``wanted=True`` and the devices do not allow it; the message says why.
+    """
+    if mesh.size() == 1 or wanted is False:
+        return False
+    reason = "" if device.type == "cuda" else f"{device.type} devices have no copy engines"
+    return not _refused(reason or _unreachable(device, agreement), wanted)
+
+
+def _refused(reason: str, wanted: bool | Literal["auto"]) -> bool:
+    if reason and wanted is True:
+        raise ValueError(f"`copy_engine=True` cannot be had on rank {dist.get_rank()}: {reason}. Use 'auto' or False.")
+    return bool(reason)
+
+
 def map_buffer(
     mesh: DeviceMesh, device: torch.device, agreement: Agreement, wanted: bool | Literal["auto"], half: int
 ) -> Tensor | None:
     """A buffer of two halves that all ranks have mapped; ``None`` if collectives must gather.
 
-    Collective over the mesh: all ranks map their buffers, or none does.
+    Collective over the mesh, whose devices have copy engines: all ranks map their buffers, or none does.
 
     Args:
         mesh: the shard group, one dimension.
         device: of this rank.
         agreement: the ranks' conversation.
-        wanted: ``"auto"``: where the devices allow it; ``True``: or raise; ``False``: never.
-        half: bytes of one half.
+        wanted: ``"auto"``: if it can be mapped; ``True``: or raise.
+        half: bytes of one half; 0: none.
 
     Returns:
         [2 * half], uint8.
 
     Raises:
-        ValueError: ``wanted=True`` and the devices do not allow it; the message says why.
+        ValueError: ``wanted=True`` and it cannot be mapped; the message says why.
     """
-    if mesh.size() == 1 or wanted is False or half == 0:
+    if half == 0:
         return None
-    reason = "" if device.type == "cuda" else f"{device.type} devices have no copy engines"
-    if not reason:
-        reason = _unreachable(device, agreement)
     buffers: list[Tensor] = []
-    if not reason:
-        reason = _first_failure(agreement, "allocated", lambda: buffers.append(_allocate(device, 2 * half)))
+    reason = _first_failure(agreement, "allocated", lambda: buffers.append(_allocate(device, 2 * half)))
     if not reason:
         reason = _first_failure(agreement, "mapped", lambda: _rendezvous(buffers[0], mesh.get_group()))
-    if reason and wanted is True:
-        raise ValueError(f"`copy_engine=True` cannot be had on rank {dist.get_rank()}: {reason}. Use 'auto' or False.")
-    return None if reason else buffers[0]
+    return None if _refused(reason, wanted) else buffers[0]
 
 
 def _unreachable(device: torch.device, agreement: Agreement) -> str:

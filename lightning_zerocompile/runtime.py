@@ -20,7 +20,7 @@ from lightning_zerocompile import extension, fakes, leaves
 from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
-from lightning_zerocompile.peers import map_buffer
+from lightning_zerocompile.peers import has_copy_engines, map_buffer
 from lightning_zerocompile.policy import Lifetime, Policy
 from lightning_zerocompile.shard import ClassCache, Moment, Slot, install, make_master, spec_like
 from lightning_zerocompile.units import UnitPlan
@@ -127,7 +127,7 @@ class Runtime:
 
         self.core.set_callbacks(bind, agree, compare, unite)
         self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
-        self._agreement = Agreement(mesh, self.name, config.timeout)
+        self.agreement = Agreement(mesh, self.name, config.timeout)
         self._marks = 0  # that were passed, see `pass_mark`
         self._compared = ""  # the last gather that the ranks compared
 
@@ -142,6 +142,8 @@ class Runtime:
             compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
         """
         places = Places(model, self.device)
+        places.check()
+        mapped = has_copy_engines(self.mesh, self.device, self.agreement, self.config.copy_engine)
         for plan in units:
             slots = []
             for name in plan.parameters:
@@ -162,8 +164,8 @@ class Runtime:
                     slot.source = self.core.resident_value(slot.index)
                     self._install(slot, places)
         places.finish()
-        size = self.core.peer_bytes()
-        buffer = map_buffer(self.mesh, self.device, self._agreement, self.config.copy_engine, size)
+        size = self.core.peer_bytes() if mapped else 0
+        buffer = map_buffer(self.mesh, self.device, self.agreement, self.config.copy_engine, size)
         if buffer is not None:
             self.core.set_peers(buffer, int(self.config.timeout.total_seconds() * 1000))
 
@@ -265,7 +267,7 @@ class Runtime:
 
     def _agree(self, order: list[int]) -> list[int]:
         """Rank 0's order, on all ranks, through the store."""
-        agreed = self._agreement.of_first("order", json.dumps(order))
+        agreed = self.agreement.of_first("order", json.dumps(order))
         if agreed is None:
             raise RuntimeError(
                 f"zerocompile: rank {dist.get_rank()} has begun its first backward, but rank 0 has not within "
@@ -277,9 +279,9 @@ class Runtime:
     def _compare(self, sequence: int, unit: str) -> str:
         """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
         mine, topic = dist.get_rank(), f"gather/{sequence}"
-        heard = self._agreement.exchange(topic, unit)
+        heard = self.agreement.exchange(topic, unit)
         if self._compared:  # who has come to this comparison has read the last one
-            self._agreement.forget(self._compared)
+            self.agreement.forget(self._compared)
         self._compared = topic
         for rank, theirs in heard.items():
             if theirs is None:
@@ -309,7 +311,7 @@ class Runtime:
         if self.mesh.size() == 1 or len(self._kept) == len(self._masters):
             return
         mine = f"{what}, after {self.core.gathered_so_far()}"
-        rank, theirs = self._agreement.mark("mark", self._marks, mine)
+        rank, theirs = self.agreement.mark("mark", self._marks, mine)
         self._marks += 1
         if theirs != mine:
             raise RuntimeError(
@@ -321,11 +323,11 @@ class Runtime:
 
     def _unite(self, exchange: int, used: str, asks: bool) -> str:
         """Which parameters have a gradient on some rank, a letter each: "0": none; the largest of all ranks counts."""
-        self._agreement.tell_numbered("used", exchange, used)
+        self.agreement.tell_numbered("used", exchange, used)
         if not asks:
             return used
-        for rank in self._agreement.others:
-            theirs = self._agreement.ask_numbered("used", exchange, rank)
+        for rank in self.agreement.others:
+            theirs = self.agreement.ask_numbered("used", exchange, rank)
             if theirs is None:
                 raise RuntimeError(
                     f"zerocompile: rank {dist.get_rank()} has ended backward number {exchange}, but rank {rank} has "
@@ -387,8 +389,12 @@ class Runtime:
         return Stats(**{name: getattr(raw, name) for name in Stats.__dataclass_fields__})
 
     def shutdown(self) -> None:
-        """Drops every reference to the process groups; before they are destroyed. Idempotent, no communication."""
-        self.core.shutdown()
+        """Drops every reference to the process groups, before they are destroyed. Waits for what is on its way."""
+        self.core.shutdown(wait=True)
+
+    def abandon(self) -> None:
+        """:meth:`shutdown` after a failure: waits for nothing, since other ranks may not come to it."""
+        self.core.shutdown(wait=False)
 
 
 def _grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[torch.dtype | None, bool]:

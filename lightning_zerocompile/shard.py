@@ -296,15 +296,39 @@ def check_unchanged(model: nn.Module) -> None:
             )
 
 
-def unshard(model: nn.Module, device: torch.device) -> None:
-    """Makes the model an ordinary module with full parameters on ``device``; collective over the shard group."""
+def owner(model: nn.Module) -> Any:
+    """The C++ runtime that the model is sharded by; None: by none."""
+    slots = (slot for module in model.modules() for slot in module.__dict__.get(SLOTS, {}).values())
+    return next((slot.core for slot in slots), None)
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raises if a parameter is a shard that no strategy manages.
+
+    Raises:
+        RuntimeError: names the parameter and the remedy.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise RuntimeError(
+                f"Parameter `{name}` is a shard (a DTensor): a former run of this model raised, so it could not be "
+                "made whole again (another rank may have been gone), or another library has sharded it. Build the "
+                "model anew and go on from a checkpoint: `trainer.fit(model, ckpt_path=...)`."
+            )
+
+
+def unshard(model: nn.Module) -> None:
+    """Makes the model an ordinary module with full parameters on the CPU; collective over the shard group.
+
+    On a device no more than one parameter is whole at a time.
+    """
     full: dict[Slot, nn.Parameter] = {}
     for module in model.modules():
         for name, slot in module.__dict__.get(SLOTS, {}).items():
             if slot not in full:
                 value = slot.master.detach()
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
-                full[slot] = nn.Parameter(whole.to(device), requires_grad=slot.master.requires_grad)
+                full[slot] = nn.Parameter(whole.to("cpu"), requires_grad=slot.master.requires_grad)
                 attributes = {n: v for n, v in vars(slot.master).items() if n not in ("_is_param", leaves.SLOT)}
                 full[slot].__dict__.update(attributes)
                 leaves.keep_hooks(slot.master, full[slot])

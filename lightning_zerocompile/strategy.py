@@ -18,6 +18,7 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
@@ -30,11 +31,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.callbacks import before_optimizer_state, prepare_callbacks
 from lightning_zerocompile.checkpoint import Checkpoints
 from lightning_zerocompile.compile import CompileStats
 from lightning_zerocompile.config import CompileScope, Config, as_dtype
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.failures import CommunicationError, phase
 from lightning_zerocompile.launcher import Launcher
 from lightning_zerocompile.materialize import place
 from lightning_zerocompile.precision import StepsThroughEngine, compute_dtype, convert_plugin
@@ -69,14 +72,17 @@ class ZeroCompileStrategy(ParallelStrategy):
             ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; ``None``: only
             at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.
         keep_gradients: leave ``p.grad`` after ``optimizer.step()``; by default its memory is released there.
-        unshard_after_fit: make the module an ordinary one with full parameters when ``fit`` has succeeded.
+        unshard_after_fit: make the module an ordinary one with full parameters, on the CPU, when ``fit`` has succeeded;
+            one parameter at a time, so that a device never holds more than one whole. ``False``: it stays sharded, and
+            the next run takes it over. A module whose run raised stays sharded too, and cannot be fitted again.
         checkpoint: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
             write their shards. Either loads at any stage, world size and with either setting.
         whole_values: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels that take
             addresses): they see whole parameters, gradients and states, one unit at a time, on every rank. Only for
             those that update each parameter from its own gradient and state. Torch's own need no mention.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
-        timeout: of every collective.
+        timeout: how long ranks wait for each other in a collective or for a message. When it ends, or a peer closes its
+            connection (gloo), the error names the phase and the rank.
 
     ``param_dtype``, ``reduce_dtype`` and ``master_dtype`` take a dtype or its name.
 
@@ -228,6 +234,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         )
 
     @override
+    @phase("the set-up")
     def setup(self, trainer: pl.Trainer) -> None:
         module = self._module
         self._failed = False
@@ -274,25 +281,39 @@ class ZeroCompileStrategy(ParallelStrategy):
     # ---- steps ----
 
     @override
+    @phase("`training_step`")
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context(), self.engine.training_step():
             return self._module.training_step(*args, **kwargs)
 
     @override
+    @phase("`validation_step`")
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         with self.precision_plugin.val_step_context(), self.engine.evaluation_step("a validation", fitting):
             return self._module.validation_step(*args, **kwargs)
 
     @override
+    @phase("`test_step`")
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context(), self.engine.evaluation_step("a test"):
             return self._module.test_step(*args, **kwargs)
 
     @override
+    @phase("`predict_step`")
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context(), self.engine.evaluation_step("a prediction"):
             return self._module.predict_step(*args, **kwargs)
+
+    @override
+    @phase("backward")
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    @phase("the optimizer's step")
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().optimizer_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -382,6 +403,7 @@ class ZeroCompileStrategy(ParallelStrategy):
     # ---- communication outside of steps ----
 
     @override
+    @phase("a barrier")
     def barrier(self, name: str | None = None) -> None:
         if not _distributed_is_initialized():
             return
@@ -389,6 +411,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         dist.barrier(device_ids=device_ids)
 
     @override
+    @phase("a broadcast")
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not _distributed_is_initialized():
             return obj
@@ -397,6 +420,12 @@ class ZeroCompileStrategy(ParallelStrategy):
         return objects[0]
 
     @override
+    @phase("all_gather")
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    @phase("the reduction of a logged value or of a decision")
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
@@ -413,6 +442,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         self._checkpoint_io = io
 
     @override
+    @phase("a checkpoint: the model's state")
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Shards, or full values on the CPU of rank 0 and nothing on the others; collective."""
         if self._engine is not None:
@@ -421,6 +451,7 @@ class ZeroCompileStrategy(ParallelStrategy):
         return self._checkpoints.model_state(self._module)
 
     @override
+    @phase("a checkpoint: an optimizer's state")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._checkpoints.optimizer_state(_raw(optimizer))
 
@@ -430,10 +461,12 @@ class ZeroCompileStrategy(ParallelStrategy):
         self._checkpoints.load_optimizers(self._raw_optimizers, checkpoint["optimizer_states"])
 
     @override
+    @phase("a checkpoint: saving")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         self._checkpoints.save(self.checkpoint_io, checkpoint, filepath, storage_options)
 
     @override
+    @phase("a checkpoint: loading")
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         if weights_only is None and isinstance(self._launcher, Launcher):
@@ -467,16 +500,18 @@ class ZeroCompileStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True  # ranks may be out of step: no collective from here on
+        if self.agreement is not None and not isinstance(exception, CommunicationError):
+            self.agreement.leave(f"{type(exception).__name__}: {exception}")
 
     @override
+    @phase("the teardown")
     def teardown(self) -> None:
-        if self._engine is not None:
-            keep = self._failed or not self.config.unshard_after_fit
-            if not keep:
+        if self._failed:
+            self._abandon()
+        else:
+            _optimizers_to_device(self.optimizers, torch.device("cpu"))
+            if self.config.unshard_after_fit:
                 self._close()
-            elif self._failed:
-                self._engine.abandon()
-                self._use(None)
         if self._engine is None:
             self._restore_layers()  # also when set-up failed on the way
         if self._engine is None and self.lightning_module is not None and not self._failed:
@@ -494,9 +529,20 @@ class ZeroCompileStrategy(ParallelStrategy):
     def _close(self) -> None:
         """Makes the module an ordinary one again; collective."""
         if self._engine is not None:
-            self._engine.unshard()
+            try:
+                self._engine.unshard()
+            except BaseException:
+                self._abandon()
+                raise
             self._use(None)
             self._restore_layers()
+
+    def _abandon(self) -> None:
+        if self._engine is not None:
+            try:
+                self._engine.abandon()
+            finally:
+                self._use(None)
 
     def _use(self, engine: Engine | None) -> None:
         self._engine = engine
@@ -510,6 +556,11 @@ class ZeroCompileStrategy(ParallelStrategy):
         if self._revert_layers is not None:
             self._revert_layers()
             self._revert_layers = None
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """What this rank tells the others through the store while the model is sharded."""
+        return None if self._engine is None else self._engine.runtime.agreement
 
     @property
     def engine(self) -> Engine:

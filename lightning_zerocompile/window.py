@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.policy import Lifetime
 from lightning_zerocompile.runtime import Runtime
 
@@ -36,7 +35,7 @@ class Windows:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._core = runtime, runtime.core
-        self._agreement = Agreement(runtime.mesh, f"{runtime.name}/window", runtime.config.timeout)
+        self._agreement = runtime.agreement
         self._world = runtime.mesh.size()
         self._gathers_at_use = runtime.policy.lifetime is Lifetime.USE
         self._number = 0
@@ -49,19 +48,21 @@ class Windows:
         """See :meth:`ZeroCompileStrategy.coalesce_grad_reduction`."""
         self._check(gather, max_bytes, accumulate_dtype)
         self._number += 1
-        topic = str(self._number)
+        topic = self._topic(0)
         held = self._gathers_at_use and self._holds(gather, accumulate_dtype, topic)
         waiting = set(self._core.frozen_gradients())  # of an accumulation that goes on when they are trained again
         self.is_open = True
         self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
         self._core.set_deferred(True)
         before = self._runtime.stats()
+        raised = True
         try:
             if held:
                 self._core.hold()
             yield
             self._core.check_backward_ended()
             self._check_trainable(set(self._core.frozen_gradients()) - waiting)
+            raised = False
         except BaseException as error:
             self._core.drop_gradients()  # no collective: the other ranks may not come to theirs
             with suppress(RuntimeError):  # of a store whose host has died
@@ -73,7 +74,7 @@ class Windows:
             self._core.set_deferred(False)
             self._core.set_window(None, -1)
             if held:
-                self._core.let_go()
+                self._core.let_go(raised)
         now = self._runtime.stats()
         mine = {}  # what ranks that run different numbers of backwards must not differ in
         if self._gathers_at_use and not held:
@@ -115,8 +116,8 @@ class Windows:
         """Raises if a rank is not at this window's end, or came to it in another way."""
         if self._world == 1:
             return
-        where = f"at the end of window {topic} of `coalesce_grad_reduction`"
-        for rank, message in self._agreement.exchange(topic, json.dumps(mine)).items():
+        where = f"at the end of window {self._number} of `coalesce_grad_reduction`"
+        for rank, message in self._agreement.exchange(self._topic(0), json.dumps(mine)).items():
             if message is None:
                 raise RuntimeError(
                     f"zerocompile: rank {dist.get_rank()} is {where}, but rank {rank} has not come to it within "
@@ -126,7 +127,7 @@ class Windows:
             theirs = json.loads(message)
             if "error" in theirs:
                 raise RuntimeError(
-                    f"zerocompile: rank {rank} failed inside window {topic} of `coalesce_grad_reduction` with "
+                    f"zerocompile: rank {rank} failed inside window {self._number} of `coalesce_grad_reduction` with "
                     f"{theirs['error']}. Its gradients are lost, so rank {dist.get_rank()} cannot reduce its own."
                 )
             if theirs != mine:
@@ -136,7 +137,10 @@ class Windows:
                     "forwards and backwards inside it; use gather='step', or stage 1 or 2, without `max_bytes`."
                 )
         if self._number > 2:
-            self._agreement.forget(str(self._number - 2))  # everybody has read it: all came to a later one
+            self._agreement.forget(self._topic(2))  # everybody has read it: all came to a later one
+
+    def _topic(self, back: int) -> str:
+        return f"window/{self._number - back}"
 
     def _holds(self, gather: Gathers, sum_dtype: torch.dtype | None, topic: str) -> bool:
         if gather != "auto":
@@ -151,7 +155,7 @@ class Windows:
         fits = needed <= _SHARE_OF_FREE_MEMORY * _free_bytes(self._runtime.device)
         if self._world == 1:
             return fits
-        heard = self._agreement.exchange(f"fits/{topic}", json.dumps(fits))
+        heard = self._agreement.exchange("fits", json.dumps(fits))
         silent = [rank for rank, message in heard.items() if message is None]
         if silent:
             raise RuntimeError(

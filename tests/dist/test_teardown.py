@@ -1,0 +1,461 @@
+"""The end of a run: exceptions in every hook, interrupts, ranks that die, and what is left of the module."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.checkpoint import Checkpoints
+from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.failures import CommunicationError
+from lightning_zerocompile.files import AtomicCheckpointIO
+from tests import engines, models
+from tests.dist.test_errors import _works
+from tests.harness import Ranks, _free_port
+
+
+class Boom(Exception):
+    """The user's."""
+
+
+def _strategy(stage: int = 2, seconds: float = 30, **options: Any) -> ZeroCompileStrategy:
+    return ZeroCompileStrategy(stage=stage, compile=False, timeout=timedelta(seconds=seconds), **options)
+
+
+def _fit(module: models.Module, strategy: ZeroCompileStrategy, steps: int = 2, **arguments: Any) -> L.Trainer:
+    data = models.Batches(models.rank())
+    trainer = models.make_trainer(strategy, **({"max_steps": steps, "num_sanity_val_steps": 0} | arguments))
+    trainer.fit(module, data, models.Batches(models.rank(), 1))
+    return trainer
+
+
+# ---- exceptions in hooks ----
+
+HOOKS = (
+    "setup", "configure_model", "configure_optimizers", "on_load_checkpoint", "on_fit_start", "on_train_start",
+    "on_train_batch_start", "training_step", "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step",
+    "on_train_batch_end", "validation_step", "on_save_checkpoint", "on_train_end", "teardown", "predict_step",
+)  # fmt: skip
+
+
+def _raising(hook: str) -> models.Module:
+    def method(self: models.Module, *_: Any, **__: Any) -> None:
+        raise Boom(hook)
+
+    return type("Raising", (models.Module,), {hook: method})()  # type: ignore[no-any-return]
+
+
+def _in_hooks(folder: str) -> list[float]:
+    path, seconds = f"{folder}/one.ckpt", []
+    good = models.Module()
+    trainer = models.make_trainer(_strategy(), max_steps=1, limit_val_batches=0)
+    trainer.fit(good, models.Batches(models.rank()))
+    trainer.save_checkpoint(path)
+    for number, hook in enumerate(HOOKS):
+        module, strategy = _raising(hook), _strategy(stage=1 + number % 3)
+        arguments: dict[str, Any] = {"max_steps": 2, "num_sanity_val_steps": 0, "limit_val_batches": 1}
+        arguments |= {"val_check_interval": 2} if hook == "validation_step" else {}
+        trainer = models.make_trainer(strategy, **arguments)
+        start = time.monotonic()
+        with pytest.raises(Boom) as raised:
+            data = models.Batches(models.rank())
+            if hook == "predict_step":
+                trainer.predict(module, data)
+            else:
+                resumes = path if hook == "on_load_checkpoint" else None
+                trainer.fit(module, data, models.Batches(models.rank(), 1), ckpt_path=resumes, weights_only=True)
+                trainer.save_checkpoint(f"{folder}/two.ckpt")  # `on_save_checkpoint`
+        seconds.append(time.monotonic() - start)
+        assert raised.value.args == (hook,) and type(raised.value) is Boom
+        assert strategy._engine is None and type(module).__name__ == "Raising", hook
+        if number % 5 == 0:  # the strategy that has failed serves another module
+            assert len(trainer.validate(models.Module(), models.Batches(models.rank(), 1), verbose=False)) == 1
+    _works()
+    return seconds
+
+
+def test_exception_in_every_hook(ranks: Ranks, tmp_path: Path) -> None:
+    """On all ranks: the user's exception comes out as it is, and the same strategy serves another module."""
+    for seconds in ranks.run(_in_hooks, str(tmp_path)):
+        assert len(seconds) == len(HOOKS) and max(seconds) < 10
+
+
+class Interrupted(models.Module):
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise KeyboardInterrupt
+
+
+def _interrupted() -> float:
+    handler, start = signal.getsignal(signal.SIGINT), time.monotonic()
+    try:
+        with pytest.raises(SystemExit):
+            _fit(Interrupted(), _strategy(stage=3))
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores further ones
+    seconds = time.monotonic() - start
+    _works()
+    return seconds
+
+
+def test_interrupt_on_all_ranks(ranks: Ranks) -> None:
+    """Ctrl-C ends the run as Lightning ends it, and the processes can train on."""
+    assert max(ranks.run(_interrupted)) < 10
+
+
+# ---- ranks that fail at different points ----
+
+
+class Apart(models.Module):
+    """In the second step rank 0 raises behind its forward, rank 1 when its backward has reduced some units."""
+
+    def __init__(self, error: type[BaseException], ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.error, self.failing, self.step = error, ranks, 0
+        self.model.embedding.register_forward_hook(self.watch)
+
+    def watch(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if self.step == 1 and models.rank() == 1 and 1 in self.failing:
+            output.register_hook(lambda _: self.fail())
+
+    def fail(self) -> None:
+        raise self.error("boom")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.step = batch_idx
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and models.rank() == 0 and 0 in self.failing:
+            self.fail()
+        return loss
+
+
+def _apart() -> float:
+    module, strategy, calls = Apart(Boom, (0, 1)), _strategy(seconds=60), []
+    module.on_exception = lambda *_: calls.append(strategy.stats.reductions)  # type: ignore[assignment, method-assign]
+    start = time.monotonic()
+    with pytest.raises(Boom):
+        _fit(module, strategy, callbacks=[_Launched(calls)])
+    seconds = time.monotonic() - start
+    _works()
+    return seconds if models.rank() == 0 or calls[1] > calls[0] else 1e9
+
+
+class _Launched(L.Callback):
+    """Reductions before the step that fails, and when it has."""
+
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = calls
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.calls[:] = [trainer.strategy.stats.reductions]
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.calls.append(trainer.strategy.stats.reductions)
+
+
+def test_teardown_waits_for_nobody(ranks: Ranks) -> None:
+    """A reduction that only one rank has started does not hold it up: far less than `timeout`, then both train."""
+    assert max(ranks.run(_apart)) < 20
+
+
+def _interrupted_alone() -> None:
+    handler, start = signal.getsignal(signal.SIGINT), time.monotonic()
+    try:
+        _fit(Apart(KeyboardInterrupt, (1,)), _strategy(seconds=4))
+    except CommunicationError as error:
+        raise CommunicationError(f"{time.monotonic() - start:.0f} s: {error}") from None
+    except SystemExit:
+        time.sleep(6)  # the process stays: the other rank hears of it through the store
+        raise
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.long
+def test_interrupt_on_one_rank() -> None:
+    """The other rank ends at `timeout`, and says which rank was interrupted."""
+    text = _expect(_interrupted_alone)
+    assert "rank 0 lost another rank in backward" in text and "has ended: KeyboardInterrupt" in text, text
+
+
+# ---- a rank that dies ----
+
+
+class Dies(models.Module):
+    """One rank ends without a word, in its fourth step: by then ranks compare nothing before a gather."""
+
+    def __init__(self, victim: int, where: str) -> None:
+        super().__init__()
+        self.victim, self.where, self.batch_idx = victim, where, 0
+
+    def die(self, where: str) -> None:
+        if (models.rank(), where, self.batch_idx) == (self.victim, self.where, 3):
+            os._exit(7)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.batch_idx = batch_idx
+        self.die("forward")
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda _: self.die("backward"))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.die("step")
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.die("validation")
+        super().validation_step(batch, batch_idx)
+
+
+def _dies(victim: int, where: str, stage: int) -> None:
+    start = time.monotonic()
+    try:
+        _fit(Dies(victim, where), _strategy(stage, seconds=10), steps=5, val_check_interval=4)
+    except Exception as error:
+        raise type(error)(f"after {time.monotonic() - start:.0f} s: {error}") from None
+
+
+def _expect(body: Any, *args: Any) -> str:
+    group = Ranks(2)
+    try:
+        return group.expect_error(body, *args)
+    finally:
+        group.close(kill=True)
+
+
+RARE = pytest.mark.long
+DEATHS = [
+    (1, "backward", 1, ("in backward", "the reduction of unit `model.", "in backward number 4 failed on rank 0")),
+    pytest.param(1, "backward", 3, ("in backward", "the gather of unit `model.", "in backward failed"), marks=RARE),
+    pytest.param(1, "forward", 3, ("in `training_step`", " unit `model."), marks=RARE),
+    pytest.param(1, "step", 1, ("in `validation_step`", "the gather of unit `model."), marks=RARE),
+    pytest.param(1, "validation", 3, ("in `validation_step`", " unit `model."), marks=RARE),
+    pytest.param(0, "forward", 1, ("in backward", "the reduction of unit `model."), marks=RARE),
+    pytest.param(0, "validation", 2, ("in `validation_step`", "rank 0, or torchrun's agent"), marks=RARE),
+]
+
+
+@pytest.mark.parametrize(("victim", "where", "stage", "texts"), DEATHS)
+def test_a_killed_rank(victim: int, where: str, stage: int, texts: tuple[str, ...]) -> None:
+    """The survivor says who it is, in which phase it was, and who is gone; within `timeout` (10 s) and a little."""
+    text = _expect(_dies, victim, where, stage)
+    assert f"rank {victim} died with exit code 7" in text
+    message = text[text.index("CommunicationError: after") :]
+    assert f"rank {1 - victim} lost another rank in" in message and "ckpt_path" in message, text
+    gone = "Rank 1 says nothing" if victim == 1 else "The store does not answer"
+    assert gone in message and all(part in message for part in texts), text
+    assert int(message.split("after ")[1].split(" s:")[0]) < 20
+
+
+SCRIPT = """
+import time, torch
+from datetime import timedelta
+from lightning_zerocompile import ZeroCompileStrategy
+from tests import models
+
+class Late(models.Module):
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step == 3 and models.rank() == 1:
+            time.sleep(100)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 3:  # what the optimizer has written is being gathered
+            raise ValueError("boom")
+
+torch.set_num_threads(1)
+strategy = ZeroCompileStrategy(stage=1, compile=False, timeout=timedelta(seconds=100))
+models.make_trainer(strategy, max_steps=5).fit(Late(), models.Batches(models.rank()))
+"""
+
+
+@pytest.mark.long
+def test_the_process_ends_at_once() -> None:
+    """A rank that raises while its gathers wait for another leaves Python: no destructor waits for them."""
+    port, ranks = str(_free_port()), []
+    for rank in range(2):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
+        }  # fmt: skip
+        command = [sys.executable, "-c", SCRIPT]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        _, errors = ranks[0].communicate(timeout=60)
+        assert ranks[0].returncode == 1 and "ValueError: boom" in errors, errors
+        assert ranks[1].poll() is None
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+# ---- the module behind a run ----
+
+
+def _second_fit() -> list[str]:
+    module, messages = _raising("on_train_batch_end"), []
+    with pytest.raises(Boom):
+        _fit(module, _strategy(stage=3))
+    collectives: list[str] = []
+    gather = torch.distributed.all_gather_object
+    torch.distributed.all_gather_object = lambda *_: collectives.append("all_gather_object")
+    try:
+        for stage in (1, 3):
+            with pytest.raises(RuntimeError) as raised:
+                _fit(module, _strategy(stage=stage))
+            messages.append(str(raised.value))
+    finally:
+        torch.distributed.all_gather_object = gather
+    assert collectives == []
+    _works()
+    return messages
+
+
+def test_a_module_that_a_failed_fit_has_left(ranks: Ranks) -> None:
+    """It cannot be fitted again: the error names its state and the remedy, before any collective of the engine."""
+    for messages in ranks.run(_second_fit):
+        assert len(messages) == 2
+        for message in messages:
+            assert "`model." in message and "is a shard" in message and "ckpt_path" in message
+
+
+def _refused_first(what: str) -> None:
+    module, twin = models.Module(), models.Module()
+    twin.load_state_dict(module.state_dict())
+    if what == "copy engine":
+        with pytest.raises(ValueError, match="no copy engines"):
+            _fit(module, _strategy(copy_engine=True))
+    else:
+        module.tail = nn.Module()
+        module.tail.weight = nn.Parameter(torch.empty(3, device="meta"))
+        with pytest.raises(RuntimeError, match=r"`tail\.weight` is on the meta device"):
+            _fit(module, _strategy())
+        del module.tail
+    assert type(module) is models.Module and type(module.model) is models.ByteModel
+    assert not any(isinstance(p, DTensor) for p in module.parameters())
+    _fit(module, _strategy())
+    models.reference(twin, 2)
+    assert models.deviation(module, twin) < 1e-6
+
+
+def _late_refusal() -> None:
+    module, add = models.Module(), Engine._add_regions
+    Engine._add_regions = lambda *_: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    try:
+        with pytest.raises(ZeroDivisionError):
+            _fit(module, _strategy())
+    finally:
+        Engine._add_regions = add  # type: ignore[method-assign]
+    assert type(module.model) is models.ByteModel and not hasattr(module.model.head, "_zerocompile_slots")
+    with pytest.raises(RuntimeError, match="is a shard"):
+        _fit(module, _strategy())
+
+
+def _refusals() -> None:
+    if models.device() == "cpu":
+        _refused_first("copy engine")
+    _refused_first("meta")
+    _late_refusal()
+
+
+def test_a_refusal_leaves_the_module_as_it_was(ranks: Ranks) -> None:
+    """What is refused before anything is sharded; a later failure leaves shards under the module's own classes."""
+    ranks.run(_refusals)
+
+
+def _left_sharded() -> None:
+    module, twin = models.Module(), models.Module()
+    twin.load_state_dict(module.state_dict())
+    data = models.Batches(models.rank(), 1)
+    trainers = [_fit(module, _strategy(stage=stage, unshard_after_fit=False)) for stage in (3, 2)]
+    trainers[0].validate(module, data, verbose=False)  # back to the first
+    assert isinstance(module.model.head._parameters["weight"], DTensor)
+    _fit(module, _strategy(stage=1))
+    for trainer in trainers:  # their engines hold nothing of the module any more
+        trainer.validate(models.Module(), data, verbose=False)
+    for _ in range(3):
+        models.reference(twin, 2)
+    assert models.deviation(module, twin) < 1e-6
+
+
+def test_another_strategy_takes_a_sharded_module(ranks: Ranks) -> None:
+    """What `unshard_after_fit=False` has left is fitted by other strategies, in any order."""
+    ranks.run(_left_sharded)
+
+
+class _OnDevice(Tensor):
+    """A tensor that notes when it is moved to the CPU."""
+
+    events: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to and args[1] == "cpu":
+            args[0].events.append("cpu")
+            return args[0].as_subclass(Tensor)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _one_by_one() -> tuple[list[str], int]:
+    model, full_tensor, events = models.ByteModel(), DTensor.full_tensor, []
+
+    def noted(self: DTensor, **options: Any) -> Tensor:
+        whole = full_tensor(self, **options).as_subclass(_OnDevice)
+        whole.events = events
+        events.append("whole")
+        return whole
+
+    engine = engines.make_engine(model, 3, compile=False)
+    DTensor.full_tensor = noted  # type: ignore[method-assign]
+    try:
+        engine.unshard()
+    finally:
+        DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
+    assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in model.parameters())
+    return events, len(list(model.parameters()))
+
+
+def test_parameters_become_whole_one_by_one(ranks: Ranks) -> None:
+    """Each full parameter has left the device before the next one is made: a model may be larger than a device."""
+    for events, count in ranks.run(_one_by_one):
+        assert events == ["whole", "cpu"] * count
+
+
+# ---- what ranks decide together ----
+
+
+def _file_on_one_rank(folder: str) -> str:
+    before, here = Path.cwd(), Path(folder, str(models.rank()))
+    here.mkdir()
+    if models.rank() == 0:
+        torch.save({"state_dict": {}}, here / "a.ckpt")
+    os.chdir(here)
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            Checkpoints(sharded=False).load(AtomicCheckpointIO(), "a.ckpt", True, nn.Linear(2, 2), False)
+    finally:
+        os.chdir(before)
+    return str(raised.value)
+
+
+def test_a_checkpoint_that_one_rank_does_not_see(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks.run(_file_on_one_rank, str(tmp_path)):
+        assert (
+            "a.ckpt`" in message
+            and "rank 0 finds a file, rank 1 finds nothing" in message
+            and "all ranks see" in message
+        )
