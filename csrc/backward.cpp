@@ -95,7 +95,7 @@ void Runtime::drop_gradients() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (failed() || torch::autograd::get_current_graph_task_id() == -1) backward_ = armed_ = accumulates_ = false;
   retire(0);
-  pending_ = false;
+  pending_ = early_ = false;
   for (auto& p : parameters_) {
     p.grad.reset();
     p.early.reset();

@@ -183,3 +183,24 @@ def _routes() -> int:
 
 def test_what_ranks_ran_in_a_held_window_is_no_prediction(ranks: Ranks) -> None:
     assert len(set(ranks.run(_routes, timeout=40))) == 1
+
+
+def _half_released() -> int:
+    """Gathers inside a held window; before it a graph has released one of a unit's two values."""
+    with pairs.pair(3, lambda: nn.Linear(4, 3)) as (engine, _, _):
+        weight, bias = engine.runtime.slots
+        with engine.training_step():
+            both = [weight.handle, bias.handle]
+            sources = [weight.source, bias.source]
+            values = torch.ops.zerocompile.gather_unit(sources, both, [3, 4, 3], False, True)
+            torch.ops.zerocompile.release_(values[:1], both[:1], False)
+            torch.ops.zerocompile.release_(values[1:], both[1:], True)
+            del values
+            with engine.windows.open("step", None, None):
+                before = engine.runtime.stats().gathers
+                pairs.loss(engine.model, pairs.mine(0)).backward()
+                return engine.runtime.stats().gathers - before
+
+
+def test_a_held_window_gathers_what_was_half_released(ranks: Ranks) -> None:
+    assert ranks.run(_half_released) == [0, 0]
