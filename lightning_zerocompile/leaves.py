@@ -121,6 +121,14 @@ class Gathered(Tensor):
     def data(self, value: Tensor) -> None:
         _set_data(self.__dict__[SLOT].master, value)
 
+    @property  # type: ignore[override, misc, unused-ignore]
+    def grad_dtype(self) -> torch.dtype | None:
+        return self.__dict__[SLOT].master.grad_dtype  # type: ignore[no-any-return]
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype | None) -> None:
+        self.__dict__[SLOT].master.grad_dtype = value
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.detach().clone()
 
@@ -231,6 +239,17 @@ def _set_data(master: Tensor, value: Tensor) -> None:
         master.copy_(slot.like_master(value))
 
 
+def _set_grad_dtype(master: Tensor, value: torch.dtype | None) -> None:
+    """The runtime has its own note of it since set-up."""
+    slot, current = _slot_of(master), Tensor.grad_dtype.__get__(master)  # type: ignore[attr-defined]
+    if slot is not None and value != current:
+        raise RuntimeError(
+            f"The `grad_dtype` of parameter `{slot.name}` was set to {value} after the model was sharded, when it was "
+            f"{current}. Set it in `__init__`, `configure_model` or `setup`, before `fit` shards the model."
+        )
+    Tensor.grad_dtype.__set__(master, value)  # type: ignore[attr-defined]
+
+
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     slot = _slot_of(inputs)
     if slot is None:
@@ -262,6 +281,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _refuse_hook,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.grad_dtype.__set__: _set_grad_dtype,  # type: ignore[attr-defined]
     Tensor.__iter__: _iterate,
     torch.autograd.grad: _grad,
     torch.autograd.backward: _backward,
