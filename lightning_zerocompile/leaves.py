@@ -27,6 +27,7 @@ SLOT = "_zerocompile_slot"
 plain = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors like any other, at no cost
 
 _PROPERTIES = ("__get__", "__set__", "__delete__")
+_GRAD_DTYPE: Any = Tensor.grad_dtype  # the property; its stub is that of the value
 _COMPUTED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _DESCRIBING = frozenset(  # answered by the shard's DTensor
     {
@@ -241,13 +242,13 @@ def _set_data(master: Tensor, value: Tensor) -> None:
 
 def _set_grad_dtype(master: Tensor, value: torch.dtype | None) -> None:
     """The runtime has its own note of it since set-up."""
-    slot, current = _slot_of(master), Tensor.grad_dtype.__get__(master)  # type: ignore[attr-defined]
+    slot, current = _slot_of(master), _GRAD_DTYPE.__get__(master)
     if slot is not None and value != current:
         raise RuntimeError(
             f"The `grad_dtype` of parameter `{slot.name}` was set to {value} after the model was sharded, when it was "
             f"{current}. Set it in `__init__`, `configure_model` or `setup`, before `fit` shards the model."
         )
-    Tensor.grad_dtype.__set__(master, value)  # type: ignore[attr-defined]
+    _GRAD_DTYPE.__set__(master, value)
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +282,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _refuse_hook,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.grad_dtype.__set__: _set_grad_dtype,  # type: ignore[attr-defined]
+    _GRAD_DTYPE.__set__: _set_grad_dtype,
     Tensor.__iter__: _iterate,
     torch.autograd.grad: _grad,
     torch.autograd.backward: _backward,
