@@ -31,15 +31,16 @@ bool waits(const Parameter& p) { return p.grad.defined() && p.master.requires_gr
 // [Note: agreed dtype] With `grad_dtype=None` the dtype of a gradient is a fact of one rank, and a collective needs one
 // that all ranks know. They agree at the end of the first backward in which some rank has a gradient: on the last of
 // this list that one of them produced. Until then the unit is not reduced earlier; from then on that is the grad dtype.
-constexpr std::array<at::ScalarType, 7> kGradDtypes = {at::kHalf,        at::kBFloat16,    at::kFloat,        at::kDouble,
-                                                       at::kComplexHalf, at::kComplexFloat, at::kComplexDouble};
+constexpr std::array<at::ScalarType, 7> kGradDtypes = {
+    at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble};
 constexpr char kUnused = '0', kUsed = '1', kFirstDtype = '2';
 
 char letter_of(const Parameter& p) {
   const auto found = std::find(kGradDtypes.begin(), kGradDtypes.end(), p.raw_dtype);
   TORCH_CHECK(found != kGradDtypes.end(),
               text("zerocompile: the gradient of `", p.name, "`, whose grad_dtype is None, was produced in ",
-                   c10::toString(p.raw_dtype), ", which cannot be reduced. Set its grad_dtype before the model is set up"));
+                   c10::toString(p.raw_dtype),
+                   ", which cannot be reduced. Set its grad_dtype before the model is set up"));
   return static_cast<char>(kFirstDtype + (found - kGradDtypes.begin()));
 }
 

@@ -31,6 +31,7 @@ SLOT = "_zerocompile_slot"
 plain = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors like any other, at no cost
 
 _PROPERTIES = ("__get__", "__set__", "__delete__")
+_GRAD_DTYPE: Any = Tensor.grad_dtype  # the property; its stub is that of the value
 _COMPUTED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _DESCRIBING = frozenset(  # answered by the shard's DTensor
     {
@@ -141,10 +142,18 @@ class Gathered(Tensor):
         _set_data(self.__dict__[SLOT].master, value)
 
     @property  # type: ignore[override, misc, unused-ignore]
-    def is_leaf(self) -> bool:
+    def is_leaf(self) -> bool:  # type: ignore[override, unused-ignore]
         if torch._guards.TracingContext.try_get() is not None:
             return Tensor.is_leaf.__get__(self)  # type: ignore[attr-defined, no-any-return]
         return True  # so an optimizer takes it; `masters_for` puts the master in its place
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def grad_dtype(self) -> torch.dtype | None:
+        return self.__dict__[SLOT].master.grad_dtype  # type: ignore[no-any-return]
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype | None) -> None:
+        self.__dict__[SLOT].master.grad_dtype = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.detach().clone()
@@ -307,6 +316,17 @@ def _set_data(master: Tensor, value: Tensor) -> None:
         master.copy_(slot.like_master(value))
 
 
+def _set_grad_dtype(master: Tensor, value: torch.dtype | None) -> None:
+    """The runtime has its own note of it since set-up."""
+    slot, current = _slot_of(master), _GRAD_DTYPE.__get__(master)
+    if slot is not None and value != current:
+        raise RuntimeError(
+            f"The `grad_dtype` of parameter `{slot.name}` was set to {value} after the model was sharded, when it was "
+            f"{current}. Set it in `__init__`, `configure_model` or `setup`, before `fit` shards the model."
+        )
+    _GRAD_DTYPE.__set__(master, value)
+
+
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     slot = _slot_of(inputs)
     if slot is None:
@@ -403,6 +423,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
     Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
     Tensor.grad.__delete__: _delete_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
+    _GRAD_DTYPE.__set__: _set_grad_dtype,
     Tensor.__iter__: _iterate,
     torch.autograd.grad: _grad,
     torch.autograd.backward: _backward,

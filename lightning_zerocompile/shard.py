@@ -331,6 +331,8 @@ def unshard(model: nn.Module) -> None:
                 full[slot] = nn.Parameter(whole.to("cpu"), requires_grad=slot.master.requires_grad)
                 attributes = {n: v for n, v in vars(slot.master).items() if n not in ("_is_param", leaves.SLOT)}
                 full[slot].__dict__.update(attributes)
+                if slot.master.grad_dtype != slot.master.dtype:
+                    full[slot].grad_dtype = slot.master.grad_dtype
                 leaves.keep_hooks(slot.master, full[slot])
             module._parameters[name] = full[slot]
     remove(model)
