@@ -56,7 +56,7 @@ class Picky(Plain):
 
 
 ROUTES: list[tuple[Any, bool]] = [(kind, True) for kind in (*KINDS, Plain, Picky)]  # by engine.step
-ROUTES += [(kind, False) for kind in (torch.optim.SGD, torch.optim.AdamW, Plain, Picky)]  # on DTensors
+ROUTES += [(kind, False) for kind in (torch.optim.SGD, torch.optim.AdamW)]  # on DTensors; of others that raises
 
 
 def _matrices(model: nn.Module) -> list[Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from lightning_zerocompile import leaves
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -46,12 +47,10 @@ class Partitions:
 
     def note(self) -> int:
         """Remembers what is bound now; the bytes of its storages."""
-        storages = {}
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                storage = _local(parameter.grad).untyped_storage()
-                storages[storage.data_ptr()] = storage
-        self._seen += [weakref.ref(_local(p.grad)) for p in self._parameters if p.grad is not None]
+        with leaves.plain():  # without what waits for the end of an accumulation
+            gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
+        storages = {gradient.untyped_storage().data_ptr(): gradient.untyped_storage() for gradient in gradients}
+        self._seen += [weakref.ref(gradient) for gradient in gradients]
         return sum(s.nbytes() for s in storages.values())
 
     def alive(self) -> int:
