@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,10 +21,13 @@ from lightning_zerocompile.optim import (
     check_gradients,
     check_optimizers,
     is_elementwise,
+    masters_of,
     on_shards,
     steps_by_unit,
+    take_masters,
 )
 from lightning_zerocompile.runtime import Runtime
+from lightning_zerocompile.support import check_equal_on_all_ranks, explain
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
 
@@ -149,7 +151,7 @@ class Engine:
         try:
             yield
         except RuntimeError as error:
-            explained = _explain(str(error))
+            explained = explain(str(error))
             if explained is None:
                 raise
             raise RuntimeError(explained) from error
@@ -253,12 +255,12 @@ class Engine:
         self._hooks, self._taken = {}, set()
         known = {slot.master for slot in self.runtime.slots}
         for number, optimizer in enumerate(optimizers):
-            _take_masters(number, optimizer)
+            take_masters(number, optimizer)
         check_optimizers(optimizers, self.config.whole_values)
-        owners = Counter(master for optimizer in optimizers for master in set(_masters_of(optimizer)))
+        owners = Counter(master for optimizer in optimizers for master in set(masters_of(optimizer)))
         self._shared = {master for master, count in owners.items() if count > 1}
         for number, optimizer in enumerate(optimizers):
-            foreign = [p for p in _masters_of(optimizer) if p not in known]
+            foreign = [p for p in masters_of(optimizer) if p not in known]
             if foreign:
                 raise RuntimeError(
                     f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that are not "
@@ -292,7 +294,7 @@ class Engine:
     def skip_step(self, optimizer: Optimizer) -> None:
         """What a step releases, when loss scaling skips it: nothing is updated."""
         self.runtime.core.forget_outstanding()
-        self._release_gradients(_masters_of(optimizer))
+        self._release_gradients(masters_of(optimizer))
 
     def _keeps_gradient(self, master: Tensor) -> bool:
         """Behind a step; another optimizer that holds the parameter may step on the same gradient."""
@@ -317,7 +319,7 @@ class Engine:
             self._stepped_by_unit = False
             self.runtime.core.forget_outstanding()
             return
-        masters = _masters_of(optimizer)
+        masters = masters_of(optimizer)
         self.runtime.masters_changed(masters)
         self._release_gradients(masters)
 
@@ -385,75 +387,8 @@ def _take_over(model: nn.Module) -> None:
     shard.check_whole(model)
 
 
-def _masters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _take_masters(number: int, optimizer: Optimizer) -> None:
-    """An optimizer of `module.weight` holds a gathered value: its master takes the place."""
-    for group in optimizer.param_groups:
-        group["params"] = [leaves.master_of(p) for p in group["params"]]
-    masters = _masters_of(optimizer)
-    if len(set(masters)) < len(masters):
-        raise RuntimeError(
-            f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter more than once: from `parameters()` "
-            "and as a module's attribute. Give it to the optimizer once."
-        )
-
-
-def _explain(message: str) -> str | None:
-    """What an error of torch's means for a sharded module; None: nothing else than it says."""
-    if "don't yet support saved tensor hooks" in message or "storage of TensorWrapper" in message:
-        return shard.FUNCTORCH.format("parameters")
-    if "got mixed torch.Tensor and DTensor" in message:
-        return (
-            f"{message} Of a parameter this rank holds a shard, a DTensor. `with strategy.full_parameters(module) as "
-            "values:` gives full values by name."
-        )
-    if "appears to not have been used in the graph" in message:
-        return (
-            f"{message} (A parameter that was read again from a sharded module is a new value each time: differentiate "
-            "with respect to the value that you used, or call `backward` and read `grad`.)"
-        )
-    return None
-
-
 def _groups_needed(device: torch.device) -> int:
     """[Note: two groups] Gathers and reductions overlap, and their relative order may differ between ranks: each has a
     process group. On devices gathers use the default one, which costs no further communicator; gloo shares a group
     badly with the user's collectives (see [Note: gloo gathers]), so there both are our own."""
     return 2 if device.type == "cpu" else 1
-
-
-def check_equal_on_all_ranks(model: nn.Module) -> None:
-    """Raises on every rank if the ranks hold different models.
-
-    Raises:
-        RuntimeError: the model has no parameters, or names the first parameter or buffer that differs and the rank.
-    """
-    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
-    buffers = [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine + buffers)
-    if not mine and all(theirs == everyone[0] for theirs in everyone):
-        raise RuntimeError(
-            f"{type(model).__name__} has no parameters, so there is nothing to shard or to train. Create its layers "
-            "in `__init__` or `configure_model`."
-        )
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        first, other = next(
-            pair for pair in zip_longest(everyone[0], theirs, fillvalue="no more") if pair[0] != pair[1]
-        )
-        raise RuntimeError(
-            f"The ranks hold different models: rank 0 has {first}, rank {rank} has {other}. Build the same "
-            "model on every rank (same code path, same configuration; do not depend on the rank)."
-        )
-    _check_devices(model)
-
-
-def _check_devices(model: nn.Module) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type not in ("cpu", "cuda", "meta"):
-            raise RuntimeError(f"`{name}` is on {tensor.device}; only cpu, cuda and meta tensors can be sharded.")

@@ -26,6 +26,8 @@ from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zerocompile import random_numbers
+
 SLOT = "_zerocompile_slot"
 
 plain = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors like any other, at no cost
@@ -61,10 +63,12 @@ class Master(DTensor):
             if handler is not None:
                 return handler(*args, **kwargs)
             name = getattr(func, "__name__", "")
-            if _is_random(func, name):
-                return _draw(func, name, args, kwargs)
-            if name in _SCRATCH and sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
-                _refuse_random(sys._getframe(1).f_code.co_name.removeprefix("_no_grad_"), args[0])
+            if random_numbers.are_drawn(func, name):
+                masters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Master)]
+                return random_numbers.draw(func, name, masters, _slot_of(masters), _whole, args, kwargs)
+            scheme = random_numbers.scheme(name, sys._getframe(1))
+            if scheme:
+                random_numbers.refuse(scheme, _slot_of(args[0]))
             if name in _DESCRIBING or (name in _PROPERTIES and func not in _COMPUTED):
                 return func(*args, **kwargs)
             written = _written(name, args, kwargs)
@@ -361,53 +365,6 @@ def _refuse_unused(inputs: Any) -> None:
                 "from a sharded module: that is a new value each time, and nothing was computed from this one. "
                 "Differentiate with respect to the value that you used, or call `backward` and read `grad`."
             )
-
-
-_RANDOM = frozenset(
-    {"normal_", "uniform_", "random_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"}
-)
-_RANDOM_LIKE = frozenset({"randn_like", "rand_like", "randint_like"})
-_RANDOM_OF = frozenset({"bernoulli", "normal", "poisson", "multinomial", "dropout", "dropout_", "alpha_dropout"})
-
-
-_SCRATCH = frozenset({"empty_like", "new_empty"})  # what the schemes of torch.nn.init draw into that need several draws
-
-
-def _refuse_random(name: str, master: Tensor) -> None:
-    slot = _slot_of(master)
-    if slot is not None:
-        raise RuntimeError(
-            f"`{name}` draws random numbers for parameter `{slot.name}`, of which this rank holds a shard. Give it the "
-            "module's attribute, or do it inside `with strategy.full_parameters(module) as values:`: both are full."
-        )
-
-
-def _is_random(func: Any, name: str) -> bool:
-    init = getattr(func, "__module__", None) == "torch.nn.init"
-    return init or name in _RANDOM or name in _RANDOM_LIKE or name in _RANDOM_OF
-
-
-def _draw(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """[Note: random numbers] Equal seeds would give every rank the same rows: each draws all of them, as under DDP, and
-    keeps its own."""
-    masters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Master)]
-    slot = _slot_of(masters)
-    if slot is None:
-        return func(*args, **kwargs)
-    if name in _RANDOM_OF or len(masters) > 1:
-        if slot.moment.in_step:
-            return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
-        _refuse_random(name, masters[0])
-    (master,) = masters
-    full = torch.empty(master.shape, dtype=master.dtype, device=master.device)
-    args, kwargs = tree_map(lambda leaf: full if leaf is master else leaf, (args, kwargs))
-    drawn = func(*args, **kwargs)
-    if name in _RANDOM_LIKE:
-        return drawn if slot.moment.in_step else slot.like_master(drawn)
-    with torch.no_grad():
-        master.copy_(slot.like_master(full))
-    torch.autograd.graph.increment_version(slot.master)  # `master` may be its `data`
-    return master
 
 
 def _iterate(master: Tensor) -> Iterable[Tensor]:

@@ -114,6 +114,22 @@ def _remedy(optimizer: Optimizer) -> str:
     )
 
 
+def masters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def take_masters(number: int, optimizer: Optimizer) -> None:
+    """An optimizer of `module.weight` holds a gathered value: its master takes the place."""
+    for group in optimizer.param_groups:
+        group["params"] = [leaves.master_of(p) for p in group["params"]]
+    masters = masters_of(optimizer)
+    if len(set(masters)) < len(masters):
+        raise RuntimeError(
+            f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter more than once: from `parameters()` "
+            "and as a module's attribute. Give it to the optimizer once."
+        )
+
+
 class ExactScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """In here ``item()`` of a DTensor is that of the whole value, see [Note: other optimizers]; then collective."""
 

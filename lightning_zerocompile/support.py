@@ -1,10 +1,16 @@
-"""What DDP takes and this strategy does not: it raises by name, before anything starts."""
+"""What this strategy does not take raises by name, before anything starts; torch's own messages are explained."""
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from itertools import zip_longest
+from typing import Any
 
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_zerocompile import shard
 from lightning_zerocompile.compile import is_compiled
 
 
@@ -21,3 +27,54 @@ def check_module(module: pl.LightningModule) -> None:
                 f"{what} was compiled by torch.compile. `strategy='zerocompile'` compiles the model itself: pass the "
                 "module as it is, and options through ZeroCompileStrategy(compile=..., mode=..., options=...)."
             )
+
+
+def check_equal_on_all_ranks(model: nn.Module) -> None:
+    """Raises on every rank if the ranks hold different models.
+
+    Raises:
+        RuntimeError: the model has no parameters, or names the first parameter or buffer that differs and the rank.
+    """
+    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    buffers = [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine + buffers)
+    if not mine and all(theirs == everyone[0] for theirs in everyone):
+        raise RuntimeError(
+            f"{type(model).__name__} has no parameters, so there is nothing to shard or to train. Create its layers "
+            "in `__init__` or `configure_model`."
+        )
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        first, other = next(
+            pair for pair in zip_longest(everyone[0], theirs, fillvalue="no more") if pair[0] != pair[1]
+        )
+        raise RuntimeError(
+            f"The ranks hold different models: rank 0 has {first}, rank {rank} has {other}. Build the same "
+            "model on every rank (same code path, same configuration; do not depend on the rank)."
+        )
+    _check_devices(model)
+
+
+def _check_devices(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type not in ("cpu", "cuda", "meta"):
+            raise RuntimeError(f"`{name}` is on {tensor.device}; only cpu, cuda and meta tensors can be sharded.")
+
+
+def explain(message: str) -> str | None:
+    """What an error of torch's means for a sharded module; None: nothing else than it says."""
+    if "don't yet support saved tensor hooks" in message or "storage of TensorWrapper" in message:
+        return shard.FUNCTORCH.format("parameters")
+    if "got mixed torch.Tensor and DTensor" in message:
+        return (
+            f"{message} Of a parameter this rank holds a shard, a DTensor. `with strategy.full_parameters(module) as "
+            "values:` gives full values by name."
+        )
+    if "appears to not have been used in the graph" in message:
+        return (
+            f"{message} (A parameter that was read again from a sharded module is a new value each time: differentiate "
+            "with respect to the value that you used, or call `backward` and read `grad`.)"
+        )
+    return None

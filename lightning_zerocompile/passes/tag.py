@@ -1,7 +1,9 @@
 """Joint graph: backward gathers again instead of keeping full weights.
 
 The partitioner would otherwise save a transposed or cast copy of every weight for backward. So ``gather`` and
-everything that is computed from nothing but gathers is tagged ``MUST_RECOMPUTE`` (DESIGN.md section 3, rule 3).
+everything that is computed from nothing but gathers is tagged ``MUST_RECOMPUTE`` (DESIGN.md section 3, rule 3). A
+gradient that depends on nothing but the forward (a Function that ignores what comes in) is still handed over in the
+backward.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ def tag(graph: fx.Graph) -> int:
         is_gather = node.target is torch.ops.zerocompile.gather.default
         if is_gather:
             node.meta[TRAINING] = True
+        elif node.target is torch.ops.zerocompile.reduce_grad.default:
+            node.meta["partitioner_tag"] = "must_be_in_backward"
         inputs = node.all_input_nodes
         if is_gather or (inputs and all(i in recomputed for i in inputs)):
             recomputed.add(node)

@@ -109,6 +109,70 @@ def test_gradient_of_the_value_that_was_used(ranks: Ranks, stage: int) -> None:
     assert max(ranks.run(_used_value, stage)) == 0.0
 
 
+# ---- a gradient that the forward alone decides ----
+
+
+class Ignoring(torch.autograd.Function):
+    """Adds the weight's sum; the weight's gradient is what the forward saved, whatever gradient comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # [batch, width], [width]
+        ctx.save_for_backward(x)
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], ctx.saved_tensors[0].sum(0)
+
+
+class IgnoringBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, 4]
+        return Ignoring.apply(self.linear(x).tanh(), self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _ignoring() -> list[str]:
+    problems = []
+    for stage, scope in CELLS:
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.ModuleList(IgnoringBlock() for _ in range(2)))
+        model.forward = lambda x, blocks=model[0]: blocks[1](blocks[0](x)).square().mean()  # type: ignore[assignment]
+        twin = nn.ModuleList(IgnoringBlock() for _ in range(2)).to(models.device())
+        twin.load_state_dict(model[0].state_dict())
+        data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(n)).to(models.device()) for n in range(6)]
+        plain = torch.optim.SGD(twin.parameters(), lr=0.01)
+        for number in range(3):
+            for rank in range(models.world()):
+                loss = twin[1](twin[0](data[2 * number + rank])).square().mean()
+                (loss / models.world()).backward()
+            # the loss's divisor does not reach these
+            for block in twin:
+                block.weight.grad /= models.world()
+            plain.step()
+            plain.zero_grad()
+        with engines.engine(model, stage, compile=scope) as engine:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            engine.attach_optimizers([optimizer])
+            for number in range(3):
+                with engine.training_step():
+                    engines.backward(engine, model(data[2 * number + models.rank()]))
+                optimizer.step()
+            if bool(scope) != (engine.runtime.stats().graph_reductions > 0):
+                problems.append(f"stage {stage} {scope}: {engine.runtime.stats()}")
+        if models.deviation(model[0], twin) > 1e-6:
+            problems.append(f"stage {stage} {scope}: {models.deviation(model[0], twin)}")
+    return problems
+
+
+def test_gradient_that_ignores_the_incoming_one(ranks: Ranks) -> None:
+    """A compiler could compute it in the forward graph; it is handed over in the backward all the same."""
+    for problems in ranks.run(_ignoring):
+        assert problems == [], "\n".join(problems)
+
+
 # ---- an optimizer of attributes ----
 
 
