@@ -141,6 +141,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("unit_order", &Runtime::unit_order, Release())
       .def("masters_changed", &Runtime::masters_changed, Release())
       .def("write_back", py::overload_cast<>(&Runtime::write_back), Release())
+      .def("keep", &Runtime::keep, Release())
       .def("lend", &Runtime::lend, Release())
       .def("lent_value", &Runtime::lent_value, Release())
       .def("take_back", &Runtime::take_back, Release())

@@ -1,6 +1,7 @@
 // Reduction: a unit is reduced as a whole when its last gradient is there; what is left is flushed when the outermost
 // backward ends (see backward.cpp).
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/util/strides.h>
 
 #include <algorithm>
@@ -102,6 +103,7 @@ void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
 void Runtime::launch_reduction(int64_t index) {
   at::NoGradGuard no_grad;
   auto& unit = units_[index];
+  RECORD_USER_SCOPE(text("zerocompile: reduce ", unit.name));
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, kept) dtypes
   std::vector<int64_t> replicated;
   Reduction reduction;

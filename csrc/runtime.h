@@ -77,7 +77,8 @@ struct Parameter : ParameterSpec {
 
   int64_t version() const { return master._version() + local._version(); }
   int64_t writes() const { return value.defined() ? static_cast<int64_t>(value._version()) - value_version : 0; }
-  int64_t seen_version() const { return version() + writes(); }  // the same before and after the writes reach the master
+  // the same before and after the writes reach the master
+  int64_t seen_version() const { return version() + writes(); }
 };
 
 struct Unit {
@@ -153,6 +154,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<int64_t> unit_order() const;
   void masters_changed(const std::vector<int64_t>& units);
   void write_back();
+  void keep(int64_t unit);
   void lend(const std::vector<int64_t>& units);
   Tensor lent_value(int64_t parameter);
   void take_back(const std::vector<int64_t>& units, bool keep, bool together);

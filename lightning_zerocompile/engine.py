@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_zerocompile import leaves, shard
+from lightning_zerocompile.budget import MemoryBudget
 from lightning_zerocompile.compile import Regions, remove_regions
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim import (
@@ -72,6 +73,7 @@ class Engine:
             raise
         self._stepped_by_unit = False
         self.windows = Windows(self.runtime)
+        self.budget = MemoryBudget(self.runtime)
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
         self._was_in_step = False
         self._shared: set[Tensor] = set()  # masters in more than one optimizer
@@ -123,6 +125,8 @@ class Engine:
         shard.check_unchanged(self.model)
         if self.runtime.core.resident_units():  # a forward outside of steps, without backward
             self.runtime.core.end_forward()
+        if not (self.windows.is_open or self.windows.in_accumulation):
+            self.budget.spend()
         for module in self.model.modules():
             shard.refresh(module)
         self._broadcast_buffers()
@@ -315,6 +319,7 @@ class Engine:
         if optimizer in self._stepping:
             return
         self.runtime.moment.in_step = self._was_in_step
+        self.budget.optimizer_stepped()
         if self._stepped_by_unit:
             self._stepped_by_unit = False
             self.runtime.core.forget_outstanding()
