@@ -57,8 +57,8 @@ def choose(candidates: Sequence[Candidate], budget: int) -> list[int]:
 def free_bytes(device: torch.device) -> int:
     """Memory of this rank's device that is not needed at the peak so far, in bytes."""
     if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-        return total - torch.cuda.max_memory_allocated(device)
+        unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return unused - torch.cuda.max_memory_allocated(device)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
 

@@ -425,7 +425,7 @@ class ZeroCompileStrategy(ProcessStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
-        if self.accelerator is not None:
+        if self.accelerator is not None and not self._failed:  # on a device it waits for what other ranks owe
             self.accelerator.teardown()
         if self._failed:
             self.checkpoint_io.teardown()
