@@ -28,6 +28,7 @@ from lightning_zerocompile.failures import CommunicationError
 from tests import models
 from tests.dist.test_checkpoint import Saved, _data
 from tests.dist.test_checkpoint_damage import FullDisk
+from tests.dist.test_leaks import _held
 from tests.dist.test_sharded_checkpoint import Look, _differences, _fit, _strategy
 from tests.harness import Ranks, _free_port
 
@@ -204,6 +205,23 @@ def _requeued(folder: str) -> None:
 def test_a_job_that_is_requeued_has_its_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """Behind this save SLURM ends the job: it is waited for."""
     ranks.run(_requeued, str(tmp_path))
+
+
+def _many_fits(folder: str) -> list[dict[str, int]]:
+    seen = []
+    for number in range(8):
+        every = ModelCheckpoint(f"{folder}/{number}", "{step}", every_n_train_steps=1, save_top_k=-1)
+        _fit(Saved(), _background(), callbacks=[every], **SAVING)
+        seen.append(_held())
+    return seen
+
+
+@pytest.mark.long
+def test_nothing_is_left_of_a_fit(ranks: Ranks, tmp_path: Path) -> None:
+    """Threads, files and tensors are the same after the third fit and the last: the thread and its group are gone."""
+    for seen in ranks.run(_many_fits, str(tmp_path)):
+        for name in ("python threads", "threads", "files", "tensors"):
+            assert seen[-1][name] == seen[2][name], (name, [one[name] for one in seen])
 
 
 # ---- what fails ----
