@@ -249,7 +249,15 @@ def _failing(folder: str) -> None:
         assert _names(here) == [f"step={number}.ckpt" for number in range(1, step)]
         again = Saved()
         _fit(again, _strategy("sharded", 3), 1, f"{here}/step={step - 1}.ckpt", plugins=[plugin])
-        assert len(again.losses) == 5 - step  # and what was told is not told again
+        assert len(again.losses) == 5 - step
+    trainer = _fit(Saved(), strategy := _background())
+    with _writing(lambda: _no_space(0)):
+        trainer.save_checkpoint(f"{folder}/a.ckpt")
+        with pytest.raises(RuntimeError, match=r"rank 0: .*No space"):
+            trainer.strategy.load_checkpoint(f"{folder}/a.ckpt")  # tells it, too
+    trainer.save_checkpoint(f"{folder}/a.ckpt")  # what was told is not told again
+    strategy.checkpoint_io.teardown()
+    assert _names(folder) == ["a.ckpt", "end", "next"]
 
 
 def test_one_rank_cannot_write(ranks: Ranks, tmp_path: Path) -> None:
