@@ -7,7 +7,9 @@ loaded does not depend on which of them the strategy writes.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zerocompile import files, sharded_checkpoint
+from lightning_zerocompile.background import Background, run, settle
 from lightning_zerocompile.files import AtomicCheckpointIO
 from lightning_zerocompile.optim import sees_whole_values
 from lightning_zerocompile.shard import shard_like
@@ -36,10 +39,14 @@ class Checkpoints:
     Args:
         sharded: what is written: a directory of shards, or one file with full tensors.
         whole_values: names of the user's optimizers that keep state of other shapes whole on every rank.
+        timeout: how long ranks wait for each other while shards are saved in the background.
     """
 
-    def __init__(self, sharded: bool, whole_values: Sequence[str] = ()) -> None:
+    def __init__(
+        self, sharded: bool, whole_values: Sequence[str] = (), timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
         self._sharded, self._whole_values = sharded, whole_values
+        self._background = Background(timeout)
         # weak: what optimizers hold outlives the sharded model, the other masters must not
         self._names: MutableMapping[Tensor, str] = {}
 
@@ -80,18 +87,33 @@ class Checkpoints:
     # ---- files ----
 
     def save(self, io: CheckpointIO, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
-        """Writes Lightning's dictionary; collective.
+        """Writes Lightning's dictionary, or lets ``AsyncCheckpointIO`` do it in the background; collective.
 
         Raises:
             TypeError: storage options are given, or the dictionary holds shards beside the model's.
             ValueError: a directory of shards cannot be written to a remote path.
+            RuntimeError: an earlier save in the background failed; on all ranks, and nothing is saved.
         """
+        if isinstance(io, AsyncCheckpointIO):
+            settle(io, wait=False)
         if self._sharded:
-            if options is not None:
-                raise TypeError("`storage_options` belong to a CheckpointIO plugin; checkpoint='sharded' has none.")
-            sharded_checkpoint.save(checkpoint, _local(dist_broadcast(path)))
-            return
+            self._save_shards(io, checkpoint, path, options)
+        else:
+            self._save_file(io, checkpoint, path, options)
+        if isinstance(io, AsyncCheckpointIO) and Path(path).name.startswith("hpc_ckpt_"):
+            settle(io, wait=True)  # Lightning lets SLURM end and requeue the job right behind this save
 
+    def _save_shards(self, io: CheckpointIO, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
+        if options is not None:
+            raise TypeError("`storage_options` are for files: checkpoint='sharded' has none.")
+        local = _local(dist_broadcast(path))
+        if isinstance(io, AsyncCheckpointIO):
+            self._background.save(io, checkpoint, local)
+        else:
+            sharded_checkpoint.save(checkpoint, local)
+
+    @staticmethod
+    def _save_file(io: CheckpointIO, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
         def write() -> None:
             if dist.get_rank() == 0:
                 sharded_checkpoint.refuse_dtensors(checkpoint)
@@ -107,12 +129,14 @@ class Checkpoints:
         module: nn.Module,
         with_optimizers: bool,
     ) -> dict[str, Any]:
-        """Lightning's dictionary from a file or a directory; collective.
+        """Lightning's dictionary from a file or a directory; collective. Waits for what is still being saved.
 
         Raises:
-            RuntimeError: a file is missing or damaged; it is named.
+            RuntimeError: a file is missing or damaged; it is named. Or a save in the background failed.
             UnpicklingError: it holds more than tensors and plain containers, and ``weights_only`` is not False.
         """
+        if isinstance(io, AsyncCheckpointIO):
+            settle(io, wait=True)
         torch.cuda.empty_cache()  # as Lightning does before it loads
         path = dist_broadcast(path)
         local = files.local_path(path)
@@ -140,7 +164,7 @@ class Checkpoints:
         what = f"Reading the checkpoint `{path}`"
 
         def look() -> str:
-            if path.is_dir() and (type(io) is AtomicCheckpointIO or (path / files.META).is_file()):
+            if path.is_dir() and (type(_inner(io)) is AtomicCheckpointIO or (path / files.META).is_file()):
                 return "a directory"
             return "a file" if path.is_file() else "nothing"
 
@@ -157,11 +181,12 @@ class Checkpoints:
         """Removes a checkpoint, on rank 0, after those that are still being saved."""
         if dist.is_initialized() and dist.get_rank() != 0:
             return
-        pending = io._executor if isinstance(io, AsyncCheckpointIO) else None
-        if pending is None:
-            io.remove_checkpoint(path)
-        else:  # at once, it could go before the one that replaces it is on the disk
-            pending.submit(io.remove_checkpoint, path)
+        remover = AtomicCheckpointIO() if self._sharded else io
+        if isinstance(io, AsyncCheckpointIO) and io._executor is not None:
+            # at once, it could go before the one that replaces it is on the disk
+            run(io, lambda: remover.remove_checkpoint(path))
+        else:
+            remover.remove_checkpoint(path)
 
     def finish(self, io: CheckpointIO) -> None:
         """Waits for what is still being saved; collective where something can be.
@@ -170,9 +195,21 @@ class Checkpoints:
             RuntimeError: a save in the background failed; on all ranks.
         """
         if isinstance(io, AsyncCheckpointIO):
-            together("Saving a checkpoint in the background", io.teardown)
-        else:
-            io.teardown()
+            settle(io, wait=True)
+            self._background.finish()
+        io.teardown()
+
+    def abandon(self, io: CheckpointIO) -> None:
+        """:meth:`finish` after a failure: waits for other ranks for a moment only, and raises nothing of its own."""
+        if self._sharded and isinstance(io, AsyncCheckpointIO):
+            self._background.abandon(io)
+            return
+        try:
+            io.teardown()  # a file is written by one rank alone
+        except Exception as error:
+            if isinstance(io, AsyncCheckpointIO):
+                io._error = None  # told, and not the next run's
+            warnings.warn(f"A checkpoint could not be saved: {type(error).__name__}: {error}", stacklevel=2)
 
     def plugin(self, io: CheckpointIO | None) -> CheckpointIO:
         """The user's plugin, or one that writes atomically where the user left the choice."""
@@ -186,12 +223,19 @@ class Checkpoints:
         Raises:
             MisconfigurationException: names the plugin and the remedy.
         """
-        if self._sharded and type(io) is not AtomicCheckpointIO:
+        inner = _inner(io)
+        if self._sharded and type(inner) not in (AtomicCheckpointIO, TorchCheckpointIO):
+            name = type(io).__name__ + ("" if inner is io else f"({type(inner).__name__})")
             raise MisconfigurationException(
-                f"The plugin `{type(io).__name__}` cannot write checkpoint='sharded', to which all ranks write together"
-                " and at once: asynchronous saving would run collectives beside the training's. Use "
-                "checkpoint='full', or leave out the plugin."
+                f"The plugin `{name}` cannot write checkpoint='sharded': all ranks write to a directory, which no "
+                "plugin can do for them. Use checkpoint='full', or leave out the plugin; Lightning's own "
+                "AsyncCheckpointIO() saves directories in the background."
             )
+
+
+def _inner(io: CheckpointIO) -> CheckpointIO:
+    """What writes for Lightning's ``AsyncCheckpointIO``; another plugin itself."""
+    return io.checkpoint_io or io if type(io) is AsyncCheckpointIO else io
 
 
 def dist_broadcast(path: _PATH) -> str:

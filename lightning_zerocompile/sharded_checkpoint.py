@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,13 @@ _MODEL_KEYS = (MODEL, "state_dict", AVERAGED)  # the second is how Lightning's M
 Result = TypeVar("Result")
 
 
-def together(what: str, action: Callable[[], Result]) -> list[Result]:
+def together(what: str, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
     """Every rank's result of ``action``; collective.
+
+    Args:
+        what: the ranks do, for the error.
+        action: may raise on some ranks.
+        group: of all ranks; ``None``: the default one, from the main thread only.
 
     Raises:
         RuntimeError: on all ranks alike, if some rank's ``action`` raised.
@@ -55,7 +60,7 @@ def together(what: str, action: Callable[[], Result]) -> list[Result]:
     except Exception as error:
         failure, text = error, f"{type(error).__name__}: {error}"
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (result, text))
+    dist.all_gather_object(everyone, (result, text), group)
     texts = {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}
     if not texts:
         return [result for result, _ in everyone]
@@ -66,6 +71,11 @@ def together(what: str, action: Callable[[], Result]) -> list[Result]:
 
 
 # ---- saving ----
+
+
+def saving(path: Path) -> str:
+    """What the ranks do, for errors."""
+    return f"Saving the checkpoint `{path}`"
 
 
 def save(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -79,24 +89,53 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
         IsADirectoryError: ``path`` is a directory that is no checkpoint.
         RuntimeError: a rank could not write; the former checkpoint is untouched.
     """
+    state, rest = parts(checkpoint)
+    together(saving(path), lambda: refuse_dtensors(rest))
+    write(state, lambda file: torch.save(rest, file), path)
+
+
+def parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all ranks write, by the directory's keys and the rest of the dictionary, of which rank 0's counts."""
     rest = dict(checkpoint)
     state = {MODEL: rest.pop("state_dict")}
     if AVERAGED in rest:
         state[AVERAGED] = rest.pop(AVERAGED)
     state |= {f"{OPTIMIZER}{number}": part for number, part in enumerate(rest.pop("optimizer_states", []))}
-    temporary, first = files.saving_name(path), dist.get_rank() == 0
-    what = f"Saving the checkpoint `{path}`"
+    return state, rest
+
+
+def write(
+    state: dict[str, Any], rest: Callable[[IO[bytes]], Any], path: Path, group: dist.ProcessGroup | None = None
+) -> None:
+    """Writes the parts of a dictionary to a directory; collective.
+
+    Args:
+        state: this rank's part of what all ranks write; on the CPU if a group is given.
+        rest: writes rank 0's rest to a file.
+        path: as for :func:`save`.
+        group: of all ranks, which no other thread uses; ``None``: the default one, from the main thread only.
+
+    Raises:
+        IsADirectoryError, RuntimeError: as :func:`save`.
+    """
+    temporary, first, what = files.saving_name(path), dist.get_rank() == 0, saving(path)
+    # a thread has a device of its own: the default loader would open the first one
+    options: dict[str, Any] = {} if group is None else {"per_thread_copy_ahead": 0}
 
     def prepare() -> None:
-        refuse_dtensors(rest)
         if first:
             files.check_replaceable(path)
             files.remove(temporary)  # left by a killed save
             temporary.mkdir(parents=True)
 
+    def save_state() -> None:
+        # what all ranks have (buffers, steps, groups) is rank 0's: buffers may differ between ranks
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        save_shards(state, storage_writer=FileSystemWriter(temporary, **options), planner=planner, process_group=group)
+
     def finish(checksums: Mapping[str, str]) -> None:
         if first:
-            files.write(temporary / files.META, lambda file: torch.save(rest, file))
+            files.write(temporary / files.META, rest)
             rank_zero = {name: files.checksum(temporary / name) for name in (INDEX, files.META)}
             content = _sealed({**checksums, **rank_zero})
             files.write(temporary / CHECKSUMS, lambda file: file.write(content))
@@ -104,12 +143,10 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
             files.commit(temporary, path)
 
     try:
-        together(what, prepare)
-        # what all ranks have (buffers, steps, groups) is rank 0's: buffers may differ between ranks
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        _collective(what, lambda: save_shards(state, storage_writer=FileSystemWriter(temporary), planner=planner))
-        checksums = together(what, lambda: _own_checksums(temporary))
-        together(what, lambda: finish({name: value for part in checksums for name, value in part.items()}))
+        together(what, prepare, group)
+        _collective(what, save_state)
+        checksums = together(what, lambda: _own_checksums(temporary), group)
+        together(what, lambda: finish({name: value for part in checksums for name, value in part.items()}), group)
     except BaseException:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)

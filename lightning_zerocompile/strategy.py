@@ -71,7 +71,8 @@ class ZeroCompileStrategy(ProcessStrategy):
             one parameter at a time, so that a device never holds more than one whole. ``False``: it stays sharded, and
             the next run takes it over. A module whose run raised stays sharded too, and cannot be fitted again.
         checkpoint: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
-            write their shards. Either loads at any stage, world size and with either setting.
+            write their shards. Either loads at any stage, world size and with either setting, and is written in the
+            background with Lightning's ``AsyncCheckpointIO()``.
         whole_values: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels that take
             addresses): they see whole parameters, gradients and states, one unit at a time, on every rank. Only for
             those that update each parameter from its own gradient and state. Torch's own need no mention.
@@ -138,7 +139,7 @@ class ZeroCompileStrategy(ProcessStrategy):
             whole_values=(whole_values,) if isinstance(whole_values, str) else tuple(whole_values),
             timeout=timeout,
         )
-        self._checkpoints = Checkpoints(checkpoint == "sharded", config.whole_values)
+        self._checkpoints = Checkpoints(checkpoint == "sharded", config.whole_values, timeout)
         super().__init__(
             config,
             process_group_backend,
@@ -428,7 +429,7 @@ class ZeroCompileStrategy(ProcessStrategy):
         if self.accelerator is not None and not self._failed:  # on a device it waits for what other ranks owe
             self.accelerator.teardown()
         if self._failed:
-            self.checkpoint_io.teardown()
+            self._checkpoints.abandon(self.checkpoint_io)
         else:
             self._checkpoints.finish(self.checkpoint_io)
 

@@ -241,9 +241,8 @@ def _refusals(folder: str) -> None:
         trainer.save_checkpoint("memory://a.ckpt")
     with pytest.raises(RuntimeError, match="no checkpoint"):
         _fit(Saved(), "full", 2, Path(folder, "mine"))
-    plugin = AsyncCheckpointIO()
-    with pytest.raises(MisconfigurationException, match="`AsyncCheckpointIO` cannot write checkpoint='sharded'"):
-        _fit(Saved(), "sharded", plugins=[plugin])
+    with pytest.raises(MisconfigurationException, match="`FullDisk` cannot write checkpoint='sharded'"):
+        _fit(Saved(), "sharded", plugins=[FullDisk()])
     there = sorted(p.name for p in Path(folder).iterdir())
     assert there == ["file", "full.ckpt", "mine", "sharded.ckpt"], there
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -192,11 +193,12 @@ def test_contents_of_a_directory(ranks: Ranks, tmp_path: Path) -> None:
 # ---- ModelCheckpoint ----
 
 
-def _callbacks(kind: str, folder: str) -> None:
+def _callbacks(kind: str, plugins: list[Any], folder: str) -> None:
     module = Saved()
     best = ModelCheckpoint(folder, "best-{step}", monitor="val_loss", save_top_k=1, save_last=True)
     every = ModelCheckpoint(folder, "all-{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
-    arguments: dict[str, Any] = {"callbacks": [best, every], "enable_checkpointing": True, "val_check_interval": 2}
+    saving: dict[str, Any] = {"enable_checkpointing": True, "plugins": plugins}
+    arguments = saving | {"callbacks": [best, every], "val_check_interval": 2}
     trainer = models.make_trainer(_strategy(kind, 3), max_epochs=2, **arguments)
     trainer.fit(module, _data(), _data())
     assert {p.name for p in Path(folder).iterdir()} == {
@@ -207,19 +209,22 @@ def _callbacks(kind: str, folder: str) -> None:
     assert after["val_loss"] == pytest.approx(best.best_model_score.item(), abs=1e-6)
     resumed = Saved()
     callback = ModelCheckpoint(folder, monitor="val_loss", save_last=True)
-    models.make_trainer(_strategy(kind, 1), max_epochs=3, callbacks=[callback], enable_checkpointing=True).fit(
+    models.make_trainer(_strategy(kind, 1), max_epochs=3, callbacks=[callback], **saving).fit(
         resumed, _data(), _data(), ckpt_path="last"
     )
     assert len(resumed.losses) == 4 and resumed.seen == 12  # the third epoch only
     link = ModelCheckpoint(f"{folder}/link", "{step}", monitor="step", mode="max", save_last="link")
-    _fit(Saved(), _strategy(kind, 2), callbacks=[link], enable_checkpointing=True)
+    _fit(Saved(), _strategy(kind, 2), callbacks=[link], **saving)
     _fit(Saved(), _strategy(kind, 2), 2, f"{folder}/link/last.ckpt")
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_model_checkpoint(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "plugins"), [("full", []), ("sharded", []), ("sharded", [AsyncCheckpointIO()])],
+    ids=["full", "sharded", "background"],
+)  # fmt: skip
+def test_model_checkpoint(ranks: Ranks, kind: str, plugins: list[Any], tmp_path: Path) -> None:
     """The best, the last and every second step; old ones go; "best" and "last" are found again; links work."""
-    ranks.run(_callbacks, kind, str(tmp_path))
+    ranks.run(_callbacks, kind, plugins, str(tmp_path))
 
 
 # ---- hooks ----

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -50,9 +52,11 @@ def _checkpoint(model: Model, sharded: bool, value: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _save(sharded: bool, value: int, path: Path) -> None:
-    model = Model()
-    Checkpoints(sharded).save(AtomicCheckpointIO(), _checkpoint(model, sharded, value), path, None)
+def _save(sharded: bool, value: int, path: Path, background: bool = False) -> None:
+    io = AsyncCheckpointIO(AtomicCheckpointIO()) if background else AtomicCheckpointIO()
+    checkpoints = Checkpoints(sharded)
+    checkpoints.save(io, _checkpoint(Model(), sharded, value), path, None)
+    checkpoints.finish(io)
 
 
 def _load(path: Path) -> int:
@@ -117,10 +121,9 @@ def _in_fork(body: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _killed_save(sharded: bool, path: Path, number: int) -> int:
-    checkpoint = _checkpoint(Model(), sharded, 2)
+def _killed_save(sharded: bool, path: Path, number: int, background: bool) -> int:
     _kill_at(number)
-    Checkpoints(sharded).save(AtomicCheckpointIO(), checkpoint, path, None)
+    _save(sharded, 2, path, background)
     return 0
 
 
@@ -136,7 +139,7 @@ def _afterwards(sharded: bool, path: Path) -> int:
     return found
 
 
-def _kill_everywhere(folder: str, before: bool, after: bool) -> list[tuple[int, int]]:
+def _kill_everywhere(folder: str, before: bool, after: bool, background: bool) -> list[tuple[int, int]]:
     """How the process ended at each kill point, and the value that was loaded afterwards."""
     old, found = Path(folder, "old", "last.ckpt"), []
     assert _in_fork(lambda: _save(before, 1, old) or 0) == 0
@@ -145,7 +148,8 @@ def _kill_everywhere(folder: str, before: bool, after: bool) -> list[tuple[int, 
         number += 1
         path = Path(folder, str(number), "last.ckpt")
         shutil.copytree(old.parent, path.parent)
-        status = _in_fork(lambda path=path, number=number: _killed_save(after, path, number))  # type: ignore[misc]
+        kill = partial(_killed_save, after, path, number, background)
+        status = _in_fork(kill)
         found.append((status, _in_fork(lambda path=path: _afterwards(after, path))))  # type: ignore[misc]
     return found
 
@@ -171,18 +175,21 @@ def forking() -> Iterator[Connection]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "background"),
     [
-        pytest.param(False, False, marks=pytest.mark.long),
-        pytest.param(True, True, marks=pytest.mark.long),
-        (False, True),
-        (True, False),
+        pytest.param(False, False, False, marks=pytest.mark.long),
+        pytest.param(True, True, False, marks=pytest.mark.long),
+        (False, True, False),
+        (True, False, False),
+        (True, True, True),
     ],
-    ids=["full", "sharded", "sharded-over-full", "full-over-sharded"],
-)  # fmt: skip
-def test_killed_at_every_file_operation(forking: Connection, before: bool, after: bool, tmp_path: Path) -> None:
+    ids=["full", "sharded", "sharded-over-full", "full-over-sharded", "sharded-in-background"],
+)
+def test_killed_at_every_file_operation(
+    forking: Connection, before: bool, after: bool, background: bool, tmp_path: Path
+) -> None:
     """The old or the new checkpoint, whole; by its path and for ``ckpt_path="last"``; no litter after the next save."""
-    forking.send((str(tmp_path), before, after))
+    forking.send((str(tmp_path), before, after, background))
     found = forking.recv()
     assert found[-1] == (0, 2)
     assert all(status == KILLED and value in (1, 2) for status, value in found[:-1]), found
