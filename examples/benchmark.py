@@ -150,7 +150,7 @@ def launch(
         output = log.read().splitlines()
     verdict = "ok" if code == 0 else f"failed ({code})"
     print(f"# {' '.join(options)}: {verdict} in {time.time() - began:.0f} s", flush=True)
-    for line in output if code == 0 else output[-40:]:
+    for line in output if code == 0 else output[-80:]:
         if code != 0 or line.startswith('{"trace"'):
             print(line, flush=True)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []

@@ -60,7 +60,7 @@ class Meter:
 
     Args:
         seq: length of the sequences that its steps train on.
-        warm_up, timed: numbers of steps.
+        warm_up, timed: numbers of steps; 0 timed ones: only `first` is measured.
         device: of this rank.
         started: when the system's set-up began; `None`: the first step counts from its own begin.
         trace: file for the profiler's trace, or `None`.
@@ -71,7 +71,7 @@ class Meter:
     ) -> None:
         self.seq, self.warm_up, self.timed, self.device = seq, warm_up, timed, device
         self.result: dict[str, Any] = {}
-        self.steps = warm_up + timed + (device.type == "cuda" or trace is not None)
+        self.steps = warm_up + timed + (timed > 0 and (device.type == "cuda" or trace is not None))
         self._started, self._trace = started, trace
         self._number = 0
         self._clock = Clock(device)
@@ -89,7 +89,7 @@ class Meter:
                 torch.cuda.reset_peak_memory_stats()
         if self._number >= self.warm_up:
             self._clock.mark()
-        if self._number == self.warm_up + self.timed:
+        if self._number == self.warm_up + self.timed:  # the profiled one
             self._read()
             self._profiler = profile(activities=activities(self.device, self._trace is not None))
             self._profiler.start()
