@@ -28,7 +28,7 @@ void Runtime::arm() {
     pending_ = pending_ || deferred_;
     next_reduction_ = 0;
     begun_.reset();  // what waits for the end of a window is older than its last backward
-    if (!deferred_ && gathers_in_backward_ && !device_.is_cpu()) begun_ = mark(device_);
+    if (!deferred_ && !device_.is_cpu()) begun_ = mark(device_);
     for (auto& u : units_) {
       u.reduced = u.nested = false;
       u.ready.reset();
@@ -63,8 +63,16 @@ void Runtime::finish_backward() {
   if (!backward_ || shut_down_) return;
   backward_ = armed_ = false;
   stats_.backwards += 1;
-  if (!deferred_ && accumulates_) reduce_everything();
-  if (deferred_ && accumulates_ && max_deferred_bytes_ >= 0) reduce_largest();
+  try {
+    if (!deferred_ && accumulates_) reduce_everything();
+    if (deferred_ && accumulates_ && max_deferred_bytes_ >= 0) reduce_largest();
+  } catch (...) {  // out of memory, or another rank is gone: nothing of this backward may reach the next
+    accumulates_ = false;
+    begun_.reset();
+    drop_reductions();
+    drop_gradients();
+    throw;
+  }
   accumulates_ = false;
   begun_.reset();
   write_back();
@@ -182,24 +190,24 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph, bool share
   auto& unit = units_[p.unit];
   unit.nested = unit.nested || torch::autograd::get_current_graph_task_id() != outermost_;
   if (from_graph) stats_.graph_reductions += 1;
-  launch_complete();
 }
 
-// [Note: late reductions] A unit of which this rank misses a gradient is reduced at the end of the backward, when the
-// other ranks may long have started it; their streams may wait for it before they run the gathers that this rank's
-// stream waits for. So a late reduction is ordered behind its own gradients alone (without any, behind the backward's
-// begin), not behind this rank's stream.
-void Runtime::mark_ready(const std::vector<int64_t>& indices) {
-  if (!gathers_in_backward_ || device_.is_cpu()) return;
+// [Note: late reductions] A unit of which this rank misses a gradient is reduced at the end of the backward, and so are
+// those whose turn comes after it; the other ranks may long have started them, and their streams may wait for them
+// before they run what this rank's stream waits for (a gather, a collective of the user's in the backward). So what is
+// not reduced right when its last gradient arrives is ordered behind its own gradients alone (without any, behind the
+// backward's begin), not behind this rank's stream.
+void Runtime::contributed(const std::vector<int64_t>& indices) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  Ready now;
+  latest_.reset();
   for (auto i : indices) {
     const auto& p = parameter(i);
-    auto& unit = units_[p.unit];
-    if (deferred_ || !p.grad.defined()) continue;
-    if (!now) now = mark(device_);
-    unit.ready = now;
+    if (device_.is_cpu() || deferred_ || !p.grad.defined()) continue;
+    if (!latest_) latest_ = mark(device_);
+    units_[p.unit].ready = latest_;
   }
+  launch_complete();
+  latest_.reset();
 }
 
 // The compiler may reuse these gradients' memory from here on, unless the graph ends here (then our reference keeps
@@ -212,7 +220,7 @@ void Runtime::fence(const std::vector<int64_t>& indices, bool last) {
     if (p.grad.defined() && !p.grad_owned) {
       p.grad = p.grad.clone();
       p.grad_owned = true;
-      mark_ready({i});
+      if (units_[p.unit].ready) units_[p.unit].ready = mark(device_);
     }
     for (auto& reduction : in_flight_) {
       if (reduction.unit == p.unit) await(reduction);

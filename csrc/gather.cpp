@@ -1,5 +1,6 @@
 // Gathering: a unit is gathered as a whole, in place, from the masters; the value lives for one use or for one step.
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -51,6 +52,7 @@ void Runtime::check_order(const Unit& unit, Way way) {
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
 // `restores`: an older forward saw the same values.
 void Runtime::launch_gather(Unit& unit, Way way, bool restores) {
+  RECORD_USER_SCOPE(text("zerocompile: gather ", unit.name, way == Way::Back ? " in backward" : " in forward"));
   check_order(unit, way);
   await(unit);  // an earlier gather into the same memory must not finish after this one
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
@@ -342,8 +344,8 @@ void Runtime::write_back() {
   }
 }
 
-// Nothing stays gathered for a backward that will not come. Behind an exception (`raised`) what is on its way stays until
-// the next use: to drop it is to wait for it, and another rank may have failed before it came to it.
+// Nothing stays gathered for a backward that will not come. Behind an exception (`raised`) what is on its way stays
+// until the next use: to drop it is to wait for it, and another rank may have failed before it came to it.
 void Runtime::end_forward(bool raised) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto& u : units_) {

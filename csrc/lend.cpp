@@ -1,4 +1,4 @@
-// What `full_parameters` holds.
+// Units that stay gathered: those that `full_parameters` holds, and those that memory allows.
 #include <algorithm>
 
 #include "runtime.h"
@@ -70,6 +70,22 @@ std::string Runtime::lent_unit() const {
     if (u.lent) return u.name;
   }
   return "";
+}
+
+// From now on the unit lives from one optimizer step to the next.
+void Runtime::keep(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
+  auto& unit = units_[index];
+  TORCH_CHECK(!held_ && !unit.lent && unit.open_modules == 0 && unit.graph_uses == 0,
+              text("zerocompile: unit `", unit.name, "` is in use, so how long it lives cannot change now"));
+  if (unit.lifetime == Lifetime::Step) return;
+  drop(unit);
+  unit.lifetime = Lifetime::Step;
+  for (auto i : unit.parameters) allocate(parameters_[i]);
+  gathers_in_backward_ =
+      std::any_of(units_.begin(), units_.end(), [](const Unit& u) { return u.lifetime == Lifetime::Use; });
 }
 
 }  // namespace zerocompile

@@ -119,15 +119,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            Release())
       .def("add_unit", &Runtime::add_unit, Release())
       .def("set_callbacks", &Runtime::set_callbacks)
-      .def("shutdown",
-           [](Runtime& self, bool wait) {
-             if (wait) {
-               py::gil_scoped_release waiting;  // gloo's threads may need the GIL to end what we wait for
-               self.settle();
-             }
-             self.shutdown(wait);  // with the GIL: it drops the callbacks
-           },
-           py::arg("wait"))
+      .def("shutdown", &Runtime::shutdown, py::arg("wait"), Release())  // gloo's threads may need the GIL to end
       .def("peer_bytes", &Runtime::peer_bytes)
       .def("set_peers", &Runtime::set_peers, Release())
       .def("identity", &Runtime::identity)
@@ -141,10 +133,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("unit_order", &Runtime::unit_order, Release())
       .def("masters_changed", &Runtime::masters_changed, Release())
       .def("write_back", py::overload_cast<>(&Runtime::write_back), Release())
+      .def("keep", &Runtime::keep, Release())
       .def("lend", &Runtime::lend, Release())
       .def("lent_value", &Runtime::lent_value, Release())
       .def("take_back", &Runtime::take_back, Release())
-      .def("lent_unit", &Runtime::lent_unit)
+      .def("lent_unit", &Runtime::lent_unit, Release())
       .def("end_forward", &Runtime::end_forward, py::arg("raised") = false, Release())
       .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
       .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())
@@ -158,7 +151,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("pending", &Runtime::pending)
       .def("publish_order", &Runtime::publish_order, Release())
       .def("check_backward_ended", &Runtime::check_backward_ended, Release())
-      .def("frozen_gradients", &Runtime::frozen_gradients)
+      .def("frozen_gradients", &Runtime::frozen_gradients, Release())
       .def("drop_gradient", &Runtime::drop_gradient, Release())
       .def("deferred_gradient",
            [](Runtime& self, int64_t parameter) -> std::optional<Tensor> {

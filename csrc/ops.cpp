@@ -45,7 +45,7 @@ Tensor gather(const Tensor& source, const Tensor& handle, at::IntArrayRef size) 
 Tensor reduce_grad(const Tensor& grad, const Tensor& handle) {
   auto [runtime, parameter] = find(handle);
   runtime->contribute(parameter, grad, /*from_graph=*/true);
-  runtime->mark_ready({parameter});
+  runtime->contributed({parameter});
   return at::zeros_like(handle);
 }
 
@@ -121,7 +121,7 @@ void reduce_unit_(at::TensorList grads, at::TensorList handles) {
   TORCH_CHECK(grads.size() == handles.size(), "zerocompile: reduce_unit_ takes one handle per gradient");
   auto uses = find_all(handles);
   for (size_t i = 0; i < grads.size(); ++i) uses.runtime->contribute(uses.parameters[i], grads[i], true);
-  if (!grads.empty()) uses.runtime->mark_ready(uses.parameters);
+  if (!grads.empty()) uses.runtime->contributed(uses.parameters);
 }
 
 void reduce_fence_(at::TensorList grads, at::TensorList handles, bool last) {
@@ -167,7 +167,7 @@ struct ReadFunction : torch::autograd::Function<ReadFunction> {
     if (grads[0].defined()) {
       const bool shared = grads[0].use_count() > 1;  // as AccumulateGrad tells: a Function may keep its result
       runtime->contribute(token->parameter, grads[0], /*from_graph=*/false, shared);
-      runtime->mark_ready({token->parameter});
+      runtime->contributed({token->parameter});
     }
     return {Tensor(), Tensor(), Tensor()};
   }

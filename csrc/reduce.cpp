@@ -1,6 +1,7 @@
 // Reduction: a unit is reduced as a whole when its last gradient is there; what is left is flushed when the outermost
 // backward ends (see backward.cpp).
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/util/strides.h>
 
 #include <algorithm>
@@ -73,6 +74,16 @@ void Runtime::launch_complete() {
   }
 }
 
+// After a failure: waits for nobody, see [Note: abandoned communication].
+void Runtime::drop_reductions() {
+  reductions_dropped_ = reductions_dropped_ || !in_flight_.empty();
+  for (auto& reduction : in_flight_) {
+    for (const auto& tensor : reduction.inputs) reduce_lane_.keep(tensor);
+    for (auto i : units_[reduction.unit].parameters) reduce_lane_.keep(existing_grad(parameters_[i]));
+  }
+  in_flight_.clear();
+}
+
 // What the reduced gradient is added to: that of earlier in the window, or master.grad as we bound it, if the optimizer
 // has not dropped it since.
 Tensor Runtime::existing_grad(Parameter& p) {
@@ -102,11 +113,13 @@ void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
 void Runtime::launch_reduction(int64_t index) {
   at::NoGradGuard no_grad;
   auto& unit = units_[index];
+  RECORD_USER_SCOPE(text("zerocompile: reduce ", unit.name));
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, kept) dtypes
   std::vector<int64_t> replicated;
   Reduction reduction;
   reduction.unit = index;
-  if (!complete(unit)) reduction.ready = unit.ready ? unit.ready : begun_;
+  const bool just_now = complete(unit) && latest_ != nullptr && unit.ready == latest_;
+  if (!just_now) reduction.ready = unit.ready ? unit.ready : begun_;
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
     if (!p.master.requires_grad()) continue;
@@ -264,7 +277,8 @@ void Runtime::retire(size_t keep) {
 // not skip a unit that others reduce. So every rank says which parameters have a gradient; only a rank that misses
 // gradients asks what the others have. They say it through the store: a collective would wait on the device behind
 // what the other ranks have queued, and that may wait for a reduction that this rank has still to start.
-std::vector<char> Runtime::agree_on_used() {
+// `meanwhile`: what this rank can do before it asks; the others may wait for its word.
+std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile) {
   std::string used(parameters_.size(), kUnused);
   bool asks = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -272,7 +286,11 @@ std::vector<char> Runtime::agree_on_used() {
     if (p.contributed) used[i] = p.cast_grad ? kUsed : letter_of(p);
     asks = asks || (p.master.requires_grad() && !(p.contributed && p.cast_grad));
   }
-  if (world_ > 1 && unite_ != nullptr) used = unite_(exchanges_++, used, asks);
+  const bool alone = world_ == 1 || unite_ == nullptr;
+  if (!alone) unite_(exchanges_, used, /*asks=*/false);
+  meanwhile();
+  if (!alone && asks) used = unite_(exchanges_, used, /*asks=*/true);
+  exchanges_ += 1;
   TORCH_CHECK(used.size() == parameters_.size(), "zerocompile: the ranks have different numbers of parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& p = parameters_[i];
@@ -305,8 +323,7 @@ void Runtime::launch_contributed() {
 void Runtime::reduce_everything() {
   at::NoGradGuard no_grad;
   agree_on_order();
-  launch_contributed();
-  const auto used = agree_on_used();
+  const auto used = agree_on_used([this] { launch_contributed(); });
   for (auto index : reduce_order_) {
     auto& unit = units_[index];
     bool wanted = false, late = false;

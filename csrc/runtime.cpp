@@ -136,7 +136,7 @@ void Runtime::await(Reduction& reduction) {
 // until the lane is done. What would block when it is destroyed (gloo's group waits for its works; peers' memory for
 // the device) is left to the end of the process.
 void Runtime::drop_in_flight() {
-  bool gathers = false, reductions = !in_flight_.empty();
+  bool gathers = false;
   for (auto& u : units_) {
     if (!u.gathering.running()) continue;
     gathers = true;
@@ -146,15 +146,11 @@ void Runtime::drop_in_flight() {
     }
     u.gathering.drop();
   }
-  for (auto& reduction : in_flight_) {
-    for (const auto& tensor : reduction.inputs) reduce_lane_.keep(tensor);
-    for (auto i : units_[reduction.unit].parameters) reduce_lane_.keep(existing_grad(parameters_[i]));
-  }
-  in_flight_.clear();
+  drop_reductions();
   if (gathers) (void)peers_.release();
   if (!device_.is_cpu()) return;
   if (gathers) (void)gather_group_.release();
-  if (reductions) (void)reduce_group_.release();
+  if (reductions_dropped_) (void)reduce_group_.release();
 }
 
 // [Note: shutdown] The process group must not be kept alive by this object: a group that is destroyed while somebody
@@ -164,6 +160,7 @@ void Runtime::shutdown(bool wait) {
   if (shut_down_) return;
   if (wait) settle();
   shut_down_ = true;
+  if (!wait) (void)peers_.release();  // what was awaited may still wait on the device
   drop_in_flight();
   for (auto& p : parameters_) forget_identity(p.identity);
   parameters_.clear();

@@ -77,7 +77,8 @@ struct Parameter : ParameterSpec {
 
   int64_t version() const { return master._version() + local._version(); }
   int64_t writes() const { return value.defined() ? static_cast<int64_t>(value._version()) - value_version : 0; }
-  int64_t seen_version() const { return version() + writes(); }  // the same before and after the writes reach the master
+  // the same before and after the writes reach the master
+  int64_t seen_version() const { return version() + writes(); }
 };
 
 struct Unit {
@@ -153,6 +154,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<int64_t> unit_order() const;
   void masters_changed(const std::vector<int64_t>& units);
   void write_back();
+  void keep(int64_t unit);
   void lend(const std::vector<int64_t>& units);
   Tensor lent_value(int64_t parameter);
   void take_back(const std::vector<int64_t>& units, bool keep, bool together);
@@ -169,7 +171,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // reduction
   void contribute(int64_t parameter, Tensor grad, bool from_graph, bool shared = false);
-  void mark_ready(const std::vector<int64_t>& parameters);
+  void contributed(const std::vector<int64_t>& parameters);
   void fence(const std::vector<int64_t>& parameters, bool last);
   void arm();
   void backward_ended();
@@ -242,7 +244,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void launch_contributed();
   void reduce_group(const std::vector<int64_t>& group, Reduction& reduction);
   void replicate_group(const std::vector<int64_t>& group, Reduction& reduction);
-  std::vector<char> agree_on_used();
+  std::vector<char> agree_on_used(const std::function<void()>& meanwhile);
+  void drop_reductions();
   void reduce_everything();
   void reduce_largest();
   void bind_reduced(const std::vector<char>& used);
@@ -295,11 +298,13 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool armed_ = false;    // the engine will call us when this backward ends
   std::weak_ptr<int64_t> armed_task_;  // dies with the graph task that we armed; its value is the task's number
   int64_t outermost_ = -1;             // the graph task of the first event of the backward that runs
+  Ready latest_;          // behind the gradients that arrive now
   Ready begun_;           // where the compute stream was when the backward began, see [Note: late reductions]
   bool backward_ = false; // something happened in a backward that has not been finished
   std::vector<int64_t> reduce_order_;  // agreed by all ranks before the first reduction
   size_t next_reduction_ = 0;
   std::vector<Reduction> in_flight_;
+  bool reductions_dropped_ = false;  // some are on their way for which nobody waits
   std::vector<ReducedGrad> reduced_;
   bool shut_down_ = false;
 };

@@ -51,7 +51,13 @@ class Pending {
   bool any() const { return event_ != nullptr || !works_.empty() || !afterwards_.empty(); }
 
   // Whether something may still be on its way; it does not block.
-  bool running() const { return !works_.empty() || (event_ != nullptr && !event_->query()); }
+  bool running() const noexcept {
+    try {
+      return !works_.empty() || (event_ != nullptr && !event_->query());
+    } catch (...) {  // the device has failed
+      return true;
+    }
+  }
 
   // Nobody will wait. What reads or writes memory on a device has to be kept from it: see Lane::keep.
   void drop() { *this = Pending(); }

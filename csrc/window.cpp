@@ -21,7 +21,7 @@ void Runtime::set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_by
 void Runtime::reduce_largest() {
   at::NoGradGuard no_grad;
   agree_on_order();
-  const auto used = agree_on_used();
+  const auto used = agree_on_used([] {});
   std::vector<std::pair<int64_t, int64_t>> sizes;  // (bytes, unit)
   int64_t total = 0;
   for (auto index : reduce_order_) {

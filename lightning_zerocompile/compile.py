@@ -82,6 +82,7 @@ def inductor_options(config: Config, lower: CustomGraphPass) -> dict[str, Any]:
         theirs = options.get(slot) or getattr(inductor, slot)
         options[slot] = ours if theirs is None else Composed(theirs, ours)
     options["reorder_for_peak_memory"] = False  # it would move the starts that the passes placed
+    options["triton.cudagraphs"] = False  # a replay would pass the runtime by, whatever the environment asks for
     return options
 
 

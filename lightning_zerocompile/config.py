@@ -50,6 +50,7 @@ class Config:
     unit_bytes: int = 64 * 2**20
     prefetch: int = 1
     keep_gathered: tuple[str, ...] = ()
+    memory_budget: int | Literal["auto"] | None = None
     copy_engine: bool | Literal["auto"] = "auto"
     accumulate: str | None = None
     keep_gradients: bool = False
@@ -106,6 +107,12 @@ class Config:
         if not all(isinstance(name, str) and name for name in self.keep_gathered):
             raise ValueError(
                 f"`keep_gathered={self.keep_gathered!r}` must be names of modules, for example ['vision']."
+            )
+        budget = self.memory_budget
+        if not (budget in (None, "auto") or (isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0)):
+            raise ValueError(
+                f"`memory_budget={budget!r}` is not understood; give a number of bytes on each device, 'auto' (three "
+                "quarters of what is free at the peak of the first two steps) or None (nothing more stays gathered)."
             )
         if not all(isinstance(name, str) and name for name in self.whole_values):
             raise ValueError(

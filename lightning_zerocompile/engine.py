@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_zerocompile import leaves, shard
+from lightning_zerocompile.budget import MemoryBudget
 from lightning_zerocompile.compile import Regions, remove_regions
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim import (
@@ -59,6 +60,8 @@ class Engine:
         own = [dist.new_group(backend=backend, timeout=config.timeout) for _ in range(_groups_needed(device))]
         gathers, reductions = [mesh.get_group(), *own][-2:]
         self._own_groups = own
+        # connects the ranks here, where all of them are: NCCL does it at first use, and blocks the host meanwhile
+        dist.all_reduce(torch.zeros(1, device=device), group=reductions)
         self.runtime = Runtime(mesh, device, config, gathers, reductions)
         self._hooks: dict[Optimizer, list[Any]] = {}
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
@@ -72,6 +75,7 @@ class Engine:
             raise
         self._stepped_by_unit = False
         self.windows = Windows(self.runtime)
+        self.budget = MemoryBudget(self.runtime)
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
         self._was_in_step = False
         self._shared: set[Tensor] = set()  # masters in more than one optimizer
@@ -123,6 +127,8 @@ class Engine:
         shard.check_unchanged(self.model)
         if self.runtime.core.resident_units():  # a forward outside of steps, without backward
             self.runtime.core.end_forward()
+        if not (self.windows.is_open or self.windows.in_accumulation):
+            self.budget.spend()
         for module in self.model.modules():
             shard.refresh(module)
         self._broadcast_buffers()
@@ -315,6 +321,7 @@ class Engine:
         if optimizer in self._stepping:
             return
         self.runtime.moment.in_step = self._was_in_step
+        self.budget.optimizer_stepped()
         if self._stepped_by_unit:
             self._stepped_by_unit = False
             self.runtime.core.forget_outstanding()

@@ -173,6 +173,24 @@ class Runtime:
         for module, local_name in places.of(slot.name):
             install(self._classes, module, local_name, slot)
 
+    def used_units(self) -> dict[int, int]:
+        """The units that live for one use, with the bytes of their gathered values."""
+        sizes: dict[int, int] = {}
+        for slot in self.slots:
+            unit = self._unit_of_slot[slot.index]
+            if unit not in self._kept:
+                sizes[unit] = sizes.get(unit, 0) + math.prod(slot.size) * slot.source.element_size()
+        return sizes
+
+    def keep(self, units: Sequence[int]) -> None:
+        """These units stay gathered from one optimizer step to the next from now on; the same on all ranks."""
+        for unit in units:
+            self.core.keep(unit)
+            self._kept.append(unit)
+        for slot in self.slots:
+            if self._unit_of_slot[slot.index] in units:
+                slot.source = self.core.resident_value(slot.index)
+
     def _add(self, name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> Slot:
         config = self.config
         floating = parameter.is_floating_point()

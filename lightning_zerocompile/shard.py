@@ -257,7 +257,8 @@ def install(classes: ClassCache, module: nn.Module, name: str, slot: Slot) -> No
 
 
 def refresh(module: nn.Module) -> bool:
-    """Lets the compiler see ``requires_grad`` as it is now: a frozen parameter has another handle.
+    """Lets the compiler see the slots as they are now: a frozen parameter has another handle, one that stays gathered
+    another source.
 
     Returns:
         Whether the module holds its own parameters: ``functional_call`` puts others in their place for a while.
@@ -266,7 +267,7 @@ def refresh(module: nn.Module) -> bool:
     with leaves.plain():
         for name, slot in module.__dict__.get(SLOTS, {}).items():
             seen = module.__dict__[TRACED + name]
-            if seen[1].requires_grad is not slot.master.requires_grad:
+            if seen[1].requires_grad is not slot.master.requires_grad or seen[0] is not slot.source:
                 module.__dict__[TRACED + name] = slot.traced()
             own = own and module._parameters[name] is slot.master
     return own

@@ -57,6 +57,9 @@ class ZeroCompileStrategy(ProcessStrategy):
         prefetch: how many units are gathered ahead of their use (stage 3).
         keep_gathered: at stage 3, names of modules (or parameters) that stay gathered from one optimizer step to the
             next, as at stage 2: those that only some ranks use in a step, and small ones that are used often.
+        memory_budget: at stage 3, bytes on each device that may be filled with units that stay gathered from one
+            optimizer step to the next: those that save most communication. ``"auto"``: three quarters of what is free
+            at the peak of the first two steps. Chosen once behind them, with one recompilation. ``None``: none.
         copy_engine: whether parameters are gathered by copies between the GPUs of one host instead of NCCL's kernels,
             which take multiprocessors from the compute beside them; ``"auto"``: where all ranks are on one host and
             their GPUs reach each other's memory; ``True``: or raise.
@@ -98,6 +101,7 @@ class ZeroCompileStrategy(ProcessStrategy):
         unit_bytes: int = 64 * 2**20,
         prefetch: int = 1,
         keep_gathered: Sequence[str] = (),
+        memory_budget: int | Literal["auto"] | None = None,
         copy_engine: bool | Literal["auto"] = "auto",
         accumulate: Literal["local"] | None = None,
         keep_gradients: bool = False,
@@ -125,6 +129,7 @@ class ZeroCompileStrategy(ProcessStrategy):
             unit_bytes=unit_bytes,
             prefetch=prefetch,
             keep_gathered=(keep_gathered,) if isinstance(keep_gathered, str) else tuple(keep_gathered),
+            memory_budget=memory_budget,
             copy_engine=copy_engine,
             accumulate=accumulate,
             keep_gradients=keep_gradients,
@@ -420,7 +425,7 @@ class ZeroCompileStrategy(ProcessStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
-        if self.accelerator is not None:
+        if self.accelerator is not None and not self._failed:  # on a device it waits for what other ranks owe
             self.accelerator.teardown()
         if self._failed:
             self.checkpoint_io.teardown()

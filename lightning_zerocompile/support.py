@@ -54,10 +54,10 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
             f"The ranks hold different models: rank 0 has {first}, rank {rank} has {other}. Build the same "
             "model on every rank (same code path, same configuration; do not depend on the rank)."
         )
-    _check_devices(model)
+    check_devices(model)
 
 
-def _check_devices(model: nn.Module) -> None:
+def check_devices(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type not in ("cpu", "cuda", "meta"):
             raise RuntimeError(f"`{name}` is on {tensor.device}; only cpu, cuda and meta tensors can be sharded.")

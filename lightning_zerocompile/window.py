@@ -10,7 +10,6 @@ anything is reduced, how it went; whoever hears something else raises.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
@@ -18,6 +17,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from lightning_zerocompile.budget import free_bytes
 from lightning_zerocompile.policy import Lifetime
 from lightning_zerocompile.runtime import Runtime
 
@@ -152,7 +152,7 @@ class Windows:
     def _all_fit(self, sum_dtype: torch.dtype | None, topic: str) -> bool:
         """Whether a held window fits on every rank; asked once, in the first window."""
         needed = self._runtime.held_window_bytes(sum_dtype)
-        fits = needed <= _SHARE_OF_FREE_MEMORY * _free_bytes(self._runtime.device)
+        fits = needed <= _SHARE_OF_FREE_MEMORY * free_bytes(self._runtime.device)
         if self._world == 1:
             return fits
         heard = self._agreement.exchange("fits", json.dumps(fits))
@@ -163,12 +163,3 @@ class Windows:
                 f"{silent[0]} has not within {self._runtime.config.timeout}. Every rank must open it in the same step."
             )
         return all(json.loads(message) for message in heard.values() if message is not None)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory of this rank's device that is not needed at the peak so far, in bytes."""
-    if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-        return total - torch.cuda.max_memory_allocated(device)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.engine import _check_devices
+from lightning_zerocompile.support import check_devices
 from tests import harness, models
 from tests.harness import Ranks
 
@@ -353,4 +353,4 @@ class _On:
 def test_parameter_on_another_device() -> None:
     """A parameter that is neither on the CPU nor on CUDA is named."""
     with pytest.raises(RuntimeError, match=r"`head\.weight` is on mps"):
-        _check_devices(_On("mps"))  # type: ignore[arg-type]
+        check_devices(_On("mps"))  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ from tests import engines, models
 from tests.harness import Ranks
 
 LR = 0.5
-CELLS: list[tuple[int, Any]] = [(1, "blocks"), (2, False), (3, False), (3, "blocks"), (3, "model")]
-LONG: list[tuple[int, Any]] = [(1, False), (2, "blocks"), (3, "inductor")]
+CELLS: list[tuple[int, Any]] = [(1, "blocks"), (2, False), (3, False), (3, "blocks")]
+LONG: list[tuple[int, Any]] = [(1, False), (2, "blocks"), (3, "model"), (3, "inductor")]
 
 
 def _options(scope: Any) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from tests.harness import Ranks
 EAGER: dict[str, Any] = {"compile": False}
 BLOCKS: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
 MODEL: dict[str, Any] = {"compile": "model", "backend": "aot_eager"}
-CELLS = [(1, MODEL), (2, EAGER), (3, EAGER), (3, BLOCKS)]
-LONG = [(1, EAGER), (3, MODEL)]
+CELLS = [(2, EAGER), (3, EAGER), (3, BLOCKS)]
+LONG = [(1, EAGER), (1, MODEL), (3, MODEL)]
+AS_ONE_GRAPH = ("transformer", "recurrent", "uneven")  # these always run as a whole, too
 
 
 def _train(architecture: str, cells: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -52,7 +53,8 @@ def _train(architecture: str, cells: list[tuple[int, dict[str, Any]]]) -> list[d
 @pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
 def test_trains_as_ddp(ranks: Ranks, architecture: str, long: bool) -> None:
     """Parameters, gradients of every step and buffers equal the reference at every stage, compiled and eager."""
-    for results in ranks.run(_train, architecture, CELLS + LONG * long, timeout=200):
+    whole = [(1, MODEL)] * (architecture in AS_ONE_GRAPH and not long)
+    for results in ranks.run(_train, architecture, CELLS + whole + LONG * long, timeout=200):
         for result in results:
             case = result["case"]
             assert result["moved"] > 1e-3, case  # the reference trains at all
@@ -97,7 +99,7 @@ def _optimize(stage: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_optimizers_step_on_masters(ranks: Ranks, stage: int) -> None:
     """torch's optimizers, in every implementation, give the reference's parameters."""
     for worst in ranks.run(_optimize, stage, timeout=200):
@@ -347,9 +349,9 @@ def _validate(architecture: str, stage: int, options: dict[str, Any], inference_
 
 
 @pytest.mark.parametrize("architecture", ["attention", "transformer", "batchnorms", "recurrent", "weightnorms"])
-def test_inference_equals_plain_module(ranks: Ranks, architecture: str) -> None:
+def test_inference_equals_plain_module(ranks: Ranks, architecture: str, long: bool) -> None:
     """Validation (the fast path of attention included) computes what the plain module computes, in either mode."""
-    for stage, options in ((1, EAGER), (3, EAGER), (3, BLOCKS)):
+    for stage, options in ((3, EAGER), (3, BLOCKS), *[(1, EAGER)] * long):
         for deviation in ranks.run(_validate, architecture, stage, options, stage == 3):
             assert deviation <= 1e-6, (stage, options)
 
@@ -498,7 +500,7 @@ def _toggle(stage: int, options: dict[str, Any]) -> tuple[float, float, list[int
 
 
 @pytest.mark.parametrize("options", [EAGER, BLOCKS, MODEL], ids=["eager", "blocks", "model"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_requires_grad_toggles_between_steps(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
     """Adapters on a frozen base; what is trained changes between steps, in compiled regions too."""
     for parameters, gradients, counts in ranks.run(_toggle, stage, options):

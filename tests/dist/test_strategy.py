@@ -18,6 +18,7 @@ from tests import models
 from tests.harness import Ranks
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+ENDS = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 AOT: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
 
 
@@ -145,7 +146,7 @@ def _two_fits(stage: int, same_trainer: bool) -> None:
     _ordinary(module, Evaluated)
 
 
-@STAGES
+@ENDS
 @pytest.mark.parametrize("same_trainer", [True, False])
 def test_fit_validate_fit(ranks: Ranks, stage: int, same_trainer: bool) -> None:
     """A second fit goes on from the first one's weights, in the same Trainer and in another one."""
@@ -173,7 +174,7 @@ def _alternate(outer: int, inner: int) -> None:
     assert models.deviation(step.module, step.twin) < 1e-6
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(3, 3), (1, 3), (3, 2)])
+@pytest.mark.parametrize(("outer", "inner"), [(3, 3), (1, 3), pytest.param(3, 2, marks=pytest.mark.long)])
 def test_two_strategies_alternate_in_one_process(ranks: Ranks, outer: int, inner: int) -> None:
     """Whole fits with another strategy between the steps of one: neither sees the other."""
     ranks.run(_alternate, outer, inner)
@@ -481,7 +482,7 @@ def _dtypes(forward: torch.dtype, master: torch.dtype, buffer: torch.dtype) -> d
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize("stage", [1, 3])  # gradients are cast and reduced alike at stage 2
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])  # stage 2 casts and reduces alike
 @pytest.mark.parametrize(
     ("precision", "options", "expected"),
     [
@@ -539,7 +540,7 @@ def _ordinary_afterwards(stage: int) -> None:
     assert models.deviation(module, twin) < 1e-6
 
 
-@STAGES
+@ENDS
 def test_module_is_ordinary_after_fit(ranks: Ranks, stage: int) -> None:
     """Original class, plain parameters with their attributes, copies, pickles, plain training."""
     ranks.run(_ordinary_afterwards, stage)
@@ -566,7 +567,7 @@ def _stays_sharded(stage: int) -> None:
         assert all(torch.allclose(values[n].cpu(), p.cpu(), atol=1e-6) for n, p in twin.named_parameters())
 
 
-@STAGES
+@ENDS
 def test_module_stays_sharded_on_request(ranks: Ranks, stage: int) -> None:
     """``unshard_after_fit=False``: validate, state_dict and a further fit work on the shards."""
     ranks.run(_stays_sharded, stage)

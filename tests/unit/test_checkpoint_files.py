@@ -171,7 +171,13 @@ def forking() -> Iterator[Connection]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(False, False), (True, True), (False, True), (True, False)],
+    ("before", "after"),
+    [
+        pytest.param(False, False, marks=pytest.mark.long),
+        pytest.param(True, True, marks=pytest.mark.long),
+        (False, True),
+        (True, False),
+    ],
     ids=["full", "sharded", "sharded-over-full", "full-over-sharded"],
 )  # fmt: skip
 def test_killed_at_every_file_operation(forking: Connection, before: bool, after: bool, tmp_path: Path) -> None:

@@ -350,6 +350,7 @@ def seconds(*arguments: str, says: str = "") -> float:
     return float(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torch_extension(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "mini.cpp").write_text(TORCH)

@@ -1,0 +1,128 @@
+"""Stage 3 with memory to spare: units that stay gathered from one optimizer step to the next.
+
+[Note: memory budget] A unit that stays gathered is gathered once for each step of the optimizer, while it is written,
+instead of once or twice for each backward. Which units stay is decided once, behind the second step of an optimizer:
+by then every rank has been at its peak, and has counted how often each unit is gathered. The ranks take the smallest
+budget and rank 0's counts. What changes for compiled code is the shape of one argument: one recompilation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from lightning_zerocompile.policy import Lifetime
+from lightning_zerocompile.runtime import Runtime
+
+_SHARE_OF_FREE_MEMORY = 0.75  # what "auto" may fill; the rest is for batches that are larger than those so far
+_LATENCY_BYTES = 2**20  # what a link moves in the time that starting a collective takes: about 20 µs at 50 GB/s
+_STEPS = 2  # of optimizers, before it is decided
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A unit that lives for one use: ``size`` bytes, gathered ``gathers`` times for each step of the optimizer."""
+
+    unit: int
+    size: int
+    gathers: float
+
+    @property
+    def benefit(self) -> float:
+        """Communication time saved for each byte of memory, in the time that one byte takes."""
+        return (self.gathers - 1) * (1 + _LATENCY_BYTES / max(self.size, 1))
+
+
+def choose(candidates: Sequence[Candidate], budget: int) -> list[int]:
+    """The units to keep: by falling benefit, as many as fit.
+
+    Args:
+        candidates: of one model.
+        budget: bytes of gathered values that may stay.
+    """
+    kept, left = [], budget
+    for candidate in sorted(candidates, key=lambda c: (-c.benefit, c.unit)):
+        if candidate.benefit > 0 and candidate.size <= left:
+            kept.append(candidate.unit)
+            left -= candidate.size
+    return sorted(kept)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of this rank's device that is not needed at the peak so far, in bytes."""
+    if device.type == "cuda":
+        unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return unused - torch.cuda.max_memory_allocated(device)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
+
+
+class MemoryBudget:
+    """Decides once which units stay gathered, see [Note: memory budget].
+
+    Args:
+        runtime: holds the model's parameters; its configuration says how much memory there is.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        open_to_choice = runtime.config.memory_budget is not None and runtime.policy.lifetime is Lifetime.USE
+        self._steps_left = _STEPS if open_to_choice else -1
+
+    def optimizer_stepped(self) -> None:
+        """After each step of an optimizer."""
+        if self._steps_left > 0:
+            self._steps_left -= 1
+
+    def spend(self) -> bool:
+        """Between two training steps, on all ranks: returns whether units stay gathered from now on.
+
+        Raises:
+            RuntimeError: another rank has not come to it within ``timeout``.
+        """
+        if self._steps_left != 0:
+            return False
+        self._steps_left = -1
+        kept = self._agree()
+        self._runtime.keep(kept)
+        return bool(kept)
+
+    def _agree(self) -> list[int]:
+        runtime = self._runtime
+        budget = runtime.config.memory_budget
+        if not isinstance(budget, int):
+            budget = int(_SHARE_OF_FREE_MEMORY * free_bytes(runtime.device))
+        if runtime.mesh.size() > 1:
+            budget = self._smallest(budget)
+        mine = json.dumps(choose(self._candidates(), budget))
+        agreed = runtime.agreement.of_first("kept", mine) if runtime.mesh.size() > 1 else mine
+        if agreed is None:
+            self._raise_silent(0)
+        kept: list[int] = json.loads(agreed)
+        return kept
+
+    def _smallest(self, budget: int) -> int:
+        heard = self._runtime.agreement.exchange("budget", json.dumps(budget))
+        for rank, message in heard.items():
+            if message is None:
+                self._raise_silent(rank)
+            budget = min(budget, int(message))
+        return budget
+
+    def _raise_silent(self, rank: int) -> NoReturn:
+        raise RuntimeError(
+            f"zerocompile: rank {dist.get_rank()} shares out `memory_budget`, but rank {rank} has not within "
+            f"{self._runtime.config.timeout}: it died, hangs, or runs another number of steps."
+        )
+
+    def _candidates(self) -> list[Candidate]:
+        return [
+            Candidate(unit, size, self._runtime.core.gathers_of(unit)[0] / _STEPS)
+            for unit, size in self._runtime.used_units().items()
+        ]
