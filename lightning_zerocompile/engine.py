@@ -60,8 +60,8 @@ class Engine:
         own = [dist.new_group(backend=backend, timeout=config.timeout) for _ in range(_groups_needed(device))]
         gathers, reductions = [mesh.get_group(), *own][-2:]
         self._own_groups = own
-        # connects the ranks here, where all of them are: NCCL does it at first use, and blocks the host meanwhile
-        dist.all_reduce(torch.zeros(1, device=device), group=reductions)
+        if device.type != "cpu":  # NCCL connects the ranks at first use and blocks the host: here all ranks are
+            dist.all_reduce(torch.zeros(1, device=device), group=reductions)
         self.runtime = Runtime(mesh, device, config, gathers, reductions)
         self._hooks: dict[Optimizer, list[Any]] = {}
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
