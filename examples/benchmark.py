@@ -2,376 +2,301 @@
 
     python examples/benchmark.py --gpus 4 --systems limit stage_1 stage_3 fsdp2 fsdp2_keep --seq 512 4096
 
-Every system trains the same Hugging Face Qwen3 shape (random weights) with bf16 compute, bf16 gradient reduction and
-fp32 AdamW states, one sequence per GPU, in a process group of its own. One JSON line per row:
+Every system trains the same model (random weights) with bf16 compute, bf16 gradient reduction and fp32 AdamW states,
+one sequence per GPU, in a process group of its own. One JSON line per row (null: not measured here):
 
-    seconds     median over the timed steps (device events around the whole step)
+    seconds     median over the timed steps (device events from one step's begin to the next one's)
     x_limit     that, over the compute limit of the same run
+    bound       seconds that the step's communication must take: the bytes that a rank must receive at this stage, over
+                the `bandwidth` (GB/s) of a large all-gather in the same process group
+    exposed     seconds of one step in which a communication kernel (or a copy between GPUs) runs and nothing computes
     allocated, reserved   peak GiB over the timed steps, of torch's allocator
     device                GiB of the whole GPU in use behind them: with NCCL's and mapped buffers and CUDA's own
-    first       seconds from building the model to the end of the first step (compilation included)
+    first       seconds from building the model to the end of the first step (compilation included; for the second and
+                later lengths from the begin of that step); with --cold it starts with an empty compile cache, and
+    first_warm  is the same with the cache that this run has left
 
 systems: limit        forward, backward and a fused AdamW over 1/W of the parameters, no communication
-         stage_1|2|3  this strategy, by a bare loop; with `_model`: the whole model as one graph
-         fsdp2        fully_shard per layer, reshard after forward, layers compiled (ZeRO-3); fsdp2_prefetch: + explicit
-                      prefetch of two layers; fsdp2_keep: no reshard after forward (ZeRO-2)
-         ddp          where it fits
+         stage_1|2|3  this strategy, by a bare loop; with `_model`: the whole model as one graph; with `_trainer`: by
+                      Lightning's Trainer
+         stage_3_spare  with memory to spare: units that fit stay gathered (memory_budget="auto")
+         fsdp2        fully_shard per layer, reshard after forward, layers compiled (ZeRO-3); fsdp2_keep: no reshard
+                      after forward (ZeRO-2); each with `_prefetch1`, `_prefetch2`: + explicit prefetch of layers
+         ddp          where it fits, layers compiled
+         deepspeed_1|3  if it is installed; with `_compile`: DeepCompile, which needs a larger --limit-seconds
+
+With --trace FOLDER a profiler's trace of one step is written for each row, and what it says of communication printed;
+this strategy's phases are in it by name ("zerocompile: gather model.layers.0 in backward", "... reduce ...").
+
+Without a GPU everything runs on the CPU (gloo): python examples/benchmark.py --model tiny --seq 64 --steps 3
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
+import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from benchmark_measures import Meter, bandwidth, moved_bytes
+from benchmark_systems import BYTE_LM, SHAPES, SYSTEMS, set_up
 
-SHAPES = {  # hidden, layers, heads, intermediate, tied
-    "qwen3-0.6b": (1024, 28, 16, 3072, True),
-    "qwen3-4b": (2560, 36, 32, 9728, True),
-    "qwen3-8b": (4096, 36, 32, 12288, False),
-}
-LEARNING_RATE = 1e-5
-WARM_UP = 6
-
-
-@dataclass
-class Run:
-    """One system's training step and what it needs to be measured."""
-
-    model: nn.Module
-    step: Callable[[list[Tensor]], Tensor]  # micro-batches, each [1, seq] -> loss
-    numel: int
+Row = dict[str, Any]
+COLUMNS = (
+    *("system", "model", "world", "seq", "batch", "accumulate", "checkpointing", "clip", "reduce_fp32"),
+    *("seconds", "min", "max", "x_limit", "bound", "bandwidth", "exposed", "allocated", "reserved", "device"),
+    *("first", "first_warm", "losses"),
+)
+DEEPCOMPILE_WARM_UP = 10  # it compiles again in its first steps
+GRACE = 60  # seconds to end in
 
 
-def build_model(shape: str, dtype: torch.dtype, device: torch.device | str, checkpointing: bool) -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    hidden, layers, heads, intermediate, tied = SHAPES[shape]
-    config = Qwen3Config(
-        vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
-        tie_word_embeddings=tied, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = Qwen3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(default)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:  # [1, seq] -> []
-    return model(input_ids=tokens, labels=tokens).loss
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-
-
-def limit(args: argparse.Namespace, device: torch.device) -> Run:
-    model = build_model(args.model, torch.bfloat16, device, args.checkpointing)
-    numel = sum(p.numel() for p in model.parameters())
-    for layer in model.model.layers:
-        layer.compile(dynamic=False)
-    share = nn.Parameter(torch.randn(-(-numel // dist.get_world_size()), device=device))
-    share.grad = torch.randn_like(share)
-    optimizer = adamw([share])
-
-    def step(batches: list[Tensor]) -> Tensor:
-        for tokens in batches:
-            loss = loss_of(model, tokens)
-            loss.backward()
-        optimizer.step()
-        for parameter in model.parameters():
-            parameter.grad = None
-        return loss.detach()
-
-    return Run(model, step, numel)
-
-
-def ddp(args: argparse.Namespace, device: torch.device) -> Run:
-    model = build_model(args.model, torch.float32, device, args.checkpointing)
-    numel = sum(p.numel() for p in model.parameters())
-    for layer in model.model.layers:
-        layer.compile(dynamic=False)
-    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[device.index], gradient_as_bucket_view=True)
-    optimizer = adamw(model.parameters())
-
-    def step(batches: list[Tensor]) -> Tensor:
-        for k, tokens in enumerate(batches):
-            last = k == len(batches) - 1
-            with torch.autocast("cuda", torch.bfloat16), contextlib.nullcontext() if last else wrapped.no_sync():
-                loss = loss_of(wrapped, tokens)
-            loss.backward()
-        return finish(optimizer, model, loss, args)
-
-    return Run(model, step, numel)
-
-
-def finish(optimizer: torch.optim.Optimizer, model: nn.Module, loss: Tensor, args: argparse.Namespace) -> Tensor:
-    if args.clip:
-        nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def fsdp2(args: argparse.Namespace, device: torch.device) -> Run:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = build_model(args.model, torch.float32, device, args.checkpointing)
-    numel = sum(p.numel() for p in model.parameters())
-    reduce_dtype = torch.float32 if args.reduce_fp32 else torch.bfloat16
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    reshard = "keep" not in args.system
-    layers = list(model.model.layers)
-    for layer in layers:
-        layer.compile(dynamic=False)
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
-    if "prefetch" in args.system:
-        for k, layer in enumerate(layers):
-            layer.set_modules_to_forward_prefetch(layers[k + 1 : k + 3])
-            layer.set_modules_to_backward_prefetch(layers[max(0, k - 2) : k][::-1])
-    optimizer = adamw(model.parameters())
-
-    def step(batches: list[Tensor]) -> Tensor:
-        for tokens in batches:
-            loss = loss_of(model, tokens)
-            loss.backward()
-        return finish(optimizer, model, loss, args)
-
-    return Run(model, step, numel)
-
-
-def ours(args: argparse.Namespace, device: torch.device) -> Run:
-    from lightning_zerocompile.config import Config
-    from lightning_zerocompile.engine import Engine
-
-    model = build_model(args.model, torch.float32, device, args.checkpointing)  # the same start as fsdp2's
-    numel = sum(p.numel() for p in model.parameters())
-    config = Config(
-        stage=int(args.system.split("_")[1]),
-        compile="model" if args.system.endswith("_model") else "blocks",
-        dynamic=False,
-        reduce_dtype=torch.float32 if args.reduce_fp32 else None,
-        **args.options,
-    )
-    engine = Engine(model, device, config, torch.bfloat16, "nccl")
-    optimizer = adamw(model.parameters())
-    engine.attach_optimizers([optimizer])
-
-    def step(batches: list[Tensor]) -> Tensor:
-        def closure() -> Tensor:
-            if args.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-            return loss
-
-        for k, tokens in enumerate(batches):
-            deferred = contextlib.nullcontext() if k == len(batches) - 1 else engine.accumulation()
-            with engine.training_step(), deferred:
-                loss = loss_of(model, tokens)
-                loss.backward()
-                engine.after_backward()
-        engine.step(optimizer, closure)
-        return loss.detach()
-
-    return Run(model, step, numel)
-
-
-def systems(name: str) -> Callable[[argparse.Namespace, torch.device], Run]:
-    families = {"limit": limit, "ddp": ddp, "fsdp2": fsdp2, "stage": ours}
-    return families[name.split("_")[0]]
-
-
-def micro_batches(args: argparse.Namespace, seq: int, device: torch.device) -> Iterator[list[Tensor]]:
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    fixed = [torch.randint(0, 32000, (1, seq), generator=generator).to(device) for _ in range(4)]
-    turn = itertools.count()
-    while True:
-        yield [fixed[next(turn) % 4] for _ in range(args.accumulate)]
-
-
-def measure(run: Run, args: argparse.Namespace, seq: int, device: torch.device, started: float) -> dict[str, Any]:
-    batches, times, losses = micro_batches(args, seq, device), [], []
-    first = 0.0
-    for number in range(WARM_UP + args.steps):
-        if number == WARM_UP:
-            torch.cuda.synchronize()
-            dist.barrier()
-            torch.cuda.reset_peak_memory_stats()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        loss = run.step(next(batches))
-        end.record()
-        if number < WARM_UP:
-            losses.append(float(loss))  # equal starts and data: the systems' losses can be compared
-            first = first or time.time() - started
-        times.append((begin, end))
-    torch.cuda.synchronize()
-    losses.append(float(loss))
-    seconds = [begin.elapsed_time(end) / 1e3 for begin, end in times[WARM_UP:]]
-    free, total = torch.cuda.mem_get_info()
-    if args.trace:
-        trace(run, batches, Path(args.trace) / f"{args.system}-{seq}.json")
-    return {
-        "system": args.system, "model": args.model, "world": dist.get_world_size(), "seq": seq,
-        "accumulate": args.accumulate, "checkpointing": args.checkpointing, "clip": args.clip,
-        "seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4),
-        "allocated": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "reserved": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "device": round((total - free) / 2**30, 2), "first": round(first, 1), "losses": [round(x, 3) for x in losses],
-    }  # fmt: skip
-
-
-def trace(run: Run, batches: Iterator[list[Tensor]], path: Path) -> None:
-    """A profiler trace of one step, and on rank 0 how long communication ran with nothing computing beside it."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        run.step(next(batches))
-        torch.cuda.synchronize()
-    if dist.get_rank() != 0:
-        return
-    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans = {
-        communication: merge(
-            (e.time_range.start, e.time_range.end) for e in kernels if ("nccl" in e.name) is communication
-        )
-        for communication in (True, False)
-    }
-    print(json.dumps({"trace": path.stem, **exposed(spans[True], spans[False])}), flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(path))
-
-
-def merge(spans: Iterator[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint spans that cover the same time."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def exposed(communication: list[tuple[float, float]], compute: list[tuple[float, float]]) -> dict[str, Any]:
-    """Milliseconds: communication, compute, communication beside no compute, nothing at all; the longest exposures."""
-    begin = min(s for s, _ in communication + compute)
-    gaps, covered = [], 0.0
-    both = merge(iter(communication + compute))
-    for start, end in communication:
-        overlap = sum(max(0.0, min(end, e) - max(start, s)) for s, e in compute if s < end and e > start)
-        covered += overlap
-        gaps.append((end - start - overlap, start - begin))
-    total = sum(e - s for s, e in communication)
-    span = both[-1][1] - both[0][0]
-    return {
-        "communication_ms": round(total / 1e3, 1),
-        "compute_ms": round(sum(e - s for s, e in compute) / 1e3, 1),
-        "exposed_ms": round((total - covered) / 1e3, 1),
-        "idle_ms": round((span - sum(e - s for s, e in both)) / 1e3, 1),
-        "span_ms": round(span / 1e3, 1),
-        "longest_exposed_ms_at_ms": [
-            (round(g / 1e3, 1), round(at / 1e3, 1)) for g, at in sorted(gaps, reverse=True)[:6]
-        ],
-    }
+# ---------------------------------------------------------------------------------------------------------------------
+# One rank
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank of one system."""
+    """One rank of one system; rank 0 appends to `args.out`."""
     torch.set_float32_matmul_precision("high")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    device = torch.device(args.device)
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)  # the processes share the cores
+        dist.init_process_group("gloo")
     started = time.time()
-    run = systems(args.system)(args, device)
-    for seq in args.seq:
-        row = measure(run, args, seq, device, started)
-        if dist.get_rank() == 0:
-            with Path(args.out).open("a") as out:
-                out.write(json.dumps(row) + "\n")
-        torch.cuda.empty_cache()
+    system = set_up(args, device)
+    meters = [make_meter(args, seq, device, None if number else started) for number, seq in enumerate(args.seq)]
+    for meter in system.train(meters):
+        write(args, {**describe(args), "numel": system.numel, **meter.result})
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if not args.first_only:  # behind the steps, so that its buffers are in no row's memory
+        write(args, {**describe(args), "bandwidth": bandwidth(device)})
     dist.barrier()
     dist.destroy_process_group()
+    if device.type == "cpu":  # threads of gloo and of compilers sometimes abort the end of the interpreter
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def make_meter(args: argparse.Namespace, seq: int, device: torch.device, started: float | None) -> Meter:
+    if args.first_only:
+        return Meter(seq, 1, 0, device, started, None)
+    warm_up = args.warm_up
+    if args.system.startswith("deepspeed") and args.system.endswith("_compile"):
+        warm_up = max(warm_up, DEEPCOMPILE_WARM_UP)
+    trace = Path(args.trace) / f"{args.system}-{seq}-{args.accumulate}.json" if args.trace else None
+    return Meter(seq, warm_up, args.steps, device, started, trace)
+
+
+def describe(args: argparse.Namespace) -> Row:
+    return {
+        "system": args.system, "model": args.model, "world": dist.get_world_size(), "batch": args.batch,
+        "accumulate": args.accumulate, "checkpointing": args.checkpointing, "clip": args.clip,
+        "reduce_fp32": args.reduce_fp32,
+    }  # fmt: skip
+
+
+def write(args: argparse.Namespace, row: Row) -> None:
+    if dist.get_rank() == 0:
+        with Path(args.out).open("a") as out:
+            out.write(json.dumps(row) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All of them
+
+
+def measure(args: argparse.Namespace, system: str, accumulate: int) -> tuple[list[Row], bool]:
+    """The rows of one system, and whether it came to its end."""
+    if system.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        print(f"# {system}: deepspeed is not installed", flush=True)
+        return [], True
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        options = ["--system", system, "--accumulate", str(accumulate)]
+        if not args.cold:
+            rows, succeeded = launch(args, options, Path(folder, "rows"), dict(os.environ))
+            return complete(rows, {}), succeeded
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "cache"))
+        cold, succeeded = launch(args, [*options, "--first-only"], Path(folder, "cold"), environment)
+        if not succeeded:
+            return [], False
+        rows, succeeded = launch(args, options, Path(folder, "rows"), environment)
+        return complete(rows, {row["seq"]: row["first"] for row in cold}), succeeded
+
+
+def launch(
+    args: argparse.Namespace, options: list[str], out: Path, environment: dict[str, str]
+) -> tuple[list[Row], bool]:
+    """Runs all ranks; the rows that they wrote, and whether they succeeded."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}"]
+    command = [*launcher, __file__, *sys.argv[1:], *options, "--out", str(out)]
+    began = time.time()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            code: int | str = process.wait(args.limit_seconds)
+        except subprocess.TimeoutExpired:
+            code = "timeout"
+        finally:
+            stop(process)
+        log.seek(0)
+        output = log.read().splitlines()
+    verdict = "ok" if code == 0 else f"failed ({code})"
+    print(f"# {' '.join(options)}: {verdict} in {time.time() - began:.0f} s", flush=True)
+    for line in output if code == 0 else output[-80:]:
+        if code != 0 or line.startswith('{"trace"'):
+            print(line, flush=True)
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    return rows, code == 0
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """Ends the launcher, which ends its ranks."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def complete(rows: list[Row], cold: dict[int, float]) -> list[Row]:
+    """Each row with its bound, if the bandwidth was measured, and with the times of a `cold` start by sequence length.
+
+    Args:
+        rows: of one process group; the last one may hold its bandwidth in bytes per second.
+        cold: `first` by sequence length.
+    """
+    speed = next((row["bandwidth"] for row in rows if "bandwidth" in row), None)
+    completed = []
+    for row in rows:
+        if "bandwidth" in row:
+            continue
+        numel, first, losses = row.pop("numel"), row.pop("first"), row.pop("losses")
+        moved = moved_bytes(row["system"], numel, row["world"], row["accumulate"], row["reduce_fp32"])
+        completed.append({
+            **row,
+            "bound": float(f"{moved / speed:.3g}") if speed else None,
+            "bandwidth": float(f"{speed / 1e9:.3g}") if speed else None,
+            "first": cold.get(row["seq"], first), "first_warm": first if cold else None, "losses": losses,
+        })  # fmt: skip
+    return completed
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """With the ratio to the compute limit of the same sequence length and accumulation, sorted by these."""
+
+    def cell(row: Row) -> tuple[int, int]:
+        return row["accumulate"], row["seq"]
+
+    limits = {cell(row): row["seconds"] for row in rows if row["system"] == "limit"}
+    found = []
+    for row in sorted(rows, key=cell):
+        limit = limits.get(cell(row))
+        ratio = {"x_limit": round(row["seconds"] / limit, 3) if limit else None}
+        found.append({name: (row | ratio)[name] for name in COLUMNS})
+    return found
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Seconds per step by system, with the compute limit and each system's bound."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("# no picture: matplotlib is not installed", flush=True)
+        return
+    cells: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        cells.setdefault((row["accumulate"], row["seq"]), []).append(row)
+    figure = Figure(figsize=(5 * max(1, len(cells)), 1.5 + 0.3 * max(map(len, cells.values()), default=1)))
+    for number, ((accumulate, seq), cell) in enumerate(cells.items()):
+        axes = figure.add_subplot(1, len(cells), number + 1)
+        places = range(len(cell))
+        axes.barh(places, [row["seconds"] for row in cell], color="tab:blue", label="step")
+        axes.barh(places, [row["bound"] or 0 for row in cell], height=0.25, color="tab:orange", label="bound")
+        for row in cell:
+            if row["system"] == "limit":
+                axes.axvline(row["seconds"], color="black", linestyle="--", label="compute limit")
+        axes.set_yticks(places, [row["system"] for row in cell])
+        axes.invert_yaxis()
+        axes.set_title(f"sequence {seq}, {accumulate} backward{'s' * (accumulate > 1)} a step")
+        axes.set_xlabel("seconds")
+        axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    print(f"# picture: {path}", flush=True)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--systems", nargs="+", default=["limit", "stage_1", "stage_2", "stage_3", "fsdp2", "fsdp2_keep"]
-    )
-    parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--seq", type=int, nargs="+", default=[4096, 512])
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--clip", type=float, default=0.0, help="clip the gradients to this norm; 0: not")
-    parser.add_argument("--reduce-fp32", action="store_true", help="reduce gradients in fp32")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--options", type=json.loads, default={}, help="JSON: further options of our Config")
-    parser.add_argument("--out", default=str(Path(tempfile.gettempdir()) / "benchmark.jsonl"))
-    parser.add_argument("--trace", default="", help="folder for profiler traces")
-    parser.add_argument("--limit-seconds", type=int, default=240, help="time that one system gets")
-    parser.add_argument("--system", default="", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    add = parser.add_argument
+    systems = ["limit", "stage_1", "stage_2", "stage_3", "fsdp2", "fsdp2_keep"]
+    add("--systems", nargs="+", choices=SYSTEMS, default=systems, metavar="SYSTEM")
+    add("--model", choices=[*SHAPES, BYTE_LM], default="qwen3-8b")
+    add("--seq", type=int, nargs="+", default=[4096, 512], help="sequence lengths")
+    add("--batch", type=int, default=1, help="sequences in a micro-batch, per GPU")
+    add("--accumulate", type=int, nargs="+", default=[1], help="micro-batches (backwards) in a step")
+    add("--checkpointing", action="store_true", help="activation checkpointing, layer by layer")
+    add("--clip", type=float, default=0.0, help="clip the gradients to this norm; 0: not (the limit never does)")
+    add("--reduce-fp32", action="store_true", help="reduce gradients in fp32")
+    add("--lr", type=float, default=1e-5)
+    add("--warm-up", type=int, default=6, help="steps before the timed ones")
+    add("--steps", type=int, default=10, help="timed steps")
+    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--gpus", "--processes", dest="processes", type=int, default=torch.cuda.device_count() or 2)
+    add("--backend", choices=("inductor", "aot_eager"), default="inductor", help="of torch.compile, for all systems")
+    add("--options", type=json.loads, default={}, help="JSON: further options of our Config")
+    add("--cold", action="store_true", help="run each system twice: empty compile cache, then a warm one")
+    add("--out", default=str(Path(tempfile.gettempdir()) / "benchmark.jsonl"), help="file for the rows")
+    add("--plot", default="", help="file for a picture of the rows (needs matplotlib)")
+    add("--trace", default="", help="folder for profiler traces of one step")
+    add("--limit-seconds", type=int, default=240, help="time that one system gets for all its lengths")
+    add("--system", default="", help=argparse.SUPPRESS)  # these two are for a worker
+    add("--first-only", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.warm_up < 1 or args.steps < 1:
+        parser.error("--warm-up and --steps must be 1 or more")
+    return args
 
 
-def main() -> None:
+def main() -> int:
     args = parse()
     if args.system:
+        args.accumulate = args.accumulate[0]
         worker(args)
-        return
-    Path(args.out).unlink(missing_ok=True)
-    for system in args.systems:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
-        began = time.time()
-        with tempfile.NamedTemporaryFile("w+", suffix=f"-{system}.log") as log:
-            command = [*launcher, __file__, *sys.argv[1:], "--system", system, "--out", args.out]
-            try:
-                code = subprocess.run(command, stdout=log, stderr=log, timeout=args.limit_seconds).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
-            log.seek(0)
-            output = log.read()
-        traces = [line for line in output.splitlines() if line.startswith('{"trace"')]
-        print(
-            f"# {system}: {'ok' if code == 0 else f'failed ({code})'} in {time.time() - began:.0f} s", *traces, sep="\n"
-        )
-        if code != 0:
-            print("\n".join(output.splitlines()[-40:]))
-    report(Path(args.out))
+        return 0
+    if any(system.startswith("stage") for system in args.systems):
+        from lightning_zerocompile import extension
 
-
-def report(path: Path) -> None:
-    """Prints the rows with their ratio to the compute limit of the same sequence length."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    limits = {row["seq"]: row["seconds"] for row in rows if row["system"] == "limit"}
-    for row in sorted(rows, key=lambda row: row["seq"]):
-        if row["seq"] in limits:
-            row["x_limit"] = round(row["seconds"] / limits[row["seq"]], 3)
-        print(json.dumps(row))
+        extension.load()  # no system's time includes the build
+    rows: list[Row] = []
+    all_succeeded = True
+    for accumulate in args.accumulate:
+        for system in args.systems:
+            found, succeeded = measure(args, system, accumulate)
+            all_succeeded = all_succeeded and succeeded
+            rows = with_ratios(rows + found)
+            Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(*map(json.dumps, rows), sep="\n", flush=True)
+    if args.plot:
+        plot(rows, Path(args.plot))
+    return 0 if all_succeeded else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,348 @@
+"""How each system that `benchmark.py` compares trains: its model, and what runs its steps."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmark_measures import Meter
+from byte_lm import ByteLM, ModelConfig, rotary_tables
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of Hugging Face's Qwen3."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    tied: bool
+    key_value_heads: int = 8
+    head_dim: int = 128
+    vocabulary: int = 151936
+
+
+SHAPES = {
+    "qwen3-0.6b": Shape(1024, 28, 16, 3072, True),
+    "qwen3-4b": Shape(2560, 36, 32, 9728, True),
+    "qwen3-8b": Shape(4096, 36, 32, 12288, False),
+    "tiny": Shape(64, 2, 4, 128, False, key_value_heads=2, head_dim=16, vocabulary=512),
+}
+BYTE_LM = "byte-lm"  # the model of train_lm.py, with the sizes that it has on the device
+STAGES = [f"stage_{stage}{scope}" for stage in (1, 2, 3) for scope in ("", "_model")] + ["stage_3_spare"]
+SYSTEMS = (
+    "limit",
+    *(name + loop for name in STAGES for loop in ("", "_trainer")),
+    *(f"fsdp2{keep}{prefetch}" for keep in ("", "_keep") for prefetch in ("", "_prefetch1", "_prefetch2")),
+    "ddp",
+    *(f"deepspeed_{stage}{scope}" for stage in (1, 3) for scope in ("", "_compile")),
+)
+
+Step = Callable[[list[Tensor]], Tensor]  # micro-batches, each [batch, seq] -> the last one's loss
+
+
+@dataclass
+class System:
+    """A model that is set up for training."""
+
+    numel: int
+    train: Callable[[Sequence[Meter]], Iterator[Meter]]  # runs each meter's steps; yields those that are done
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models and data
+
+
+class CheckpointedByteLM(ByteLM):
+    """Blocks run again in the backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:  # as in ByteLM
+        x = self.embed(tokens.long())
+        cos, sin = rotary_tables(tokens.shape[1], self.config.head_dim, x)
+        for block in self.blocks:
+            x = checkpoint(block, x, cos, sin, use_reentrant=False)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    make = byte_lm if args.model == BYTE_LM else qwen3
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return make(args, device).train()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def byte_lm(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    from train_lm import PRESETS
+
+    config = ModelConfig(**{name: PRESETS[device.type][name] for name in ("dim", "layers", "heads")})
+    with device:
+        return CheckpointedByteLM(config) if args.checkpointing else ByteLM(config)
+
+
+def qwen3(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = SHAPES[args.model]
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_dim, max_position_embeddings=40960, tie_word_embeddings=shape.tied, use_cache=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    with device:
+        model = Qwen3ForCausalLM(config)
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    return list(model.blocks if isinstance(model, ByteLM) else model.model.layers)
+
+
+def numel_of(model: nn.Module) -> int:
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # ds_numel: a shard of DeepSpeed's
+
+
+def compile_layers(model: nn.Module, args: argparse.Namespace) -> None:
+    for layer in layers_of(model):
+        layer.compile(dynamic=False, backend=args.backend)
+
+
+def loss_of(model: Any, tokens: Tensor) -> Tensor:  # [batch, seq] -> []
+    if tokens.dtype == torch.uint8:
+        return ByteLM.loss(model, tokens)  # `model` may be a wrapper that only forwards calls
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def micro_batches(args: argparse.Namespace, seq: int, device: torch.device) -> Iterator[Tensor]:
+    """Four that come again and again, other ones on each rank; each `[batch, seq]`, on `device`."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    if args.model == BYTE_LM:  # one byte more than the context, see Windows in byte_lm.py
+        options: dict[str, Any] = {"size": (args.batch, seq + 1), "high": 256, "dtype": torch.uint8}
+    else:
+        options = {"size": (args.batch, seq), "high": min(32000, SHAPES[args.model].vocabulary)}
+    yield from itertools.cycle([torch.randint(generator=generator, **options).to(device) for _ in range(4)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loops
+
+
+def bare(step: Step, args: argparse.Namespace, device: torch.device) -> Callable[[Sequence[Meter]], Iterator[Meter]]:
+    """A loop of steps, with the data on the device."""
+
+    def train(meters: Sequence[Meter]) -> Iterator[Meter]:
+        for meter in meters:
+            batches = micro_batches(args, meter.seq, device)
+            for _ in range(meter.steps):
+                meter.begin()
+                meter.end(step(list(itertools.islice(batches, args.accumulate))))
+            yield meter
+
+    return train
+
+
+def backward(loss: Tensor, args: argparse.Namespace) -> None:
+    """The mean over the micro-batches of a step, as Lightning and DeepSpeed take it."""
+    (loss / args.accumulate if args.accumulate > 1 else loss).backward()
+
+
+def adamw(parameters: Any, args: argparse.Namespace) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=args.lr, fused=True)
+
+
+def finish(optimizer: torch.optim.Optimizer, model: nn.Module, loss: Tensor, args: argparse.Namespace) -> Tensor:
+    if args.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Systems
+
+
+def limit(args: argparse.Namespace, device: torch.device) -> System:
+    model = build_model(args, torch.bfloat16, device)
+    numel = numel_of(model)
+    compile_layers(model, args)
+    share = nn.Parameter(torch.randn(-(-numel // dist.get_world_size()), device=device))
+    share.grad = torch.randn_like(share)
+    optimizer = adamw([share], args)
+
+    def step(batches: list[Tensor]) -> Tensor:
+        for tokens in batches:
+            loss = loss_of(model, tokens)
+            backward(loss, args)
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return loss.detach()
+
+    return System(numel, bare(step, args, device))
+
+
+def ddp(args: argparse.Namespace, device: torch.device) -> System:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    model = build_model(args, torch.float32, device)
+    numel = numel_of(model)
+    compile_layers(model, args)
+    devices = [device.index] if device.type == "cuda" else None
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    if not args.reduce_fp32:
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    optimizer = adamw(model.parameters(), args)
+
+    def step(batches: list[Tensor]) -> Tensor:
+        for k, tokens in enumerate(batches):
+            with contextlib.nullcontext() if k == len(batches) - 1 else wrapped.no_sync():
+                with torch.autocast(device.type, torch.bfloat16):
+                    loss = loss_of(wrapped, tokens)
+                backward(loss, args)
+        return finish(optimizer, model, loss, args)
+
+    return System(numel, bare(step, args, device))
+
+
+def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = build_model(args, torch.float32, device)
+    numel = numel_of(model)
+    reduce_dtype = torch.float32 if args.reduce_fp32 else torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    reshard = "keep" not in args.system
+    layers = layers_of(model)
+    compile_layers(model, args)
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+    if "_prefetch" in args.system:
+        ahead = int(args.system[-1])
+        for k, layer in enumerate(layers):
+            layer.set_modules_to_forward_prefetch(layers[k + 1 : k + 1 + ahead])
+            layer.set_modules_to_backward_prefetch(layers[max(0, k - ahead) : k][::-1])
+    optimizer = adamw(model.parameters(), args)
+
+    def step(batches: list[Tensor]) -> Tensor:
+        for tokens in batches:
+            loss = loss_of(model, tokens)
+            backward(loss, args)
+        return finish(optimizer, model, loss, args)
+
+    return System(numel, bare(step, args, device))
+
+
+def our_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of `Config` and of `ZeroCompileStrategy`."""
+    _, stage, *words = args.system.split("_")
+    spare = {"memory_budget": "auto"} if "spare" in words else {}
+    return {
+        "stage": int(stage),
+        "compile": "model" if "model" in words else "blocks",
+        "backend": args.backend,
+        "dynamic": False,
+        "reduce_dtype": torch.float32 if args.reduce_fp32 else None,
+        **spare,
+        **args.options,
+    }
+
+
+def ours(args: argparse.Namespace, device: torch.device) -> System:
+    from lightning_zerocompile.config import Config
+    from lightning_zerocompile.engine import Engine
+
+    model = build_model(args, torch.float32, device)  # the same start as fsdp2's
+    numel = numel_of(model)
+    engine = Engine(model, device, Config(**our_options(args)), torch.bfloat16, dist.get_backend())
+    optimizer = adamw(model.parameters(), args)
+    engine.attach_optimizers([optimizer])
+
+    def step(batches: list[Tensor]) -> Tensor:
+        def closure() -> Tensor:
+            if args.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            return loss
+
+        for k, tokens in enumerate(batches):
+            deferred = contextlib.nullcontext() if k == len(batches) - 1 else engine.accumulation()
+            with engine.training_step(), deferred:
+                loss = loss_of(model, tokens)
+                backward(loss, args)
+                engine.after_backward()
+        engine.step(optimizer, closure)
+        return loss.detach()
+
+    return System(numel, bare(step, args, device))
+
+
+def ours_by_trainer(args: argparse.Namespace, device: torch.device) -> System:
+    """The same through Lightning: its loop, hooks, closure and transfer of batches."""
+    from benchmark_trainer import fit
+
+    model = build_model(args, torch.float32, device)
+    return System(numel_of(model), lambda meters: fit(model, meters, our_options(args), args, device))
+
+
+def deepspeed(args: argparse.Namespace, device: torch.device) -> System:
+    """With `_compile`: DeepCompile; otherwise eager, as its documentation starts it."""
+    import deepspeed
+
+    stage, compiled = int(args.system.split("_")[1]), args.system.endswith("_compile")
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_accumulation_steps": args.accumulate,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": args.clip,
+        "zero_allow_untested_optimizer": True,  # torch's own fused AdamW, as everywhere here
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if args.reduce_fp32:
+        config["communication_data_type"] = "fp32"
+    if compiled:
+        config["compile"] = {"deepcompile": True}
+    deepspeed.init_distributed(dist.get_backend())
+    sharded = deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext()
+    with sharded:
+        model = build_model(args, torch.bfloat16, device)  # other random numbers than in fp32, so other losses
+    numel = numel_of(model)
+    optimizer = adamw(model.parameters(), args)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, model_parameters=model.parameters()
+    )
+    if compiled:
+        engine.compile()
+
+    def step(batches: list[Tensor]) -> Tensor:
+        for tokens in batches:
+            loss = loss_of(engine, tokens)
+            engine.backward(loss)  # divides by the number of micro-batches
+            engine.step()
+        return loss.detach()
+
+    return System(numel, bare(step, args, device))
+
+
+def set_up(args: argparse.Namespace, device: torch.device) -> System:
+    families = {"limit": limit, "ddp": ddp, "fsdp2": fsdp2, "stage": ours, "deepspeed": deepspeed}
+    family = args.system.split("_")[0]
+    return (ours_by_trainer if args.system.endswith("_trainer") else families[family])(args, device)

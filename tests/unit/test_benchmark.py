@@ -1,0 +1,186 @@
+"""The benchmark: its arithmetic on numbers made by hand, and one run of it on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports one of the examples, which find each other as scripts do."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLES)):
+            del sys.modules[name]
+
+
+def device_event(name: str, stream: int, begin: float, duration: float, category: str = "kernel") -> dict[str, Any]:
+    return {"cat": category, "name": name, "ts": begin, "dur": duration, "args": {"stream": stream}}
+
+
+def test_spans_are_merged(examples: Any) -> None:
+    merge = examples("benchmark_measures").merge
+    assert merge([]) == []
+    assert merge([(4, 5), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 5)]
+    assert merge([(7, 8), (0, 2)]) == [(0, 2), (7, 8)]
+
+
+def test_exposed_communication(examples: Any) -> None:
+    exposed = examples("benchmark_measures").exposed
+    found = exposed([(0, 4000), (10_000, 13_000)], [(1000, 2000), (3000, 5000), (12_000, 20_000)])
+    assert found == {
+        "communication_ms": 7.0,
+        "compute_ms": 11.0,
+        "exposed_ms": 4.0,  # 0..1, 2..3 and 10..12
+        "idle_ms": 5.0,  # 5..10
+        "span_ms": 20.0,
+        "longest_exposed_ms_at_ms": [(2.0, 10.0), (2.0, 0.0)],
+    }
+    assert exposed([], [])["exposed_ms"] == 0
+    assert exposed([(0, 1000)], [])["exposed_ms"] == 1.0
+
+
+def test_what_communicates(examples: Any) -> None:
+    """Kernels beside collectives on their stream neither communicate nor hide; the rest computes."""
+    events = [
+        {"cat": "cpu_op", "name": "nccl:all_gather", "ts": 0, "dur": 100},
+        {"cat": "gpu_user_annotation", "name": "zerocompile: gather layers.0", "ts": 0, "dur": 100, "tid": 7},
+        device_event("gemm", 7, 0, 10),
+        device_event("ncclDevKernel_ReduceScatter", 7, 10, 1),  # launched on the stream that computes
+        device_event("Memcpy DtoD (Device -> Device)", 7, 11, 2, "gpu_memcpy"),
+        device_event("cast", 20, 12, 3),
+        device_event("ncclDevKernel_AllGather", 20, 15, 4),
+        device_event("void c10d::symmetric_memory::barrier_kernel(unsigned int**)", 21, 20, 5),
+        device_event("Memcpy DtoD (Device -> Device)", 21, 25, 6, "gpu_memcpy"),
+        device_event("Memset (Device)", 22, 40, 1, "gpu_memset"),
+        device_event("Memcpy PtoP (Device -> Device)", 23, 41, 2, "gpu_memcpy"),
+    ]
+    measures = examples("benchmark_measures")
+    communication, compute = measures.classify(events)
+    assert sorted(communication) == [(10, 11), (15, 19), (20, 25), (25, 31), (41, 43)]
+    assert sorted(compute) == [(0, 10), (11, 13), (40, 41)]
+    assert measures.exposure(events)["exposed_ms"] == 0.02  # 18 µs
+    assert measures.classify([]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("system", "accumulate", "reduce_fp32", "passes"),
+    [
+        ("limit", 4, False, 0),
+        ("stage_1", 1, False, 2 + 2),
+        ("stage_1_trainer", 4, False, 2 + 2),
+        ("stage_2_model", 4, False, 2 + 4 * 2),
+        ("stage_3", 1, False, 2 * 2 + 2),
+        ("stage_3_trainer", 4, True, 4 * 2 * 2 + 4 * 4),
+        ("stage_3_spare", 4, False, 2 + 4 * 2),
+        ("fsdp2_prefetch2", 1, True, 2 * 2 + 4),
+        ("fsdp2_keep_prefetch1", 4, False, 4 * 2 + 4 * 2),
+        ("ddp", 4, False, 2 + 2),
+        ("ddp", 1, True, 4 + 4),
+        ("deepspeed_1_compile", 4, False, 2 + 2),
+        ("deepspeed_3", 1, False, 2 * 2 + 2),
+    ],
+)
+def test_moved_bytes(examples: Any, system: str, accumulate: int, reduce_fp32: bool, passes: int) -> None:
+    """`passes`: bytes for each of 1000 parameters, of which 3 of 4 come from other ranks."""
+    assert system in examples("benchmark_systems").SYSTEMS
+    moved = examples("benchmark_measures").moved_bytes(system, 1000, 4, accumulate, reduce_fp32)
+    assert moved == passes * 750
+
+
+def raw_row(system: str, seq: int, seconds: float, accumulate: int = 1) -> dict[str, Any]:
+    return {
+        "system": system, "model": "tiny", "world": 2, "batch": 1, "accumulate": accumulate, "checkpointing": False,
+        "clip": 0.0, "reduce_fp32": False, "numel": 10**9, "seq": seq, "exposed": None, "allocated": None,
+        "reserved": None, "device": None, "seconds": seconds, "min": seconds, "max": seconds, "first": 9.0,
+        "losses": [1.0],
+    }  # fmt: skip
+
+
+def test_rows_are_completed(examples: Any) -> None:
+    benchmark = examples("benchmark")
+    rows = benchmark.complete([raw_row("stage_3", 64, 0.3), raw_row("stage_3", 32, 0.2), {"bandwidth": 5e10}], {64: 20})
+    assert [row["bound"] for row in rows] == [0.06, 0.06]  # 6 bytes each for half of the parameters
+    assert [row["bandwidth"] for row in rows] == [50.0, 50.0]
+    assert [(row["first"], row["first_warm"]) for row in rows] == [(20, 9.0), (9.0, 9.0)]
+    (interrupted,) = benchmark.complete([raw_row("stage_3", 64, 0.3)], {})
+    assert interrupted["bound"] is None and interrupted["first"] == 9.0 and interrupted["first_warm"] is None
+
+
+def test_ratio_to_the_limit_of_the_same_cell(examples: Any) -> None:
+    benchmark = examples("benchmark")
+    raw = [
+        raw_row("limit", 64, 0.2),
+        raw_row("limit", 32, 0.1),
+        raw_row("limit", 64, 0.8, accumulate=4),
+        raw_row("stage_3", 64, 0.3),
+        raw_row("stage_3", 32, 0.3),
+        raw_row("stage_3", 64, 0.9, accumulate=4),
+        raw_row("stage_3", 32, 0.9, accumulate=4),
+    ]
+    rows = benchmark.with_ratios(benchmark.complete(raw, {}))
+    ratios = {(row["accumulate"], row["seq"]): row["x_limit"] for row in rows if row["system"] == "stage_3"}
+    assert ratios == {(1, 32): 3.0, (1, 64): 1.5, (4, 32): None, (4, 64): 1.125}
+    assert list(ratios) == sorted(ratios)
+
+
+def test_what_is_not_installed_is_said(
+    examples: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    benchmark = examples("benchmark")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert benchmark.measure(argparse.Namespace(), "deepspeed_3_compile", 1) == ([], True)  # the others go on
+    assert capsys.readouterr().out == "# deepspeed_3_compile: deepspeed is not installed\n"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    benchmark.plot([], tmp_path / "picture.png")
+    assert "matplotlib is not installed" in capsys.readouterr().out
+    assert not (tmp_path / "picture.png").exists()
+
+
+def run_benchmark(tmp_path: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(EXAMPLES / "benchmark.py"), f"--out={tmp_path / 'rows'}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()], done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_systems_train_alike(examples: Any, tmp_path: Path) -> None:
+    """A bare loop, Lightning's Trainer and FSDP2 start, and go on, with the same losses."""
+    systems = ["limit", "stage_3", "stage_3_trainer", "fsdp2"]
+    sizes = ["--model=tiny", "--seq=32", "--steps=3", "--warm-up=3", "--lr=1e-2", "--processes=2", "--accumulate=2"]
+    options = ["--backend=aot_eager", "--clip=1", "--limit-seconds=330", f"--trace={tmp_path / 'traces'}"]
+    rows, printed = run_benchmark(tmp_path, *sizes, *options, "--systems", *systems)
+    assert [row["system"] for row in rows] == systems and printed.count(": ok in") == len(systems)
+    for row in rows:
+        assert tuple(row) == examples("benchmark").COLUMNS
+        assert 0 < row["min"] <= row["seconds"] <= row["max"] < row["first"]
+        assert row["x_limit"] == pytest.approx(row["seconds"] / rows[0]["seconds"], rel=1e-2)
+        assert (row["bound"] > 0) is (row["system"] != "limit") and row["bandwidth"] > 0
+        assert row["allocated"] is row["exposed"] is row["first_warm"] is None
+        trace = json.loads((tmp_path / "traces" / f"{row['system']}-32-2.json").read_text())
+        names = " ".join(str(event.get("name")) for event in trace["traceEvents"])
+        assert "AdamW" in names
+        for phase in ("gather", "reduce"):
+            assert (f"zerocompile: {phase} " in names) is row["system"].startswith("stage")
+    reference = rows[-1]["losses"]
+    assert len(reference) == 4 and reference[-1] < reference[0] - 0.1  # it has trained
+    for row in rows[1:]:
+        assert row["losses"] == pytest.approx(reference, abs=0.02)
