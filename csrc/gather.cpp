@@ -20,12 +20,14 @@ Tensor Runtime::resident_value(int64_t index) {
   return p.value;
 }
 
-// Whether the unit is gathered, what is gathered is what the masters hold, and `needed` (-1: any) is still in it.
-bool Runtime::current(const Unit& unit, int64_t needed) const {
+// Whether the unit is gathered, what is gathered is what the masters hold (`full`: to the bit), and `needed` (-1: any)
+// is still in it.
+bool Runtime::current(const Unit& unit, int64_t needed, bool full) const {
   if (!unit.resident || unit.stale || (needed >= 0 && !parameters_[needed].full.defined())) return false;
   return std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
     const auto& p = parameters_[i];
-    return !p.full.defined() || p.gathered_version == p.version();
+    if (!p.full.defined()) return true;
+    return p.gathered_version == p.version() && (!full || p.full.scalar_type() == p.dtype);
   });
 }
 
@@ -35,44 +37,46 @@ bool Runtime::current(const Unit& unit, int64_t needed) const {
 // same on all ranks, since all were there; a model without branches compares nothing in a steady state. A rank that
 // leaves a known way compares alone, and raises when the others have not answered in time; what neither notices is
 // found at the start of the next step, where the ranks compare all that they have gathered (`gathered_so_far`).
-void Runtime::check_order(const Unit& unit, Way way) {
-  const int64_t index = &unit - units_.data();
+// `full`: see [Note: low gathers].
+void Runtime::check_order(const Unit& unit, Way way, bool full) {
+  const int64_t index = &unit - units_.data() + (full ? static_cast<int64_t>(units_.size()) : 0);
   const int64_t sequence = launched_++;
   course_ = course_ * 1099511628211ULL + static_cast<uint64_t>(index) + 1;
   const Token token{way, index};
   auto& followers = followers_[{last_launched_, way}];
   last_launched_ = token;
   if (world_ == 1 || compare_ == nullptr || (followers.size() == 1 && followers.count(index))) return;
-  const auto message = compare_(sequence, unit.name);
+  const auto message = compare_(sequence, full ? unit.name + " (in full precision)" : unit.name);
   TORCH_CHECK(message.empty(), message);
   followers.insert(index);
 }
 
 // [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
-// `restores`: an older forward saw the same values.
-void Runtime::launch_gather(Unit& unit, Way way, bool restores) {
+// `restores`: an older forward saw the same values. `full`: what is gathered anew must be exact.
+void Runtime::launch_gather(Unit& unit, Way way, bool restores, bool full) {
   RECORD_USER_SCOPE(text("zerocompile: gather ", unit.name, way == Way::Back ? " in backward" : " in forward"));
-  check_order(unit, way);
+  check_order(unit, way, widens(unit, full));
   await(unit);  // an earlier gather into the same memory must not finish after this one
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
-    if (!p.full.defined()) allocate(p);
+    if (!p.full.defined()) allocate(p, gathered_dtype(p, full));
   }
   Lane::Launch launch(gather_lane_);
-  std::vector<Tensor> own, local;
-  std::map<at::ScalarType, std::pair<std::vector<Tensor>, std::vector<Tensor>>> calls;
+  using Lists = std::pair<std::vector<Tensor>, std::vector<Tensor>>;
+  std::map<at::ScalarType, Lists> copies, calls;  // by the dtype of what is gathered
   unit.bytes = 0;
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
     if (p.local.numel() > 0) {
+      auto& [own, local] = copies[p.own.scalar_type()];
       own.push_back(p.own);
       local.push_back(p.local);
     }
     if (!p.replicated && p.full.numel() > 0) {
-      auto& [outputs, inputs] = calls[p.dtype];
+      auto& [outputs, inputs] = calls[p.full.scalar_type()];
       outputs.push_back(on_the_wire(p.full));
       inputs.push_back(on_the_wire(p.rows_here));
     }
@@ -81,10 +85,10 @@ void Runtime::launch_gather(Unit& unit, Way way, bool restores) {
     p.value_version = static_cast<int64_t>(p.value._version());
     p.gathered_version = p.version();
     unit.bytes += static_cast<int64_t>(p.full.nbytes());
-    by_storage_[p.full.storage().unsafeGetStorageImpl()] = i;
+    if (p.full.scalar_type() == p.dtype) by_storage_[p.full.storage().unsafeGetStorageImpl()] = i;
   }
   unit.stale = false;
-  if (!own.empty()) at::_foreach_copy_(own, local);
+  for (auto& [dtype, copy] : copies) at::_foreach_copy_(copy.first, copy.second);
   for (auto& [dtype, call] : calls) {
     int64_t bytes = 0;
     for (const auto& t : call.first) bytes += static_cast<int64_t>(t.nbytes());
@@ -161,7 +165,8 @@ void Runtime::demanded(Token token) {
   }
 }
 
-void Runtime::acquire(int64_t index, Phase phase, int64_t needed) {
+// `full`: it is needed in full precision, see [Note: low gathers].
+void Runtime::acquire(int64_t index, Phase phase, int64_t needed, bool full) {
   abort_failed_backward();
   if (phase == Phase::Backward) arm();
   auto& unit = units_[index];
@@ -170,22 +175,26 @@ void Runtime::acquire(int64_t index, Phase phase, int64_t needed) {
     forward_order_.push_back(index);
   }
   const auto way = phase == Phase::Backward ? Way::Back : Way::Forth;
-  if (!current(unit, needed)) {
+  if (!current(unit, needed, full)) {
     drop(unit);
-    launch_gather(unit, way);
+    launch_gather(unit, way, /*restores=*/false, full);
   }
   if (unit.lifetime == Lifetime::Use) demanded({way, index});
 }
 
-Tensor Runtime::read(int64_t index) {
+// With `cast`: in that dtype, in memory of its own.
+Tensor Runtime::read(int64_t index, std::optional<at::ScalarType> cast) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
+  const auto dtype = cast.value_or(p.dtype);
+  ask(p, dtype);
   const auto before = stats_.gathers;
-  acquire(p.unit, phase(), index);
+  acquire(p.unit, phase(), index, needs_full(p, dtype));
   await(units_[p.unit]);
   stats_.eager_reads += 1;
   units_[p.unit].eager_reads += 1;
   stats_.eager_gathers += stats_.gathers - before;
+  if (cast.has_value()) return p.value.to(dtype, /*non_blocking=*/false, /*copy=*/true);
   p.read_eagerly = p.read_eagerly || !trusted_;
   return p.value;
 }
@@ -218,15 +227,23 @@ void Runtime::forward_saw(int64_t index, int64_t version) {
 }
 
 // A graph asks for values. It keeps them until its `release`, so their memory is not reused while they are shared.
-std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expects_grad, bool reuses_memory) {
+std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, const std::vector<at::ScalarType>& dtypes,
+                                 bool expects_grad, bool reuses_memory) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto now = phase();
   if (expects_grad && now != Phase::Backward) now = Phase::Forward;  // autograd disables grad mode inside its functions
+  std::set<int64_t> full;  // units that all of the graph's uses take in full precision
+  for (size_t k = 0; k < indices.size(); ++k) {
+    auto& p = parameter(indices[k]);
+    ask(p, dtypes[k]);
+    if (needs_full(p, dtypes[k])) full.insert(p.unit);
+  }
   std::vector<Tensor> values;
   values.reserve(indices.size());
-  for (auto i : indices) {
+  for (size_t k = 0; k < indices.size(); ++k) {
+    const auto i = indices[k];
     auto& p = parameter(i);
-    acquire(p.unit, now, i);
+    acquire(p.unit, now, i, full.count(p.unit) > 0);
     await(units_[p.unit]);
     if (units_[p.unit].lifetime == Lifetime::Use) units_[p.unit].graph_uses += 1;
     if (now == Phase::Forward) {
@@ -241,7 +258,10 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, bool expec
     }
     stats_.graph_uses += 1;
     const bool shared = held_ || units_[p.unit].lent || p.read_eagerly;  // others may still read it: [Note: held units]
-    values.push_back(shared && reuses_memory ? p.value.clone() : p.value.alias());
+    const bool casts = p.value.scalar_type() != dtypes[k];
+    values.push_back(casts                     ? p.value.to(dtypes[k])
+                     : shared && reuses_memory ? p.value.clone()
+                                               : p.value.alias());
   }
   return values;
 }
@@ -273,9 +293,9 @@ void Runtime::hold() {
   for (auto& u : units_) {
     const bool whole = std::all_of(u.parameters.begin(), u.parameters.end(),
                                    [&](int64_t i) { return parameters_[i].full.defined(); });
-    if (u.lifetime == Lifetime::Step || (whole && current(u, -1))) continue;
+    if (u.lifetime == Lifetime::Step || (whole && current(u, -1, /*full=*/true))) continue;
     drop(u);
-    launch_gather(u, Way::Forth);
+    launch_gather(u, Way::Forth, /*restores=*/false, /*full=*/true);
   }
 }
 
@@ -322,7 +342,7 @@ void Runtime::write_back(Parameter& p) {
   const auto writes = p.writes();
   if ((!p.read_eagerly && writes == 0) || units_[p.unit].lent) return;
   p.read_eagerly = false;
-  if (p.gathered_version != p.version()) return;
+  if (p.gathered_version != p.version() || p.own.scalar_type() != p.dtype) return;
   for (int64_t write = 0; write < writes; ++write) p.local.unsafeGetTensorImpl()->bump_version();
   p.value_version += writes;
   p.gathered_version = p.version();
@@ -361,24 +381,10 @@ std::string Runtime::gathered_so_far() const {
   return text(launched_, " gathers (course ", static_cast<int64_t>(course_ >> 1), ")");
 }
 
-int64_t Runtime::parameter_of(const Tensor& value) const {
-  if (!value.has_storage()) return -1;
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto found = by_storage_.find(value.storage().unsafeGetStorageImpl());
-  return found == by_storage_.end() ? -1 : found->second;
-}
-
-int64_t Runtime::parameter_of_handle(const Tensor& tensor) const {
-  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kDouble || !tensor.has_storage()) return -1;
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto found = by_handle_.find(tensor.storage().unsafeGetStorageImpl());
-  return found == by_handle_.end() ? -1 : found->second;
-}
-
 Tensor Runtime::value_in_backward(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
-  acquire(p.unit, phase(), index);
+  acquire(p.unit, phase(), index, needs_full(p, p.dtype));
   await(units_[p.unit]);
   return p.full;
 }

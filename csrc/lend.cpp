@@ -22,10 +22,10 @@ void Runtime::lend(const std::vector<int64_t>& indices) {
   for (auto index : indices) {
     auto& unit = units_.at(index);
     const bool whole = std::all_of(unit.parameters.begin(), unit.parameters.end(),
-                                   [&](int64_t i) { return current(unit, i); });
+                                   [&](int64_t i) { return current(unit, i, /*full=*/true); });
     if (!whole) {
       drop(unit);
-      launch_gather(unit, Way::Forth);
+      launch_gather(unit, Way::Forth, /*restores=*/false, /*full=*/true);
     }
     await(unit);
     for (auto i : unit.parameters) write_back(parameters_[i]);  // what was written before counts
@@ -83,7 +83,10 @@ void Runtime::keep(int64_t index) {
   if (unit.lifetime == Lifetime::Step) return;
   drop(unit);
   unit.lifetime = Lifetime::Step;
-  for (auto i : unit.parameters) allocate(parameters_[i]);
+  for (auto i : unit.parameters) {
+    parameters_[i].low.reset();
+    allocate(parameters_[i], parameters_[i].dtype);
+  }
   gathers_in_backward_ =
       std::any_of(units_.begin(), units_.end(), [](const Unit& u) { return u.lifetime == Lifetime::Use; });
 }

@@ -125,8 +125,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("identity", &Runtime::identity)
       .def("resident_value", &Runtime::resident_value, Release())
       .def("read", [](const std::shared_ptr<Runtime>& self, int64_t parameter, const Tensor& handle,
-                      bool requires_grad) { return zerocompile::read(self, parameter, handle, requires_grad); },
-           Release())
+                      bool requires_grad, std::optional<at::ScalarType> cast) {
+             return zerocompile::read(self, parameter, handle, requires_grad, cast);
+           },
+           py::arg("parameter"), py::arg("handle"), py::arg("requires_grad"), py::arg("cast") = py::none(), Release())
+      .def("asked", &Runtime::asked, Release())
+      .def("gather_low", &Runtime::gather_low, Release())
       .def("set_trusted", &Runtime::set_trusted)
       .def("open", &Runtime::open, Release())
       .def("close", &Runtime::close, Release())

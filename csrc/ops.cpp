@@ -42,6 +42,15 @@ Tensor gather(const Tensor& source, const Tensor& handle, at::IntArrayRef size) 
   return value.is_alias_of(source) ? value.clone() : value.alias();
 }
 
+// A float32 parameter in the dtype of `source`, for what would cast it: see [Note: low gathers].
+Tensor gather_cast(const Tensor& source, const Tensor& handle, at::IntArrayRef size) {
+  auto [runtime, parameter] = find(handle);
+  auto value = runtime->read(parameter, source.scalar_type());
+  TORCH_CHECK(value.sizes() == size,
+              text("zerocompile: gather_cast asks for sizes ", size, ", the parameter has ", value.sizes()));
+  return value;
+}
+
 Tensor reduce_grad(const Tensor& grad, const Tensor& handle) {
   auto [runtime, parameter] = find(handle);
   runtime->contribute(parameter, grad, /*from_graph=*/true);
@@ -49,11 +58,13 @@ Tensor reduce_grad(const Tensor& grad, const Tensor& handle) {
   return at::zeros_like(handle);
 }
 
-Tensor call_gather(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("zerocompile::gather", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef)>();
-  return op.call(source, handle, size);
+using Gather = Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef);
+
+Tensor call_gather(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size, bool casts) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("zerocompile::gather", "").typed<Gather>();
+  static const auto cast =
+      c10::Dispatcher::singleton().findSchemaOrThrow("zerocompile::gather_cast", "").typed<Gather>();
+  return casts ? cast.call(source, handle, size) : op.call(source, handle, size);
 }
 
 Tensor call_reduce_grad(const Tensor& grad, const Tensor& handle) {
@@ -64,23 +75,24 @@ Tensor call_reduce_grad(const Tensor& grad, const Tensor& handle) {
 }
 
 // Saves the handle, never the weight. While tracing, the dummy gradient keeps `reduce_grad` alive by dataflow; when
-// it runs for real the handle must not receive a gradient.
+// it runs for real the handle must not receive a gradient. What was cast in the gather has its gradient cast back.
 struct GatherFunction : torch::autograd::Function<GatherFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& source, const Tensor& handle,
-                        c10::SymIntArrayRef size) {
+                        c10::SymIntArrayRef size, bool casts) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({handle});
+    ctx->saved_data["casts"] = casts;
     ctx->set_materialize_grads(false);  // zeros would count as a gradient
-    return call_gather(source, handle, size);
+    return call_gather(source, handle, size, casts);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
-    if (!grads[0].defined()) return {Tensor(), Tensor(), Tensor()};
+    if (!grads[0].defined()) return {Tensor(), Tensor(), Tensor(), Tensor()};
     const auto handle = ctx->get_saved_variables()[0];
-    auto dummy = call_reduce_grad(grads[0], handle);
+    auto dummy = call_reduce_grad(ctx->saved_data["casts"].toBool() ? grads[0].to(at::kFloat) : grads[0], handle);
     const bool tracing = grads[0].unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python) ||
                          grads[0].unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Functionalize);
-    return {Tensor(), tracing ? dummy : Tensor(), Tensor()};
+    return {Tensor(), tracing ? dummy : Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -93,22 +105,32 @@ Tensor keep_raw_gradient(Tensor value) {
 }
 
 Tensor gather_autograd(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size) {
-  return keep_raw_gradient(GatherFunction::apply(source, handle, size));
+  return keep_raw_gradient(GatherFunction::apply(source, handle, size, false));
+}
+
+Tensor gather_cast_autograd(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size) {
+  return keep_raw_gradient(GatherFunction::apply(source, handle, size, true));
 }
 
 // ---- lowered ----
+
+std::vector<at::ScalarType> dtypes_of(at::TensorList tensors) {
+  std::vector<at::ScalarType> dtypes;
+  for (const auto& tensor : tensors) dtypes.push_back(tensor.scalar_type());
+  return dtypes;
+}
 
 std::vector<Tensor> gather_unit(at::TensorList sources, at::TensorList handles, at::IntArrayRef, bool expects_grad,
                                 bool reuses_memory) {
   TORCH_CHECK(sources.size() == handles.size(), "zerocompile: gather_unit takes one handle per source");
   auto uses = find_all(handles);
-  return uses.runtime->use(uses.parameters, expects_grad, reuses_memory);
+  return uses.runtime->use(uses.parameters, dtypes_of(sources), expects_grad, reuses_memory);
 }
 
 void wait_(at::TensorList fulls, at::TensorList handles, bool expects_grad) {
   TORCH_CHECK(fulls.size() == handles.size(), "zerocompile: wait_ takes one handle per value");
   auto uses = find_all(handles);
-  uses.runtime->use(uses.parameters, expects_grad, /*reuses_memory=*/false);
+  uses.runtime->use(uses.parameters, dtypes_of(fulls), expects_grad, /*reuses_memory=*/false);
 }
 
 void release_(at::TensorList fulls, at::TensorList handles, bool last) {
@@ -134,8 +156,8 @@ void reduce_fence_(at::TensorList grads, at::TensorList handles, bool last) {
 
 // Counts a read whose gradient is still to come, until that gradient arrives or its graph is freed.
 struct ReadToken : torch::CustomClassHolder {
-  ReadToken(const std::shared_ptr<Runtime>& runtime, int64_t parameter)
-      : runtime(runtime), parameter(parameter), outstanding(runtime->outstanding_reads(parameter)) {
+  ReadToken(const std::shared_ptr<Runtime>& runtime, int64_t parameter, bool casts)
+      : runtime(runtime), parameter(parameter), casts(casts), outstanding(runtime->outstanding_reads(parameter)) {
     outstanding->fetch_add(1);
   }
   void finish() {
@@ -144,6 +166,7 @@ struct ReadToken : torch::CustomClassHolder {
   ~ReadToken() override { finish(); }
   std::weak_ptr<Runtime> runtime;
   int64_t parameter;
+  bool casts;  // the value was cast, as is its gradient
   Count outstanding;
   std::atomic<bool> finished = false;
 };
@@ -166,7 +189,8 @@ struct ReadFunction : torch::autograd::Function<ReadFunction> {
     token->finish();
     if (grads[0].defined()) {
       const bool shared = grads[0].use_count() > 1;  // as AccumulateGrad tells: a Function may keep its result
-      runtime->contribute(token->parameter, grads[0], /*from_graph=*/false, shared);
+      runtime->contribute(token->parameter, token->casts ? grads[0].to(at::kFloat) : grads[0], /*from_graph=*/false,
+                          shared && !token->casts);
       runtime->contributed({token->parameter});
     }
     return {Tensor(), Tensor(), Tensor()};
@@ -177,11 +201,12 @@ struct ReadFunction : torch::autograd::Function<ReadFunction> {
 
 // [Note: eager read] The same gather and the same reduction as in a graph, without the operator: an eager value may
 // alias what is resident, which a functional schema forbids.
-Tensor read(const std::shared_ptr<Runtime>& runtime, int64_t parameter, const Tensor& handle, bool requires_grad) {
-  auto value = runtime->read(parameter);
+Tensor read(const std::shared_ptr<Runtime>& runtime, int64_t parameter, const Tensor& handle, bool requires_grad,
+            std::optional<at::ScalarType> cast) {
+  auto value = runtime->read(parameter, cast);
   if (!requires_grad || !at::GradMode::is_enabled()) return value.detach();
   const bool in_backward = runtime->in_backward();
-  auto token = c10::make_intrusive<ReadToken>(runtime, parameter);
+  auto token = c10::make_intrusive<ReadToken>(runtime, parameter, cast.has_value());
   if (in_backward) token->finish();  // a recomputation: its graph gives no gradient, or gives it at once
   return keep_raw_gradient(ReadFunction::apply(handle, value, token));
 }
@@ -189,6 +214,7 @@ Tensor read(const std::shared_ptr<Runtime>& runtime, int64_t parameter, const Te
 TORCH_LIBRARY(zerocompile, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def("gather(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
+  m.def("gather_cast(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
   m.def("reduce_grad(Tensor grad, Tensor handle) -> Tensor", tags);
   m.def(
       "gather_unit(Tensor[] sources, Tensor[] handles, int[] sizes, bool expects_grad, bool reuses_memory) -> Tensor[]",
@@ -201,6 +227,7 @@ TORCH_LIBRARY(zerocompile, m) {
 
 void register_kernels(torch::Library& m) {
   m.impl("gather", gather);
+  m.impl("gather_cast", gather_cast);
   m.impl("reduce_grad", reduce_grad);
   m.impl("gather_unit", gather_unit);
   m.impl("wait_", wait_);
@@ -211,6 +238,9 @@ void register_kernels(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(zerocompile, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(zerocompile, CUDA, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(zerocompile, Autograd, m) { m.impl("gather", gather_autograd); }
+TORCH_LIBRARY_IMPL(zerocompile, Autograd, m) {
+  m.impl("gather", gather_autograd);
+  m.impl("gather_cast", gather_cast_autograd);
+}
 
 }  // namespace zerocompile

@@ -213,7 +213,7 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
     TORCH_CHECK(p.unit < 0,
                 text("zerocompile: parameter `", p.name, "` is in two units"));
     p.unit = index;
-    if (lifetime == Lifetime::Step) allocate(p);
+    if (lifetime == Lifetime::Step) allocate(p, p.dtype);
   }
   unit.parameters = std::move(members);
   gathers_in_backward_ = gathers_in_backward_ || lifetime == Lifetime::Use;
@@ -246,8 +246,8 @@ std::vector<int64_t> Runtime::padded_size(const Parameter& p) const {
   return size;
 }
 
-void Runtime::allocate(Parameter& p) {
-  p.full = at::empty(padded_size(p), p.local.options().dtype(p.dtype).requires_grad(false));
+void Runtime::allocate(Parameter& p, at::ScalarType dtype) {
+  p.full = at::empty(padded_size(p), p.local.options().dtype(dtype).requires_grad(false));
   p.value = p.replicated ? p.full.squeeze(0) : p.full.narrow(0, 0, p.size[0]);
   p.rows_here = p.replicated ? p.full : p.full.narrow(0, rank_ * p.rows, p.rows);
   p.own = p.replicated ? p.value : p.rows_here.narrow(0, 0, p.local.size(0));
@@ -260,6 +260,20 @@ void Runtime::forget(Parameter& p) {
   p.value.reset();
   p.rows_here.reset();
   p.own.reset();
+}
+
+int64_t Runtime::parameter_of(const Tensor& value) const {
+  if (!value.has_storage()) return -1;
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto found = by_storage_.find(value.storage().unsafeGetStorageImpl());
+  return found == by_storage_.end() ? -1 : found->second;
+}
+
+int64_t Runtime::parameter_of_handle(const Tensor& tensor) const {
+  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kDouble || !tensor.has_storage()) return -1;
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto found = by_handle_.find(tensor.storage().unsafeGetStorageImpl());
+  return found == by_handle_.end() ? -1 : found->second;
 }
 
 Runtime::Phase Runtime::phase() const {

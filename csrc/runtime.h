@@ -61,6 +61,8 @@ struct Parameter : ParameterSpec {
   int64_t gathered_version = -1;
   int64_t value_version = 0;  // of `value` when it was gathered: what came since are user code's writes
   bool read_eagerly = false;  // user code may have written to it: see [Note: write back]
+  std::optional<at::ScalarType> low;  // what a gather moves, if not `dtype`: see [Note: low gathers]
+  bool asked_cast = false, asked_full = false;  // what this rank's uses have asked for
 
   // gradient of the backward that runs, or of the window
   Tensor grad;               // full, not reduced
@@ -143,11 +145,12 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input
 
   // gathering
-  Tensor read(int64_t parameter);
+  Tensor read(int64_t parameter, std::optional<at::ScalarType> cast = std::nullopt);
   void set_trusted(bool trusted) { trusted_ = trusted; }
   void open(int64_t unit);
   void close(int64_t unit);
-  std::vector<Tensor> use(const std::vector<int64_t>& parameters, bool expects_grad, bool reuses_memory);
+  std::vector<Tensor> use(const std::vector<int64_t>& parameters, const std::vector<at::ScalarType>& dtypes,
+                          bool expects_grad, bool reuses_memory);
   void release(const std::vector<int64_t>& parameters, bool last);
   void hold();
   void let_go(bool raised);
@@ -168,6 +171,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   const std::string& parameter_name(int64_t parameter) const { return parameters_.at(parameter).name; }
   bool is_complex(int64_t parameter) const { return at::isComplexType(parameters_.at(parameter).dtype); }
   Tensor value_in_backward(int64_t parameter);
+  std::string asked() const;
+  void gather_low(const std::vector<int64_t>& parameters, at::ScalarType dtype);
 
   // reduction
   void contribute(int64_t parameter, Tensor grad, bool from_graph, bool shared = false);
@@ -218,7 +223,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   Parameter& parameter(int64_t index);
   std::vector<int64_t> padded_size(const Parameter& p) const;
-  void allocate(Parameter& p);
+  void allocate(Parameter& p, at::ScalarType dtype);
   void forget(Parameter& p);
   Phase phase() const;
   void await(Unit& unit);
@@ -226,14 +231,20 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop_in_flight();
 
   // gather.cpp
-  void acquire(int64_t unit, Phase phase, int64_t needed);
-  void launch_gather(Unit& unit, Way way, bool restores = false);
-  void check_order(const Unit& unit, Way way);
+  void acquire(int64_t unit, Phase phase, int64_t needed, bool full = false);
+  void launch_gather(Unit& unit, Way way, bool restores = false, bool full = false);
+  void check_order(const Unit& unit, Way way, bool full);
   void drop(Unit& unit);
   void demanded(Token token);
   std::vector<int64_t> predicted() const;
-  bool current(const Unit& unit, int64_t needed) const;
+  bool current(const Unit& unit, int64_t needed, bool full = false) const;
   void write_back(Parameter& p);
+
+  // layout.cpp
+  void ask(Parameter& p, at::ScalarType dtype);
+  static bool needs_full(const Parameter& p, at::ScalarType asked) { return p.low.has_value() && asked != *p.low; }
+  static at::ScalarType gathered_dtype(const Parameter& p, bool full);
+  bool widens(const Unit& unit, bool full) const;
 
   // backward.cpp, reduce.cpp, window.cpp
   bool complete(const Unit& unit) const;

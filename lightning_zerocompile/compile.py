@@ -13,7 +13,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._pytree import tree_leaves
 
 from lightning_zerocompile import leaves
+from lightning_zerocompile.casts import forward_is_inlined, forward_of
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.passes.casts import widen
 from lightning_zerocompile.passes.lower import Lower
 from lightning_zerocompile.passes.tag import Tag, tag
 from lightning_zerocompile.passes.writes import reject_writes
@@ -93,6 +95,7 @@ def make_backend(config: Config, stats: CompileStats, regional: bool) -> Callabl
 
     def zerocompile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
         reject_writes(module)
+        widen(module)
         stats.dynamo_graphs += 1
         return run(module, inputs)
 
@@ -205,16 +208,16 @@ class Regions:
         self.stats = CompileStats()
         self._runtime, self._config = runtime, config
         self._backends = {regional: make_backend(config, self.stats, regional) for regional in (True, False)}
-        self._forwards: dict[type, Callable[..., Any]] = {}
+        self._forwards: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}
         self._warned: set[type] = set()
-        self._runs: dict[tuple[type, bool], Callable[..., Any]] = {}
+        self._runs: dict[tuple[type, Callable[..., Any], bool], Callable[..., Any]] = {}
 
     def add(self, name: str, module: nn.Module, units: list[int]) -> None:
         """Makes ``module`` a region. The units in ``units`` stay gathered while it runs; without any, its graph gathers
         each parameter where it is used."""
         sharded = [inner for inner in module.modules() if SLOTS in inner.__dict__]
         regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
-        run = self._run(_base(module), regional=bool(units))
+        run = self._run(module, regional=bool(units))
         compiled, base = bool(self._config.compile), _base(module)
 
         def ran_eagerly(name: str) -> None:
@@ -228,29 +231,42 @@ class Regions:
 
     def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:
         """Makes one of torch's own layers outside blocks a region that runs eagerly, see [Note: write back]."""
-        run = _base(module).forward
+        run = forward_of(module)
         self._install(module, Region(name, self._runtime.core, [unit], run, [module], trusted=True))
 
     def _install(self, module: nn.Module, region: Region) -> None:
         region.moment = self._runtime.moment
         module.__dict__[REGION] = region
-        base = _base(module)
-        forward = self._forwards.setdefault(base, _entering(base.forward))
+        inner = forward_of(module)
+        forward = self._forwards.setdefault((_base(module), inner), _entering(inner))
         self._runtime.classes.swap(module, frozenset(module.__dict__.get(SLOTS, ())), forward)
 
-    def _run(self, base: type, regional: bool) -> Callable[..., Any]:
+    def _run(self, module: nn.Module, regional: bool) -> Callable[..., Any]:
         """The class's ``forward``, compiled once: all equal regions share its graphs."""
+        forward = forward_of(module)
         if not self._config.compile:
-            return base.forward  # type: ignore[no-any-return, attr-defined]
-        if (base, regional) not in self._runs:
+            return forward
+        key = (_base(module), forward, regional)
+        if key not in self._runs:
             backend = self._backends[regional]
-            self._runs[base, regional] = torch.compile(base.forward, backend=backend, dynamic=self._config.dynamic)  # type: ignore[attr-defined]
-        return self._runs[base, regional]
+            self._runs[key] = torch.compile(_inlining(forward), backend=backend, dynamic=self._config.dynamic)
+        return self._runs[key]
 
 
 def _base(module: nn.Module) -> Any:
     """The user's class of a module whose class may have been swapped."""
     return getattr(type(module), BASE, type(module))
+
+
+def _inlining(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What to compile for ``forward``; one that is no frame of Dynamo's own needs another round it."""
+    if not forward_is_inlined(forward):
+        return forward
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return run
 
 
 def _entering(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,6 +42,7 @@ class Engine:
         config: the strategy's options.
         compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
         backend: of the process groups.
+        autocast_dtype: of the autocast that every step runs under; ``None``: there is none.
 
     Raises:
         RuntimeError: the ranks hold different models; a parameter is a shard that a failed run has left, is on a
@@ -49,7 +50,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, config: Config, compute_dtype: torch.dtype | None, backend: str
+        self,
+        model: nn.Module,
+        device: torch.device,
+        config: Config,
+        compute_dtype: torch.dtype | None,
+        backend: str,
+        autocast_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.device, self.config = model, device, config
         _take_over(model)
@@ -66,7 +73,7 @@ class Engine:
         self._hooks: dict[Optimizer, list[Any]] = {}
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
         try:
-            self.runtime.shard(model, units, compute_dtype)
+            self.runtime.shard(model, units, compute_dtype, autocast_dtype)
             self._buffers_to_device()
             self.regions = Regions(self.runtime, config)
             self._add_regions(units)
@@ -129,6 +136,7 @@ class Engine:
             self.runtime.core.end_forward()
         if not (self.windows.is_open or self.windows.in_accumulation):
             self.budget.spend()
+        self.runtime.casts.begin_step()
         for module in self.model.modules():
             shard.refresh(module)
         self._broadcast_buffers()

@@ -31,6 +31,9 @@ def register() -> None:
     def gather(source: Tensor, handle: Tensor, size: Sequence[int]) -> Tensor:
         return source.new_empty(size)
 
+    def gather_cast(source: Tensor, handle: Tensor, size: Sequence[int]) -> Tensor:
+        return source.new_empty(size)
+
     def reduce_grad(grad: Tensor, handle: Tensor) -> Tensor:
         return torch.empty_like(handle)
 
@@ -39,7 +42,7 @@ def register() -> None:
     ) -> list[Tensor]:
         return [s.new_empty(size) for s, size in zip(sources, unflatten(sizes), strict=True)]
 
-    for fake in (gather, reduce_grad, gather_unit):
+    for fake in (gather, gather_cast, reduce_grad, gather_unit):
         torch.library.register_fake(f"zerocompile::{fake.__name__}", fake)
     for name in ("wait_", "release_", "reduce_unit_", "reduce_fence_"):
         torch.library.register_fake(f"zerocompile::{name}", lambda *_: None)

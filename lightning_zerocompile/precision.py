@@ -9,9 +9,13 @@
 | `bf16-mixed` | own dtype (float32)       | bfloat16 | own dtype (float32)       |              |
 | `16-mixed`   | own dtype (float32)       | float16  | own dtype (float32)       | dynamic      |
 
-The mixed ones are DDP's: the same casts of the same float32 parameters, float32 gradients, reduced in float32. Moving
-only the bytes of the lower precision is not done: a gather moves float32 (``param_dtype`` and ``reduce_dtype`` ask for
-less, with FSDP2's numerics), and at stage 3 code outside compiled regions keeps autocast's casts of the weights until
+The mixed ones are DDP's: the same casts of the same float32 parameters, float32 gradients, reduced in float32. At stage
+3 a gather moves the cast, half the bytes and the same bits, of each weight and bias of a ``torch.nn.Linear`` or
+``torch.nn.Conv1d|2d|3d`` (of exactly that class, and not tied) that until the third training step was only used under
+autocast, in the layer itself; everything else, also all inside ``full_parameters`` and inside a window that holds what
+it has gathered, moves as float32. Code that reads such a weight in another way later has its unit gathered again, in
+float32. At stages 1 and 2 the one gathered value serves any read, so it is float32. ``param_dtype`` and
+``reduce_dtype`` ask for less, with FSDP2's numerics. Code outside compiled regions keeps the casts of the weights until
 the backward. The true half precisions differ from DDP's, which keeps the optimizer's values in half precision too (so
 does ``master_dtype=None`` here, for a model whose own parameters are of that dtype) and scales no loss.
 """
@@ -233,3 +237,10 @@ def compute_dtype(plugin: Precision, param_dtype: torch.dtype | None) -> torch.d
             "dtype; leave one of the two at its default."
         )
     return param_dtype if fixed is None else fixed
+
+
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """What autocast computes in during a step; ``None``: there is no autocast."""
+    if not isinstance(plugin, MixedPrecision):
+        return None
+    return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16

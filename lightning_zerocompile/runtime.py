@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import extension, fakes, leaves
 from lightning_zerocompile.agreement import Agreement
+from lightning_zerocompile.casts import Casts
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
 from lightning_zerocompile.peers import has_copy_engines, map_buffer
@@ -133,14 +134,22 @@ class Runtime:
 
     # ---- set-up ----
 
-    def shard(self, model: nn.Module, units: Sequence[UnitPlan], compute_dtype: torch.dtype | None) -> None:
+    def shard(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitPlan],
+        compute_dtype: torch.dtype | None,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
         """Replaces the model's parameters by masters, one unit after the other.
 
         Args:
             model: holds full parameters, on any device; those on ``meta`` are initialised here, unit by unit.
             units: partition of the model's parameters.
             compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
+            autocast_dtype: of the autocast that the model runs under; ``None``: there is none.
         """
+        self.casts = Casts(self._classes, self.core, self.agreement, autocast_dtype)
         places = Places(model, self.device)
         places.check()
         mapped = has_copy_engines(self.mesh, self.device, self.agreement, self.config.copy_engine)
@@ -163,6 +172,9 @@ class Runtime:
                 for slot in slots:
                     slot.source = self.core.resident_value(slot.index)
                     self._install(slot, places)
+            else:
+                for slot in slots:
+                    self.casts.add(slot, places.of(slot.name))
         places.finish()
         size = self.core.peer_bytes() if mapped else 0
         buffer = map_buffer(self.mesh, self.device, self.agreement, self.config.copy_engine, size)
@@ -190,6 +202,7 @@ class Runtime:
         for slot in self.slots:
             if self._unit_of_slot[slot.index] in units:
                 slot.source = self.core.resident_value(slot.index)
+                self.casts.remove(slot)
 
     def _add(self, name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> Slot:
         config = self.config

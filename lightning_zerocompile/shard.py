@@ -71,6 +71,17 @@ class Slot:
         watched = requires_grad and self.moment.depth == 0
         return leaves.as_gathered(self.core.read(self.index, self.handle, requires_grad), self, watched)
 
+    def read_cast(self, current: nn.Parameter | None, dtype: torch.dtype) -> Tensor | None:
+        """:meth:`read` in ``dtype``, for code that computes with nothing else and hands it to nobody."""
+        if current is not self.master:
+            return current
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise RuntimeError(FUNCTORCH.format(f"parameter `{self.name}`"))
+        with leaves.plain():
+            requires_grad = self.master.requires_grad
+        value: Tensor = self.core.read(self.index, self.handle, requires_grad, dtype)
+        return value
+
     def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """What the compiler sees: a handle that requires grad exactly when the parameter does now."""
         return self.source, self.handle if self.master.requires_grad else self.frozen_handle, self.size
@@ -91,6 +102,7 @@ class Slot:
 
 
 skip_code(Slot.read.__code__)
+skip_code(Slot.read_cast.__code__)
 
 
 # ---- reading ----

@@ -31,7 +31,7 @@ from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.failures import CommunicationError, phase
 from lightning_zerocompile.launcher import Launcher
 from lightning_zerocompile.materialize import place
-from lightning_zerocompile.precision import StepsThroughEngine, compute_dtype, convert_plugin
+from lightning_zerocompile.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
 from lightning_zerocompile.processes import ProcessStrategy
 from lightning_zerocompile.runtime import EagerReads, Stats
 from lightning_zerocompile.support import check_module
@@ -190,7 +190,9 @@ class ZeroCompileStrategy(ProcessStrategy):
                 self._revert_layers = partial(layer_sync.revert, module)
             self.model = self.precision_plugin.convert_module(module)
             backend = self._process_group_backend or "gloo"
-            self._use(Engine(module, self.root_device, self.config, dtype, backend))
+            self._use(
+                Engine(module, self.root_device, self.config, dtype, backend, autocast_dtype(self.precision_plugin))
+            )
             self.model_to_device()
         prepare_callbacks(trainer, module, self.engine)
         if fitting:

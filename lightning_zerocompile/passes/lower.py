@@ -1,6 +1,7 @@
 """Forward and backward graph: the traced operators become the runtime's marks.
 
 ``gather``       -> ``gather_unit`` ("needed from here"), ``release_`` ("not needed any more")     [lifetime: one use]
+                    (``gather_cast`` too: its source has the dtype of the cast)
                  -> the resident value itself behind ``wait_``                                     [lifetime: one step]
 ``reduce_grad``  -> ``reduce_unit_`` ("these gradients are here"), ``reduce_fence_`` ("their memory may be reused")
 
@@ -84,21 +85,22 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
     # ---- gathers ----
 
     def _lower_gathers(self, graph: fx.Graph) -> None:
-        by_handle: dict[fx.Node, fx.Node] = {}
+        gathers = (torch.ops.zerocompile.gather.default, torch.ops.zerocompile.gather_cast.default)
+        by_read: dict[Any, fx.Node] = {}  # what is read of which parameter
         for node in list(graph.nodes):
-            if node.target is not torch.ops.zerocompile.gather.default:
+            if node.target not in gathers:
                 continue
-            handle = node.args[1]
-            if handle in by_handle:
-                node.replace_all_uses_with(by_handle[handle])
+            read = node.target, node.args[1]
+            if read in by_read:
+                node.replace_all_uses_with(by_read[read])
                 graph.erase_node(node)
             elif not node.users:
                 graph.erase_node(node)
             else:
-                by_handle[handle] = node
-        resident = [node for node in by_handle.values() if _is_resident(node)]
-        used = [node for node in by_handle.values() if not _is_resident(node)]
-        _copy_what_is_returned(graph, list(by_handle.values()))
+                by_read[read] = node
+        resident = [node for node in by_read.values() if _is_resident(node)]
+        used = [node for node in by_read.values() if not _is_resident(node)]
+        _copy_what_is_returned(graph, list(by_read.values()))
         for group in self._groups(graph, resident):
             _wait(graph, group)
         for group in self._groups(graph, used):

@@ -22,7 +22,7 @@ def tag(graph: fx.Graph) -> int:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        is_gather = node.target is torch.ops.zerocompile.gather.default
+        is_gather = node.target in (torch.ops.zerocompile.gather.default, torch.ops.zerocompile.gather_cast.default)
         if is_gather:
             node.meta[TRAINING] = True
         elif node.target is torch.ops.zerocompile.reduce_grad.default:

@@ -25,8 +25,9 @@ def _arguments(engine: Any, name: str) -> tuple[Any, ...]:
     sizes = flatten([slot.size for slot in slots])
     return {
         "gather": (slots[0].source, slots[0].handle, list(slots[0].size)),
+        "gather_cast": (slots[0].source.to(torch.bfloat16), slots[0].handle, list(slots[0].size)),
         "reduce_grad": (full[0], handles[0]),
-        "gather_unit": ([slot.source for slot in slots], handles, sizes, False, False),
+        "gather_unit": ([slots[0].source, slots[1].source.to(torch.bfloat16)], handles, sizes, False, False),
         "wait_": (full, handles, False),
         "release_": (full, handles, True),
         "reduce_unit_": (full, handles),
@@ -42,7 +43,7 @@ def _opcheck(name: str, stage: int) -> dict[str, str]:
         operator = getattr(torch.ops.zerocompile, name).default
         # the values of a gather are shared with the runtime and the lowered operators exist behind autograd only
         checks = ["test_schema", "test_faketensor"]
-        checks += ["test_autograd_registration"] if name == "gather" else []
+        checks += ["test_autograd_registration"] if name in ("gather", "gather_cast") else []
         with torch.enable_grad():
             result = torch.library.opcheck(operator, arguments, test_utils=checks)
         after = engine.runtime.stats()
@@ -51,7 +52,16 @@ def _opcheck(name: str, stage: int) -> dict[str, str]:
     return dict(result)
 
 
-OPERATORS = ["gather", "reduce_grad", "gather_unit", "wait_", "release_", "reduce_unit_", "reduce_fence_"]
+OPERATORS = [
+    "gather",
+    "gather_cast",
+    "reduce_grad",
+    "gather_unit",
+    "wait_",
+    "release_",
+    "reduce_unit_",
+    "reduce_fence_",
+]
 
 
 # resident values are not gathered by graphs: at stage 1 they take the value itself, behind wait_

@@ -1,0 +1,66 @@
+// In which dtype a parameter is gathered, where its uses leave a choice.
+#include <algorithm>
+
+#include "runtime.h"
+#include "text.h"
+
+namespace zerocompile {
+
+// [Note: low gathers] Under autocast a linear layer casts its float32 weight before it computes. Such a use asks for
+// the cast (`gather_cast` in a graph, `read` with `cast` in eager code), any other use for the full value. Where no
+// rank has ever asked for the full value a gather can move the cast: the same bits, half the bytes. The ranks agree
+// once on these parameters, at the same mark of their programs (casts.py). Until then, and for all others, the runtime
+// casts what it holds: a use never knows which it is.
+//
+// A full value that is asked for later has its unit gathered again in full, all of it, and that serves every use until
+// the unit is dropped. What a use asks for is a property of the program, compiled or not, so all ranks do the same;
+// such a gather counts as one of another unit in [Note: mismatched gathers], so ranks that differ raise.
+// `full_parameters` and [Note: held units] gather in full from the beginning: no read in a window may need a
+// collective. A low value is never shared with user code, so nothing is ever written to it, and autograd never saves
+// it as its identity.
+
+void Runtime::ask(Parameter& p, at::ScalarType dtype) {
+  const bool casts = dtype != p.dtype;
+  TORCH_CHECK(!casts || (p.dtype == at::kFloat && (dtype == at::kBFloat16 || dtype == at::kHalf)),
+              text("zerocompile: parameter `", p.name, "`, which is gathered in ", c10::toString(p.dtype),
+                   ", is asked for in ", c10::toString(dtype), "; only float32 is cast to lower precision"));
+  (casts ? p.asked_cast : p.asked_full) = true;
+}
+
+// A letter for each parameter: "c": all uses on this rank so far take the cast; "f": not all, or its unit stays
+// gathered between optimizer steps, for whatever use; "-": there was none.
+std::string Runtime::asked() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::string letters;
+  for (const auto& p : parameters_) {
+    const bool full = p.asked_full || units_.at(p.unit).lifetime == Lifetime::Step;
+    letters += full ? 'f' : p.asked_cast ? 'c' : '-';
+  }
+  return letters;
+}
+
+// From the next gather of their units on; the same on all ranks, at the same point of their programs.
+void Runtime::gather_low(const std::vector<int64_t>& indices, at::ScalarType dtype) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (auto i : indices) {
+    auto& p = parameter(i);
+    TORCH_CHECK(p.unit >= 0 && units_[p.unit].lifetime == Lifetime::Use && p.dtype == at::kFloat,
+                text("zerocompile: `", p.name, "` cannot be gathered in ", c10::toString(dtype)));
+    p.low = dtype;
+  }
+}
+
+at::ScalarType Runtime::gathered_dtype(const Parameter& p, bool full) {
+  if (p.full.defined()) return p.full.scalar_type();
+  return full ? p.dtype : p.low.value_or(p.dtype);
+}
+
+// Whether a gather moves in full what the ranks have agreed to move low.
+bool Runtime::widens(const Unit& unit, bool full) const {
+  return std::any_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
+    const auto& p = parameters_[i];
+    return p.low.has_value() && gathered_dtype(p, full) == p.dtype;
+  });
+}
+
+}  // namespace zerocompile

@@ -1,0 +1,135 @@
+"""Mixed precision: torch's own layers ask for their parameters in autocast's dtype, so that gathers can move that.
+
+[Note: casting layers] Under autocast a ``Linear`` or a ``Conv`` casts its float32 weight and bias before it computes,
+in every frame, compiled or not. The ``forward`` of its subclass (see [Note: class swap]) asks for the cast instead, and
+autocast finds nothing left to do. Nobody else sees that value; whatever else reads ``module.weight`` gets the float32
+parameter. Which parameters are gathered in low precision follows from what was asked for: see [Note: low gathers] in
+csrc/layout.cpp.
+
+A graph drops a read that it only takes ``dtype`` or ``shape`` from, where eager code gathers. So a graph that reads a
+parameter both ways asks for the full value only (passes/casts.py), or one rank would not know what another needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
+from torch.nn import functional
+
+from lightning_zerocompile.agreement import Agreement
+from lightning_zerocompile.shard import BASE, SLOTS, TRACED, ClassCache, Slot
+
+CAST = TRACED + "cast:"  # + name: the source of the traced gather of the cast, an empty tensor of its dtype
+STEPS = 2  # training steps that are watched before the ranks agree
+
+
+def _read(module: nn.Module, name: str) -> Any:
+    """The parameter, in the dtype that autocast would cast it to if autocast is on."""
+    source = module.__dict__.get(CAST + name)
+    if source is None or not torch.is_autocast_enabled(source.device.type):
+        return getattr(module, name)
+    if torch.get_autocast_dtype(source.device.type) != source.dtype:
+        return getattr(module, name)
+    if torch.compiler.is_compiling():
+        _, handle, size = module.__dict__[TRACED + name]
+        return torch.ops.zerocompile.gather_cast.default(source, handle, size)
+    return module.__dict__[SLOTS][name].read_cast(module._parameters[name], source.dtype)
+
+
+def _linear(self: Any, input: Tensor) -> Tensor:
+    return functional.linear(input, _read(self, "weight"), _read(self, "bias"))
+
+
+def _conv(self: Any, input: Tensor) -> Tensor:
+    return self._conv_forward(input, _read(self, "weight"), _read(self, "bias"))  # type: ignore[no-any-return]
+
+
+skip_code(_read.__code__)
+skip_code(_linear.__code__)  # as torch's own layers: inlined, never a frame of Dynamo's own
+skip_code(_conv.__code__)
+
+_FORWARDS: dict[type, Callable[..., Any]] = {
+    nn.Linear: _linear,
+    nn.Conv1d: _conv,
+    nn.Conv2d: _conv,
+    nn.Conv3d: _conv,
+}
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The ``forward`` of a module whose class may have been swapped, without what makes it a region."""
+    base: Any = getattr(type(module), BASE, type(module))
+    casts = any(name.startswith(CAST) for name in module.__dict__)
+    return _FORWARDS[base] if casts else base.forward
+
+
+def forward_is_inlined(forward: Callable[..., Any]) -> bool:
+    """Whether ``forward`` is one of ours, which Dynamo inlines and never starts with."""
+    return forward in _FORWARDS.values()
+
+
+class Casts:
+    """The parameters of one model that autocast casts wherever they are used.
+
+    Args:
+        classes: of the sharded modules.
+        core: the C++ runtime.
+        agreement: how the ranks agree.
+        dtype: autocast's; ``None``: there is no autocast.
+    """
+
+    def __init__(self, classes: ClassCache, core: Any, agreement: Agreement, dtype: torch.dtype | None) -> None:
+        self._classes, self._core, self._agreement, self._dtype = classes, core, agreement, dtype
+        self._sources: dict[torch.device, Tensor] = {}
+        self._places: dict[int, tuple[nn.Module, str]] = {}
+        self._steps = 0
+        self.low: list[int] = []  # parameters, by slot, of which a gather moves the cast
+
+    def add(self, slot: Slot, places: list[tuple[nn.Module, str]]) -> None:
+        """Lets the module that holds the parameter ask for the cast, if it is one that only ever computes with that."""
+        (module, name), *others = places
+        base: Any = getattr(type(module), BASE, type(module))
+        torchs_own = base in _FORWARDS and base.forward.__module__ == base.__module__  # nobody has replaced the method
+        if self._dtype is None or others or not torchs_own or name not in ("weight", "bias"):
+            return
+        if slot.source.dtype is not torch.float32:
+            return
+        device = slot.source.device
+        if device not in self._sources:
+            self._sources[device] = torch.empty(0, dtype=self._dtype, device=device)
+        module.__dict__[CAST + name] = self._sources[device]
+        self._places[slot.index] = (module, name)
+        self._classes.swap(module, frozenset(module.__dict__[SLOTS]), _FORWARDS[base])
+
+    def remove(self, slot: Slot) -> None:
+        """The parameter stays gathered in full from now on: its module takes that and lets autocast cast it."""
+        place = self._places.pop(slot.index, None)
+        if place is not None:
+            module, name = place
+            del module.__dict__[CAST + name]
+            self.low = [index for index in self.low if index != slot.index]
+
+    def begin_step(self) -> None:
+        """At the start of each training step: after the first ones the ranks agree on what a gather moves.
+
+        Raises:
+            RuntimeError: another rank did not come here in time.
+        """
+        self._steps += 1
+        if self._dtype is None or not self._sources or self._steps != STEPS + 1:
+            return
+        heard = self._agreement.exchange("casts", self._core.asked())
+        absent = [rank for rank, asked in heard.items() if asked is None]
+        if absent:
+            raise RuntimeError(
+                f"zerocompile: rank {dist.get_rank()} begins training step number {self._steps}, but rank {absent[0]} "
+                "has not come there in time: it died, hangs, or does not run the same steps."
+            )
+        asked = zip(*(letters for letters in heard.values() if letters is not None), strict=True)
+        self.low = [index for index, letters in enumerate(asked) if "c" in letters and "f" not in letters]
+        self._core.gather_low(self.low, self._dtype)
