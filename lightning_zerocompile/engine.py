@@ -28,7 +28,7 @@ from lightning_zerocompile.optim import (
     take_masters,
 )
 from lightning_zerocompile.runtime import Runtime
-from lightning_zerocompile.support import check_equal_on_all_ranks, explain
+from lightning_zerocompile.support import check_equal_on_all_ranks, explain, make_whole, take_over
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
 
@@ -59,7 +59,7 @@ class Engine:
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.device, self.config = model, device, config
-        _take_over(model)
+        take_over(model)
         check_equal_on_all_ranks(model)
         check_names(model, config.keep_gathered)
         units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered)
@@ -369,7 +369,7 @@ class Engine:
         """Makes the model an ordinary module with full parameters, on the CPU; collective."""
         self.attach_optimizers([])
         if self.manages(self.model):
-            _make_whole(self.model)
+            make_whole(self.model)
         self.runtime.shutdown()
         for group in self._own_groups:
             dist.destroy_process_group(group)
@@ -385,21 +385,6 @@ class Engine:
             remove_regions(self.model)
             shard.remove(self.model)
         self.runtime.abandon()
-
-
-def _make_whole(model: nn.Module) -> None:
-    """Unshards the model by whichever engine it is sharded; collective."""
-    shard.owner(model).write_back()
-    remove_regions(model)
-    shard.unshard(model)
-    model.cpu()
-
-
-def _take_over(model: nn.Module) -> None:
-    """Makes a model whole that another strategy has left sharded (``unshard_after_fit=False``)."""
-    if shard.owner(model) is not None:
-        _make_whole(model)
-    shard.check_whole(model)
 
 
 def _groups_needed(device: torch.device) -> int:

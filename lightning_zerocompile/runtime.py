@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_zerocompile import extension, fakes, leaves
 from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.casts import Casts
+from lightning_zerocompile.comparisons import Comparisons
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
 from lightning_zerocompile.peers import has_copy_engines, map_buffer
@@ -114,23 +114,12 @@ class Runtime:
             if owner is not None:
                 owner._bind(reduced)
 
-        def agree(order: list[int]) -> list[int]:
-            owner = this()
-            return order if owner is None else owner._agree(order)
-
-        def compare(sequence: int, unit: str) -> str:
-            owner = this()
-            return "" if owner is None else owner._compare(sequence, unit)
-
-        def unite(exchange: int, used: str, asks: bool) -> str:
-            owner = this()
-            return used if owner is None else owner._unite(exchange, used, asks)
-
-        self.core.set_callbacks(bind, agree, compare, unite)
         self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
         self.agreement = Agreement(mesh, self.name, config.timeout)
-        self._marks = 0  # that were passed, see `pass_mark`
-        self._compared = ""  # the last gather that the ranks compared
+        self._comparisons = Comparisons(self.agreement, config.timeout)
+        self.core.set_callbacks(
+            bind, self._comparisons.order, self._comparisons.gather, self._comparisons.used_parameters
+        )
 
     # ---- set-up ----
 
@@ -296,42 +285,8 @@ class Runtime:
             master.grad = grad
             self.core.bound(index, grad, grad._local_tensor)
 
-    def _agree(self, order: list[int]) -> list[int]:
-        """Rank 0's order, on all ranks, through the store."""
-        agreed = self.agreement.of_first("order", json.dumps(order))
-        if agreed is None:
-            raise RuntimeError(
-                f"zerocompile: rank {dist.get_rank()} has begun its first backward, but rank 0 has not within "
-                f"{self.config.timeout}: it died, hangs, or does not run the same step."
-            )
-        result: list[int] = json.loads(agreed)
-        return result
-
-    def _compare(self, sequence: int, unit: str) -> str:
-        """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
-        mine, topic = dist.get_rank(), f"gather/{sequence}"
-        heard = self.agreement.exchange(topic, unit)
-        if self._compared:  # who has come to this comparison has read the last one
-            self.agreement.forget(self._compared)
-        self._compared = topic
-        for rank, theirs in heard.items():
-            if theirs is None:
-                return (
-                    f"zerocompile: rank {mine} gathers unit `{unit}` as gather number {sequence}, but rank {rank} "
-                    f"has not come to that gather within {self.config.timeout}: it died, hangs, or does not use the "
-                    "same modules."
-                )
-            if theirs != unit:
-                return (
-                    f"zerocompile: gather number {sequence} is of unit `{unit}` on rank {mine} but of unit `{theirs}` "
-                    f"on rank {rank}. With parameters sharded (stage 3) every rank must use the same modules in the "
-                    "same order. Name the modules in which ranks differ in `keep_gathered=[...]`, or use stage 1 or 2."
-                )
-        return ""
-
     def pass_mark(self, what: str) -> None:
-        """Called where every rank comes in the same order, with the same gathers behind it. At stage 3 a rank that
-        runs one more batch, or generates one more token, would otherwise meet another gather of the other ranks.
+        """Called where every rank comes in the same order, with the same gathers behind it; see ``Comparisons.mark``.
 
         Args:
             what: the mark, for the message.
@@ -339,33 +294,8 @@ class Runtime:
         Raises:
             RuntimeError: another rank came to another mark, or after other gathers.
         """
-        if self.mesh.size() == 1 or len(self._kept) == len(self._masters):
-            return
-        mine = f"{what}, after {self.core.gathered_so_far()}"
-        rank, theirs = self.agreement.mark("mark", self._marks, mine)
-        self._marks += 1
-        if theirs != mine:
-            raise RuntimeError(
-                f"zerocompile: rank {dist.get_rank()} is at {mine}, but rank {rank} came there at {theirs}. With "
-                "parameters sharded (stage 3) every rank must run the same number of batches, and of forwards inside "
-                "each. Give all ranks equally many batches (a distributed sampler, `drop_last`, `limit_val_batches`), "
-                "generate with `synced_gpus=True`, or use stage 1 or 2."
-            )
-
-    def _unite(self, exchange: int, used: str, asks: bool) -> str:
-        """Which parameters have a gradient on some rank, a letter each: "0": none; the largest of all ranks counts."""
-        self.agreement.tell_numbered("used", exchange, used)
-        if not asks:
-            return used
-        for rank in self.agreement.others:
-            theirs = self.agreement.ask_numbered("used", exchange, rank)
-            if theirs is None:
-                raise RuntimeError(
-                    f"zerocompile: rank {dist.get_rank()} has ended backward number {exchange}, but rank {rank} has "
-                    f"not within {self.config.timeout}: it died, hangs, or does not run the same step."
-                )
-            used = "".join(map(max, used, theirs))
-        return used
+        if self.mesh.size() > 1 and len(self._kept) < len(self._masters):
+            self._comparisons.mark(f"{what}, after {self.core.gathered_so_far()}")
 
     # ---- phases of a step ----
 

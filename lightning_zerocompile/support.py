@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_zerocompile import shard
-from lightning_zerocompile.compile import is_compiled
+from lightning_zerocompile.compile import is_compiled, remove_regions
 
 
 def check_module(module: pl.LightningModule) -> None:
@@ -78,3 +78,18 @@ def explain(message: str) -> str | None:
             "with respect to the value that you used, or call `backward` and read `grad`.)"
         )
     return None
+
+
+def make_whole(model: nn.Module) -> None:
+    """Unshards the model by whichever engine it is sharded; collective."""
+    shard.owner(model).write_back()
+    remove_regions(model)
+    shard.unshard(model)
+    model.cpu()
+
+
+def take_over(model: nn.Module) -> None:
+    """Makes a model whole that another strategy has left sharded (``unshard_after_fit=False``)."""
+    if shard.owner(model) is not None:
+        make_whole(model)
+    shard.check_whole(model)

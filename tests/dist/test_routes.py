@@ -77,8 +77,13 @@ def _compared() -> list[int]:
     with engines.engine(model, 3, compile="blocks" if models.rank() == 0 else False) as engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine.attach_optimizers([optimizer])
-        compare, calls = engine.runtime._compare, []
-        engine.runtime._compare = lambda *args: calls.append(args) or compare(*args)  # type: ignore[func-returns-value]
+        exchange, calls = engine.runtime.agreement.exchange, []
+
+        def counted(topic: str, message: str) -> Any:
+            calls.extend([topic] if topic.startswith("gather/") else [])
+            return exchange(topic, message)
+
+        engine.runtime.agreement.exchange = counted  # type: ignore[method-assign]
         for _ in range(4):
             engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
             for _ in range(2):

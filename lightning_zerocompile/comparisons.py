@@ -1,0 +1,108 @@
+"""What the ranks must do alike, compared through the store before a collective could go wrong by it.
+
+The runtime in csrc/ calls these: see [Note: order of reductions], [Note: mismatched gathers], [Note: used flags].
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_zerocompile.agreement import Agreement
+
+
+class Comparisons:
+    """What one rank tells the others of its gathers and reductions, and hears of theirs.
+
+    Args:
+        agreement: the conversation of these ranks.
+        timeout: how long it waits, for the messages.
+    """
+
+    def __init__(self, agreement: Agreement, timeout: timedelta) -> None:
+        self._agreement, self._timeout = agreement, timeout
+        self._marks = 0  # that were passed
+        self._compared = ""  # the last gather that was compared
+
+    def order(self, order: list[int]) -> list[int]:
+        """Rank 0's order of units, on all ranks.
+
+        Raises:
+            RuntimeError: rank 0 has not told it in time.
+        """
+        agreed = self._agreement.of_first("order", json.dumps(order))
+        if agreed is None:
+            raise RuntimeError(
+                f"zerocompile: rank {dist.get_rank()} has begun its first backward, but rank 0 has not within "
+                f"{self._timeout}: it died, hangs, or does not run the same step."
+            )
+        result: list[int] = json.loads(agreed)
+        return result
+
+    def gather(self, sequence: int, unit: str) -> str:
+        """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
+        mine, topic = dist.get_rank(), f"gather/{sequence}"
+        heard = self._agreement.exchange(topic, unit)
+        if self._compared:  # who has come to this comparison has read the last one
+            self._agreement.forget(self._compared)
+        self._compared = topic
+        for rank, theirs in heard.items():
+            if theirs is None:
+                return (
+                    f"zerocompile: rank {mine} gathers unit `{unit}` as gather number {sequence}, but rank {rank} "
+                    f"has not come to that gather within {self._timeout}: it died, hangs, or does not use the "
+                    "same modules."
+                )
+            if theirs != unit:
+                return (
+                    f"zerocompile: gather number {sequence} is of unit `{unit}` on rank {mine} but of unit `{theirs}` "
+                    f"on rank {rank}. With parameters sharded (stage 3) every rank must use the same modules in the "
+                    "same order. Name the modules in which ranks differ in `keep_gathered=[...]`, or use stage 1 or 2."
+                )
+        return ""
+
+    def mark(self, mine: str) -> None:
+        """Passes a mark. At stage 3 a rank that runs one more batch, or generates one more token, would otherwise meet
+        another gather of the other ranks.
+
+        Args:
+            mine: the mark, and the gathers behind it.
+
+        Raises:
+            RuntimeError: another rank came to another mark, or after other gathers.
+        """
+        rank, theirs = self._agreement.mark("mark", self._marks, mine)
+        self._marks += 1
+        if theirs != mine:
+            raise RuntimeError(
+                f"zerocompile: rank {dist.get_rank()} is at {mine}, but rank {rank} came there at {theirs}. With "
+                "parameters sharded (stage 3) every rank must run the same number of batches, and of forwards inside "
+                "each. Give all ranks equally many batches (a distributed sampler, `drop_last`, `limit_val_batches`), "
+                "generate with `synced_gpus=True`, or use stage 1 or 2."
+            )
+
+    def used_parameters(self, exchange: int, used: str, asks: bool) -> str:
+        """Which parameters have a gradient on some rank, a letter each: "0": none; the largest of all ranks counts.
+
+        Args:
+            exchange: its number.
+            used: this rank's letters, which are told.
+            asks: whether to wait for the others' letters; otherwise this rank's are returned.
+
+        Raises:
+            RuntimeError: a rank has not told its own in time.
+        """
+        self._agreement.tell_numbered("used", exchange, used)
+        if not asks:
+            return used
+        for rank in self._agreement.others:
+            theirs = self._agreement.ask_numbered("used", exchange, rank)
+            if theirs is None:
+                raise RuntimeError(
+                    f"zerocompile: rank {dist.get_rank()} has ended backward number {exchange}, but rank {rank} has "
+                    f"not within {self._timeout}: it died, hangs, or does not run the same step."
+                )
+            used = "".join(map(max, used, theirs))
+        return used
