@@ -313,7 +313,7 @@ def _train_lengths(engine: Any, model: nn.Module) -> list[int]:
     return graphs
 
 
-@pytest.mark.parametrize("limit", [8, 1])
+@pytest.mark.parametrize("limit", [pytest.param(8, marks=pytest.mark.long), 1])
 def test_lengths_by_rank_and_step(ranks: Ranks, limit: int, long: bool) -> None:
     """Parity, no hang, few compilations; also when one rank is over its recompile limit and the other is not."""
     for problems in ranks.run(_lengths, limit, CELLS + LONG * long):

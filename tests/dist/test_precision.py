@@ -117,7 +117,9 @@ def _like_ddp(precision: str) -> None:
         assert module.dtypes["weight"] is weight and module.dtypes["master"] == {grad} == module.dtypes["grad"]
 
 
-@pytest.mark.parametrize("precision", list(DDP))
+@pytest.mark.parametrize(
+    "precision", [pytest.param(name, marks=() if name.endswith("mixed") else pytest.mark.long) for name in DDP]
+)
 def test_precision_is_ddps(ranks: Ranks, precision: str) -> None:
     """Losses, parameters, scales of the loss and every dtype are those of DDP, with accumulation and clipping."""
     ranks.run(_like_ddp, precision)

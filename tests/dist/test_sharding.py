@@ -22,9 +22,10 @@ from tests.harness import Ranks
 EAGER: dict[str, Any] = {"compile": False}
 BLOCKS: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
 MODEL: dict[str, Any] = {"compile": "model", "backend": "aot_eager"}
-CELLS = [(2, EAGER), (3, EAGER), (3, BLOCKS)]
-LONG = [(1, EAGER), (1, MODEL), (3, MODEL)]
-AS_ONE_GRAPH = ("transformer", "recurrent", "uneven")  # these always run as a whole, too
+CELLS = [(3, EAGER), (3, BLOCKS)]
+RARE = ("recurrent", "weightnorms")  # inference is theirs as training is
+LONG = [(1, EAGER), (1, MODEL), (2, EAGER), (3, MODEL)]
+ALWAYS = {"transformer": [(1, MODEL)], "recurrent": [(1, MODEL)], "uneven": [(1, MODEL), (2, EAGER)]}  # and these
 
 
 def _train(architecture: str, cells: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -53,8 +54,8 @@ def _train(architecture: str, cells: list[tuple[int, dict[str, Any]]]) -> list[d
 @pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
 def test_trains_as_ddp(ranks: Ranks, architecture: str, long: bool) -> None:
     """Parameters, gradients of every step and buffers equal the reference at every stage, compiled and eager."""
-    whole = [(1, MODEL)] * (architecture in AS_ONE_GRAPH and not long)
-    for results in ranks.run(_train, architecture, CELLS + whole + LONG * long, timeout=200):
+    more = LONG if long else ALWAYS.get(architecture, [])
+    for results in ranks.run(_train, architecture, CELLS + more, timeout=200):
         for result in results:
             case = result["case"]
             assert result["moved"] > 1e-3, case  # the reference trains at all
@@ -348,7 +349,10 @@ def _validate(architecture: str, stage: int, options: dict[str, Any], inference_
     return max((output - expected).abs().max().item() for output in (module.outputs, module.with_grad))
 
 
-@pytest.mark.parametrize("architecture", ["attention", "transformer", "batchnorms", "recurrent", "weightnorms"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["attention", "transformer", "batchnorms", *(pytest.param(a, marks=pytest.mark.long) for a in RARE)],
+)
 def test_inference_equals_plain_module(ranks: Ranks, architecture: str, long: bool) -> None:
     """Validation (the fast path of attention included) computes what the plain module computes, in either mode."""
     for stage, options in ((3, EAGER), (3, BLOCKS), *[(1, EAGER)] * long):

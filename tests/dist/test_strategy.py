@@ -174,7 +174,9 @@ def _alternate(outer: int, inner: int) -> None:
     assert models.deviation(step.module, step.twin) < 1e-6
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(3, 3), (1, 3), pytest.param(3, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(1, 3), *(pytest.param(3, inner, marks=pytest.mark.long) for inner in (3, 2))]
+)
 def test_two_strategies_alternate_in_one_process(ranks: Ranks, outer: int, inner: int) -> None:
     """Whole fits with another strategy between the steps of one: neither sees the other."""
     ranks.run(_alternate, outer, inner)
@@ -308,7 +310,7 @@ def _manual(stage: int, toggle: bool, options: dict[str, Any]) -> None:
     assert models.deviation(module, twin) < 1e-6
 
 
-@STAGES
+@ENDS
 @pytest.mark.parametrize("toggle", [False, True])
 @pytest.mark.parametrize("options", [{"compile": False}, AOT], ids=["eager", "aot_eager"])
 def test_manual_optimization_with_two_optimizers(
@@ -398,7 +400,7 @@ def _next(stage: int, how: str) -> None:
     assert len(module.read) == (0 if how == "optimizer" else 3)
 
 
-@STAGES
+@ENDS
 @pytest.mark.parametrize("how", ["read", "full_parameters", "state_dict", "optimizer"])
 def test_weights_right_after_the_step(ranks: Ranks, stage: int, how: str) -> None:
     """A user's read, a checkpoint and another optimizer see the step's weights, at stages that gather ahead too."""
@@ -515,7 +517,7 @@ def _low_precision(master_dtype: torch.dtype | None) -> None:
     assert models.deviation(module, before) > 1e-3
 
 
-@pytest.mark.parametrize("master_dtype", [FP32, None], ids=["fp32", "own"])
+@pytest.mark.parametrize("master_dtype", [pytest.param(FP32, marks=pytest.mark.long), None], ids=["fp32", "own"])
 def test_masters_of_bfloat16_parameters(ranks: Ranks, master_dtype: torch.dtype | None) -> None:
     """By default the optimizer keeps low-precision parameters in fp32; ``None`` keeps their own dtype."""
     ranks.run(_low_precision, master_dtype)

@@ -141,7 +141,7 @@ def _decisions(free: tuple[float, float], dtype: torch.dtype | None) -> tuple[in
     with pairs.pair(3) as (engine, _, _):
         needed = engine.runtime.held_window_bytes(None)
         with (
-            mock.patch("lightning_zerocompile.window._free_bytes", return_value=2 * needed * free[models.rank()]),
+            mock.patch("lightning_zerocompile.window.free_bytes", return_value=2 * needed * free[models.rank()]),
             engine.training_step(),
             engine.windows.open("auto", None, dtype),
         ):

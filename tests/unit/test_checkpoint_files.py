@@ -180,7 +180,7 @@ def forking() -> Iterator[Connection]:
         pytest.param(False, False, False, marks=pytest.mark.long),
         pytest.param(True, True, False, marks=pytest.mark.long),
         (False, True, False),
-        (True, False, False),
+        pytest.param(True, False, False, marks=pytest.mark.long),
         (True, True, True),
     ],
     ids=["full", "sharded", "sharded-over-full", "full-over-sharded", "sharded-in-background"],

@@ -110,7 +110,7 @@ for strategy in lightning_zerocompile.ZeroCompileStrategy(), "zerocompile":
 
 
 @needs_pytorch_lightning
-@pytest.mark.parametrize("first", ["pytorch_lightning", "lightning_zerocompile"])
+@pytest.mark.parametrize("first", ["pytorch_lightning", pytest.param("lightning_zerocompile", marks=pytest.mark.long)])
 def test_in_a_pytorch_lightning_trainer(first: str) -> None:
     """The classes of an instance are others: the error says which package to import. So does that for the name, which
     this Trainer knows if it was imported first; imported later, its own error repeats it."""
