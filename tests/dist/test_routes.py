@@ -120,7 +120,10 @@ def _more_forwards(where: str, folder: str) -> None:
         os._exit(1)  # as a job ends: Lightning's own collectives would wait for this rank
 
 
-FOUND = {"validation": "came there at", "generation": "has not come to that gather"}
+FOUND = {
+    "validation": ("came there at",),
+    "generation": ("has not come to that gather", "which has ended"),  # the other's collective may time out first
+}
 
 
 @pytest.mark.parametrize("where", list(FOUND))
@@ -133,7 +136,8 @@ def test_ranks_with_more_forwards_raise(device: str, where: str, tmp_path: Path)
     finally:
         ranks.close(kill=True)
     texts = [file.read_text() for file in tmp_path.iterdir()]
-    assert any(FOUND[where] in text and "rank 1" in text and "rank 0" in text for text in texts), texts
+    found = [text for text in texts if any(words in text for words in FOUND[where])]
+    assert any("rank 1" in text and "rank 0" in text for text in found), texts
 
 
 ROUTES = [[[0, 1, 2], [2, 0]], [[3], [1, 3]], [[], [0, 1, 2, 3]], [[3, 2, 1, 0], [0, 1, 2, 3]], [[1], []]]  # step, rank

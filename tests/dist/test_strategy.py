@@ -488,7 +488,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("precision", "options", "expected"),
     [
-        ("32-true", {}, _dtypes(FP32, FP32, FP32)),
+        pytest.param("32-true", {}, _dtypes(FP32, FP32, FP32), marks=pytest.mark.long),
         ("bf16-true", {}, _dtypes(BF16, FP32, BF16)),
         ("bf16-true", {"reduce_dtype": FP32}, _dtypes(BF16, FP32, BF16)),
         ("32-true", {"param_dtype": BF16}, _dtypes(BF16, FP32, FP32)),
