@@ -109,12 +109,19 @@ class Agreement:
         rank, _, theirs = first.partition(":")
         return int(rank), theirs
 
-    def of_first(self, topic: str, message: str) -> str | None:
-        """The first rank's message, on all ranks."""
+    def of_first(self, topic: str, message: str, doing: str) -> str:
+        """The first rank's message, on all ranks.
+
+        Raises:
+            RuntimeError: it did not come in time; ``doing`` as in :meth:`silent`.
+        """
         if self._mine == self._ranks[0]:
             self.tell(topic, message)
             return message
-        return self.ask(topic, self._ranks[0])
+        theirs = self.ask(topic, self._ranks[0])
+        if theirs is None:
+            raise self.silent(self._ranks[0], doing)
+        return theirs
 
     def exchange(self, topic: str, message: str) -> dict[int, str | None]:
         """Every rank's message by global rank; stops at the first that does not come in time, whose entry is None."""
@@ -125,6 +132,26 @@ class Agreement:
             if heard[rank] is None:
                 break
         return heard
+
+    def hear_all(self, topic: str, message: str, doing: str) -> dict[int, str]:
+        """:meth:`exchange` where nobody's message may be missing.
+
+        Raises:
+            RuntimeError: one did not come in time; ``doing`` says what this rank has come to, as in :meth:`silent`.
+        """
+        heard: dict[int, str] = {}
+        for rank, theirs in self.exchange(topic, message).items():
+            if theirs is None:
+                raise self.silent(rank, doing)
+            heard[rank] = theirs
+        return heard
+
+    def silent(self, rank: int, doing: str) -> RuntimeError:
+        """The error of this rank, which ``doing`` (a verb in the perfect), about one that has not told it in time."""
+        return RuntimeError(
+            f"zerocompile: rank {self._mine} {doing}, but rank {rank} has not within {self._timeout}: it died, hangs, "
+            "or does not run the same step."
+        )
 
     def _key(self, topic: str, rank: int) -> str:
         return f"zerocompile/{self._name}/{topic}/{rank}"

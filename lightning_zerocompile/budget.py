@@ -12,16 +12,15 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from lightning_zerocompile.policy import Lifetime
 from lightning_zerocompile.runtime import Runtime
 
 _SHARE_OF_FREE_MEMORY = 0.75  # what "auto" may fill; the rest is for batches that are larger than those so far
 _LATENCY_BYTES = 2**20  # what a link moves in the time that starting a collective takes: about 20 µs at 50 GB/s
+_DOING = "has shared out `memory_budget`"
 _STEPS = 2  # of optimizers, before it is decided
 
 
@@ -80,46 +79,26 @@ class MemoryBudget:
         if self._steps_left > 0:
             self._steps_left -= 1
 
-    def spend(self) -> bool:
-        """Between two training steps, on all ranks: returns whether units stay gathered from now on.
+    def spend(self) -> None:
+        """Between two training steps, on all ranks.
 
         Raises:
             RuntimeError: another rank has not come to it within ``timeout``.
         """
         if self._steps_left != 0:
-            return False
+            return
         self._steps_left = -1
-        kept = self._agree()
-        self._runtime.keep(kept)
-        return bool(kept)
+        self._runtime.keep(self._agree())
 
     def _agree(self) -> list[int]:
         runtime = self._runtime
         budget = runtime.config.memory_budget
         if not isinstance(budget, int):
             budget = int(_SHARE_OF_FREE_MEMORY * free_bytes(runtime.device))
-        if runtime.mesh.size() > 1:
-            budget = self._smallest(budget)
-        mine = json.dumps(choose(self._candidates(), budget))
-        agreed = runtime.agreement.of_first("kept", mine) if runtime.mesh.size() > 1 else mine
-        if agreed is None:
-            self._raise_silent(0)
-        kept: list[int] = json.loads(agreed)
+        heard = runtime.agreement.hear_all("budget", json.dumps(budget), _DOING)
+        mine = json.dumps(choose(self._candidates(), min(int(message) for message in heard.values())))
+        kept: list[int] = json.loads(runtime.agreement.of_first("kept", mine, _DOING))
         return kept
-
-    def _smallest(self, budget: int) -> int:
-        heard = self._runtime.agreement.exchange("budget", json.dumps(budget))
-        for rank, message in heard.items():
-            if message is None:
-                self._raise_silent(rank)
-            budget = min(budget, int(message))
-        return budget
-
-    def _raise_silent(self, rank: int) -> NoReturn:
-        raise RuntimeError(
-            f"zerocompile: rank {dist.get_rank()} shares out `memory_budget`, but rank {rank} has not within "
-            f"{self._runtime.config.timeout}: it died, hangs, or runs another number of steps."
-        )
 
     def _candidates(self) -> list[Candidate]:
         return [

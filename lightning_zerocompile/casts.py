@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.nn import functional
@@ -38,7 +37,7 @@ def _read(module: nn.Module, name: str) -> Any:
     if torch.compiler.is_compiling():
         _, handle, size = module.__dict__[TRACED + name]
         return torch.ops.zerocompile.gather_cast.default(source, handle, size)
-    return module.__dict__[SLOTS][name].read_cast(module._parameters[name], source.dtype)
+    return module.__dict__[SLOTS][name].read(module._parameters[name], source.dtype)
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
@@ -123,13 +122,7 @@ class Casts:
         self._steps += 1
         if self._dtype is None or not self._sources or self._steps != STEPS + 1:
             return
-        heard = self._agreement.exchange("casts", self._core.asked())
-        absent = [rank for rank, asked in heard.items() if asked is None]
-        if absent:
-            raise RuntimeError(
-                f"zerocompile: rank {dist.get_rank()} begins training step number {self._steps}, but rank {absent[0]} "
-                "has not come there in time: it died, hangs, or does not run the same steps."
-            )
-        asked = zip(*(letters for letters in heard.values() if letters is not None), strict=True)
+        heard = self._agreement.hear_all("casts", self._core.asked(), f"has begun training step number {self._steps}")
+        asked = zip(*heard.values(), strict=True)
         self.low = [index for index, letters in enumerate(asked) if "c" in letters and "f" not in letters]
         self._core.gather_low(self.low, self._dtype)

@@ -32,12 +32,7 @@ class Comparisons:
         Raises:
             RuntimeError: rank 0 has not told it in time.
         """
-        agreed = self._agreement.of_first("order", json.dumps(order))
-        if agreed is None:
-            raise RuntimeError(
-                f"zerocompile: rank {dist.get_rank()} has begun its first backward, but rank 0 has not within "
-                f"{self._timeout}: it died, hangs, or does not run the same step."
-            )
+        agreed = self._agreement.of_first("order", json.dumps(order), "has begun its first backward")
         result: list[int] = json.loads(agreed)
         return result
 
@@ -100,9 +95,6 @@ class Comparisons:
         for rank in self._agreement.others:
             theirs = self._agreement.ask_numbered("used", exchange, rank)
             if theirs is None:
-                raise RuntimeError(
-                    f"zerocompile: rank {dist.get_rank()} has ended backward number {exchange}, but rank {rank} has "
-                    f"not within {self._timeout}: it died, hangs, or does not run the same step."
-                )
+                raise self._agreement.silent(rank, f"has ended backward number {exchange}")
             used = "".join(map(max, used, theirs))
         return used

@@ -60,27 +60,22 @@ class Slot:
     moment: Moment
     never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
 
-    def read(self, current: nn.Parameter | None) -> Tensor | None:
-        """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``)."""
-        if current is not self.master:
-            return current
-        if torch._C._functorch.maybe_current_level() is not None:
-            raise RuntimeError(FUNCTORCH.format(f"parameter `{self.name}`"))
-        with leaves.plain():
-            requires_grad = self.master.requires_grad
-        watched = requires_grad and self.moment.depth == 0
-        return leaves.as_gathered(self.core.read(self.index, self.handle, requires_grad), self, watched)
+    def read(self, current: nn.Parameter | None, cast: torch.dtype | None = None) -> Tensor | None:
+        """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``).
 
-    def read_cast(self, current: nn.Parameter | None, dtype: torch.dtype) -> Tensor | None:
-        """:meth:`read` in ``dtype``, for code that computes with nothing else and hands it to nobody."""
+        ``cast``: in that dtype, for code that computes with nothing else and hands it to nobody.
+        """
         if current is not self.master:
             return current
         if torch._C._functorch.maybe_current_level() is not None:
             raise RuntimeError(FUNCTORCH.format(f"parameter `{self.name}`"))
         with leaves.plain():
             requires_grad = self.master.requires_grad
-        value: Tensor = self.core.read(self.index, self.handle, requires_grad, dtype)
-        return value
+        value: Tensor = self.core.read(self.index, self.handle, requires_grad, cast)
+        if cast is not None:
+            return value
+        watched = requires_grad and self.moment.depth == 0
+        return leaves.as_gathered(value, self, watched)
 
     def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """What the compiler sees: a handle that requires grad exactly when the parameter does now."""
@@ -102,7 +97,6 @@ class Slot:
 
 
 skip_code(Slot.read.__code__)
-skip_code(Slot.read_cast.__code__)
 
 
 # ---- reading ----

@@ -49,7 +49,7 @@ class Windows:
         self._check(gather, max_bytes, accumulate_dtype)
         self._number += 1
         topic = self._topic(0)
-        held = self._gathers_at_use and self._holds(gather, accumulate_dtype, topic)
+        held = self._gathers_at_use and self._holds(gather, accumulate_dtype)
         waiting = set(self._core.frozen_gradients())  # of an accumulation that goes on when they are trained again
         self.is_open = True
         self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
@@ -142,14 +142,14 @@ class Windows:
     def _topic(self, back: int) -> str:
         return f"window/{self._number - back}"
 
-    def _holds(self, gather: Gathers, sum_dtype: torch.dtype | None, topic: str) -> bool:
+    def _holds(self, gather: Gathers, sum_dtype: torch.dtype | None) -> bool:
         if gather != "auto":
             return gather == "step"
         if sum_dtype not in self._fits:
-            self._fits[sum_dtype] = self._all_fit(sum_dtype, topic)
+            self._fits[sum_dtype] = self._all_fit(sum_dtype)
         return self._fits[sum_dtype]
 
-    def _all_fit(self, sum_dtype: torch.dtype | None, topic: str) -> bool:
+    def _all_fit(self, sum_dtype: torch.dtype | None) -> bool:
         """Whether a held window fits on every rank; asked once, in the first window."""
         needed = self._runtime.held_window_bytes(sum_dtype)
         fits = needed <= _SHARE_OF_FREE_MEMORY * free_bytes(self._runtime.device)

@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +42,32 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank of one node."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",
+    }  # fmt: skip
+
+
+@contextmanager
+def two_scripts(script: str, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks that run Python code in processes of their own; killed at the end."""
+    port, processes = _free_port(), []
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    for rank in range(2):
+        environment = os.environ | _environment(rank, 2, port) | {"PYTHONPATH": path}
+        command = [sys.executable, "-c", script, *arguments]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
 def _serve(rank: int, world: int, port: int, device: str, paths: list[str], stacks: str, pipe: Connection) -> None:
     """The life of one rank: join the group, then run what comes through the pipe."""
     sys.path[:] = paths
@@ -48,11 +75,7 @@ def _serve(rank: int, world: int, port: int, device: str, paths: list[str], stac
     faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
     faulthandler.enable()  # a rank that a signal kills says where it was
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    os.environ |= _environment(rank, world, port) | {"OMP_NUM_THREADS": "1"}
     import torch.distributed as dist
 
     if device == "cuda":

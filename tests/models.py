@@ -48,6 +48,22 @@ class ByteModel(nn.Module):
         return self.head(x) * self.scale + self.shift
 
 
+class Stacked(nn.Module):
+    """Embedding, two blocks of width 10 that `block` makes, head."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 10)
+        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(10, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocabulary]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 class Whole(nn.Module):
     """A model as the strategy sees it, one level down: `compile="model"` makes it one region."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +28,7 @@ from tests.dist.test_checkpoint import Saved, _data
 from tests.dist.test_checkpoint_damage import FullDisk
 from tests.dist.test_leaks import _held
 from tests.dist.test_sharded_checkpoint import Look, _differences, _fit, _strategy
-from tests.harness import Ranks, _free_port
+from tests.harness import Ranks, two_scripts
 
 SAVING: dict[str, Any] = {"enable_checkpointing": True}
 
@@ -385,23 +383,11 @@ trainer.save_checkpoint(sys.argv[1])
 @pytest.mark.parametrize("end", ["succeeds", "raises"])
 def test_the_process_ends_with_its_checkpoint(end: str, tmp_path: Path) -> None:
     """Python waits for the thread, also behind an exception."""
-    port, ranks, path = str(_free_port()), [], tmp_path / "a.ckpt"
-    for rank in range(2):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
-        }  # fmt: skip
-        command = [sys.executable, "-c", SCRIPT, str(path), end]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
+    path = tmp_path / "a.ckpt"
+    with two_scripts(SCRIPT, str(path), end) as ranks:
         for rank in ranks:
             _, errors = rank.communicate(timeout=100)
             assert rank.returncode == (0 if end == "succeeds" else 1) and ("boom" in errors) == (end == "raises"), (
                 errors
             )
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
     assert os.listdir(tmp_path) == ["a.ckpt"] and (path / "checksums.json").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,25 +78,12 @@ WRITES: dict[str, Any] = {
 NAMES = {"clamp_": "clamp_", "foreach": "_foreach_mul_", "copy_": "copy_", "renorm": "embedding", "custom op": "halve"}
 
 
-class Model(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(models.VOCABULARY, 10)
-        self.layers = nn.ModuleList(Writer(how) for _ in range(2))
-        self.head = nn.Linear(10, models.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)  # type: ignore[no-any-return]
-
-
 def _messages(stage: int, scope: Any) -> dict[str, str]:
     messages = {}
     for how in WRITES:
         torch._dynamo.reset()
-        engine = engines.make_engine(model := models.Whole(Model(how)), stage, compile=scope)
+        model = models.Whole(models.Stacked(partial(Writer, how)))
+        engine = engines.make_engine(model, stage, compile=scope)
         try:
             with engine.training_step():
                 model(models.Batches(0)[0])

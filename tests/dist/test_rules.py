@@ -452,23 +452,9 @@ class Writer(nn.Module):
         return x + self.linear(x)
 
 
-class WriterModel(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(models.VOCABULARY, 10)
-        self.layers = nn.ModuleList(Writer(how) for _ in range(2))
-        self.head = nn.Linear(10, models.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def _eager_writes(how: str, stage: int) -> float:
     """Eager writes in the forward; each rank writes the same."""
-    model, twin = _pair(lambda: WriterModel(how))
+    model, twin = _pair(lambda: models.Stacked(lambda: Writer(how)))
     data = models.Batches(0)
     with engines.engine(model, stage, compile=False) as engine:
         optimizer = _sgd(engine, model)

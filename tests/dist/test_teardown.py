@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +22,7 @@ from lightning_zerocompile.failures import CommunicationError
 from lightning_zerocompile.files import AtomicCheckpointIO
 from tests import engines, models
 from tests.dist.test_errors import _works
-from tests.harness import Ranks, _free_port
+from tests.harness import Ranks, two_scripts
 
 
 class Boom(Exception):
@@ -284,23 +282,10 @@ models.make_trainer(strategy, max_steps=5).fit(Late(), models.Batches(models.ran
 @pytest.mark.long
 def test_the_process_ends_at_once() -> None:
     """A rank that raises while its gathers wait for another leaves Python: no destructor waits for them."""
-    port, ranks = str(_free_port()), []
-    for rank in range(2):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
-        }  # fmt: skip
-        command = [sys.executable, "-c", SCRIPT]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
+    with two_scripts(SCRIPT) as ranks:
         _, errors = ranks[0].communicate(timeout=60)
         assert ranks[0].returncode == 1 and "ValueError: boom" in errors, errors
         assert ranks[1].poll() is None
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
 
 
 # ---- the module behind a run ----
