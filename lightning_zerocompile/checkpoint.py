@@ -262,6 +262,8 @@ def _full(value: Any, keep: bool) -> Any:
     """A whole CPU copy of a sharded tensor where ``keep``, else an empty one; collective."""
     if not isinstance(value, DTensor):
         return value
+    if value.device.type != value.device_mesh.device_type:  # behind a fit, when Lightning has moved states to the CPU
+        value = value.to(value.device_mesh.device_type)
     local, whole = value.to_local(), value.full_tensor().detach()
     if not keep:
         return torch.empty(0, dtype=whole.dtype)

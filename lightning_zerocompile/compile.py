@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -97,7 +98,10 @@ def make_backend(config: Config, stats: CompileStats, regional: bool) -> Callabl
         reject_writes(module)
         widen(module)
         stats.dynamo_graphs += 1
-        return run(module, inputs)
+        # as in eager code, where backward runs behind autocast; torch's default traces it inside, which on devices
+        # sums bias gradients in float32 and runs the backward of float32 islands in half precision
+        with functorch.patch(backward_pass_autocast="off"):  # type: ignore[no-untyped-call, unused-ignore]
+            return run(module, inputs)
 
     return zerocompile
 

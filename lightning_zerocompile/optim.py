@@ -174,8 +174,8 @@ def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:
     """Raises before anything moves if the optimizer cannot take a gradient of another dtype than its parameter's.
 
     [Note: trial step] Which optimizers can is nowhere declared, so one element is updated on trial, by a copy of the
-    optimizer without its state. One that fails also on a gradient of the parameter's dtype cannot be tried out (it
-    knows its parameters): it is given what there is.
+    optimizer, with a state of zeros where it is torch's own and has one. One that fails also on a gradient of the
+    parameter's dtype cannot be tried out (it knows its parameters): it is given what there is.
 
     Args:
         optimizer: its parameters are masters with their gradients.
@@ -212,6 +212,8 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dty
     value.grad = torch.zeros_like(value, dtype=grad_dtype)
     trial = object.__new__(type(optimizer))
     trial.__dict__.update(vars(optimizer), param_groups=[group | {"params": [value]}], state=defaultdict(dict))
+    if is_elementwise(optimizer) and master in optimizer.state:  # Adagrad's constructor makes it
+        trial.state[value] = {name: _one_element(kept) for name, kept in optimizer.state[master].items()}
     step = _plain_step(trial)
     try:
         step()
@@ -219,6 +221,13 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dty
     except Exception as error:  # whatever it is, the real step would raise it half-way
         return error
     return None
+
+
+def _one_element(kept: Any) -> Any:
+    """Zeros for what is kept of a parameter, with as many dimensions."""
+    if not isinstance(kept, Tensor):
+        return kept
+    return torch.zeros((1,) * kept.dim(), dtype=kept.dtype, device=kept.device)
 
 
 class UnitStepper:
@@ -262,12 +271,14 @@ class UnitStepper:
                         master.grad = None
             return result
 
-        yield run
+        try:
+            yield run
+        finally:
+            with leaves.plain():
+                for master, grad in kept.items():
+                    master.grad = grad
         for group, new in zip(optimizer.param_groups, options, strict=False):
             group.update(new)  # the step that found nothing to do has counted, too
-        with leaves.plain():
-            for master, grad in kept.items():
-                master.grad = grad
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> list[dict[str, Any]]:

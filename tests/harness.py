@@ -78,11 +78,15 @@ def _serve(rank: int, world: int, port: int, device: str, paths: list[str], stac
     os.environ |= _environment(rank, world, port) | {"OMP_NUM_THREADS": "1"}
     import torch.distributed as dist
 
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    else:
-        dist.init_process_group("gloo")
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+            dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        else:
+            dist.init_process_group("gloo")
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        raise
     pipe.send("ready")
     frozen = False
     while True:

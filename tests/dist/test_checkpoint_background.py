@@ -342,9 +342,11 @@ def _resumed(folder: str) -> None:
 
 
 def test_a_rank_is_killed_while_it_saves(ranks: Ranks, tmp_path: Path) -> None:
-    """The others end; the former checkpoint loads, and the next save cleans up."""
+    """The others end; the former checkpoint loads, and the next save cleans up. (NCCL's watchdog ends what waits on a
+    device, at the timeout of the process group.)"""
     text = ranks.expect_error(_killed, str(tmp_path))
-    assert "rank 1 died with exit code 3" in text and "CommunicationError: zerocompile: rank 0 lost" in text, text
+    assert "rank 1 died with exit code 3" in text, text
+    assert ranks.device == "cuda" or "CommunicationError: zerocompile: rank 0 lost" in text, text
     ranks.run(_resumed, str(tmp_path))
 
 

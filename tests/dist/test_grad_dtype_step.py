@@ -5,6 +5,7 @@ The contract itself is in test_grad_dtype.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Picky(Plain):
 
 
 ROUTES: list[tuple[Any, bool]] = [(kind, True) for kind in (*KINDS, Plain, Picky)]  # by engine.step
+ROUTES += [(partial(kind, foreach=True), True) for kind in (torch.optim.Adagrad, torch.optim.AdamW)]  # CUDA's default
 ROUTES += [(kind, False) for kind in (torch.optim.SGD, torch.optim.AdamW)]  # on DTensors; of others that raises
 
 
@@ -89,6 +91,7 @@ def _step(engine: Any, parameters: list[Any], grads: list[Tensor], kind: Any, by
     """Two steps on `grads`, which are bound: as torch's own, or an error by name that changes nothing."""
     problems = []
     optimizer = kind(parameters)
+    name = type(optimizer).__name__
     engine.attach_optimizers([optimizer])
     before = [_full(p) for p in parameters]
     expected = _torchs(kind, before, grads)
@@ -100,7 +103,9 @@ def _step(engine: Any, parameters: list[Any], grads: list[Tensor], kind: Any, by
         raised = str(error)
     after = [_full(p) for p in parameters]
     if expected is None:
-        if any(word not in raised for word in ("model.layers.0.raw", kind.__name__, "grad_dtype", str(BF16))):
+        if any(
+            word not in raised for word in ("model.layers.0.raw", type(optimizer).__name__, "grad_dtype", str(BF16))
+        ):
             problems.append(f"the error is: {raised!r}")
         if optimizer.state or any(not torch.equal(a, b) for a, b in zip(after, before, strict=True)):
             problems.append("something was updated before the error")
@@ -108,7 +113,7 @@ def _step(engine: Any, parameters: list[Any], grads: list[Tensor], kind: Any, by
         problems.append(f"torch takes it, here: {raised}")
     elif any(not torch.equal(a, e) for a, e in zip(after, expected, strict=True)):
         problems.append(f"{after} are not {expected}")
-    return [f"{kind.__name__} {'engine.step' if by_engine else 'step'}: {problem}" for problem in problems]
+    return [f"{name} {'engine.step' if by_engine else 'step'}: {problem}" for problem in problems]
 
 
 def _all_kinds(stages: list[int], pairs: list[Any]) -> list[str]:

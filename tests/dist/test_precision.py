@@ -125,6 +125,37 @@ def test_precision_is_ddps(ranks: Ranks, precision: str) -> None:
     ranks.run(_like_ddp, precision)
 
 
+class Island(nn.Module):
+    """A block with a part that autocast does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.exact = nn.Linear(10, 10), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, 10]
+        x = x + torch.tanh(self.low(x))
+        with torch.autocast(x.device.type, enabled=False):
+            return x + self.exact(x.float())
+
+
+def _island() -> None:
+    start = models.Module(lambda: models.Stacked(Island), lr=0.5)
+    ddp, plain = copy.deepcopy(start), copy.deepcopy(start)
+    _fit(ddp, "ddp", 4, precision="bf16-mixed")
+    _fit(plain, "ddp", 4)
+    assert models.deviation(ddp, plain) > 1e-4
+    for stage, options in ((1, AOT), (3, AOT), (3, EAGER)):
+        module = copy.deepcopy(start)
+        _fit(module, ZeroCompileStrategy(stage=stage, **options), 4, precision="bf16-mixed")
+        deviation = models.deviation(module, ddp)
+        assert deviation <= 1e-6, (stage, options, deviation)
+
+
+def test_the_backward_of_a_float32_island_is_float32(ranks: Ranks) -> None:
+    """torch.compile traces the backward under the forward's autocast unless told otherwise; eager code does not."""
+    ranks.run(_island)
+
+
 def _inductor() -> None:
     module, ddp = _pair()
     _fit(ddp, "ddp", 4, precision="bf16-mixed")

@@ -173,12 +173,12 @@ class Cached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return torch.zeros(1), None, None, None
+        return torch.zeros(1, device=grad.device), None, None, None
 
 
 def _cached(stage: int, window: bool) -> float:
     with pairs.pair(stage) as (engine, twin, _):
-        anchor = torch.zeros(1, requires_grad=True)
+        anchor = torch.zeros(1, device=models.device(), requires_grad=True)
         with engine.training_step(), engine.windows.open("auto", None, None) if window else contextlib.nullcontext():
             loss = Cached.apply(anchor, engine.model, [0, 1], models.rank())  # type: ignore[no-untyped-call]
             engines.backward(engine, loss + pairs.loss(engine.model, pairs.mine(2)))

@@ -1,0 +1,156 @@
+"""On GPUs: streams that wait for each other do not wait in a circle, and errors of the device come out."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests import engines, models
+from tests.harness import Ranks
+
+pytestmark = pytest.mark.gpu
+WIDTH, TIMEOUT = 256, timedelta(seconds=60)
+
+
+class Wide(nn.Module):
+    """A residual layer; the last one has a gate that only some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gated = True
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH]
+        y = x + 0.1 * torch.tanh(self.linear(x))
+        return y * torch.sigmoid(self.gate(x)) if self.gated else y
+
+
+class Deep(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wide() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _x(rank: int, step: int) -> Tensor:  # [16, WIDTH]
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).to(models.device())
+
+
+def _skipping(stage: int, blocks: int, scope: Any) -> float:
+    """Rank 0 skips the gate of the last block, whose reduction so waits for the end of its backward."""
+    torch.manual_seed(0)
+    model, twin = Deep(blocks), Deep(blocks)
+    twin.load_state_dict(model.state_dict())
+    start = models.deviation(model, twin)
+    twin.to(models.device())
+    last = model.layers[-1]
+    with engines.engine(model, stage, compile=scope, timeout=TIMEOUT) as engine:
+        optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+        engine.attach_optimizers([optimizer])
+        for step in range(4):
+            last.gated = models.rank() > 0 or step == 0
+            engines.step(engine, optimizer, lambda n=step: model(_x(models.rank(), n)).square().mean())
+            for rank in range(models.world()):
+                twin.layers[-1].gated = rank > 0 or step == 0
+                (twin(_x(rank, step)).square().mean() / models.world()).backward()
+            theirs.step()
+            theirs.zero_grad()
+        assert start == 0 and engine.runtime.stats().gathers > 0
+    return models.deviation(model, twin)
+
+
+@pytest.mark.parametrize("scope", [False, "blocks"])
+@pytest.mark.parametrize("blocks", [8, 40])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_missing_gradient_of_the_last_block(ranks: Ranks, device: str, stage: int, blocks: int, scope: Any) -> None:
+    """The reduction that waits for it has more blocks behind it than buffers: no stream waits in a circle."""
+    if device != "cuda":
+        pytest.skip("run with --device cuda")
+    for deviation in ranks.run(_skipping, stage, blocks, scope, timeout=150):
+        assert deviation <= 1e-6
+
+
+class Heads(nn.Module):
+    """Statistics over all ranks in front of the trunk, and a head that only some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norms = nn.ModuleList(nn.SyncBatchNorm(WIDTH) for _ in range(4))
+        self.head, self.other = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+        self.both = True
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH] -> [batch, 8]
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + torch.tanh(norm(layer(x)))
+        return self.head(x) + self.other(x) if self.both else self.head(x)
+
+
+def _synchronized(stage: int, scope: Any) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model, twin = Heads(), Heads()
+    twin.load_state_dict(model.state_dict())
+    start = Heads()
+    start.load_state_dict(model.state_dict())
+    ddp = DistributedDataParallel(
+        twin.to(engines.place()), device_ids=[models.rank()], find_unused_parameters=True, broadcast_buffers=False
+    )
+    with engines.engine(model, stage, compile=scope, timeout=TIMEOUT) as engine:
+        optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+        engine.attach_optimizers([optimizer])
+        for step in range(4):
+            model.both = twin.both = models.rank() == 0 or step == 0
+            x, target = _x(models.rank(), step), torch.arange(16, device=models.device()) % 8
+            engines.step(engine, optimizer, lambda x=x, target=target: F.cross_entropy(model(x), target))
+            F.cross_entropy(ddp(x), target).backward()
+            theirs.step()
+            theirs.zero_grad()
+    return models.deviation(model, twin), models.deviation(start, twin)
+
+
+@pytest.mark.parametrize("scope", [False, "blocks"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_synchronized_statistics_and_an_unused_head(ranks: Ranks, device: str, stage: int, scope: Any) -> None:
+    """The backward of SyncBatchNorm waits for all ranks, while the head's reduction waits for its end."""
+    if device != "cuda":
+        pytest.skip("run with --device cuda")
+    for deviation, moved in ranks.run(_synchronized, stage, scope, timeout=150):
+        assert deviation <= 1e-5 and moved > 1e-3
+
+
+def _asserting(copy_engine: bool) -> None:
+    model = nn.Sequential(nn.Embedding(8, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    made = engines.make_engine(model, 3, compile=False, copy_engine=copy_engine, timeout=TIMEOUT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made.attach_optimizers([optimizer])
+    try:
+        for step in range(3):
+            tokens = torch.randint(0, 8, (4, 16), device=models.device()) + 8 * (step == 2)
+            engines.step(made, optimizer, lambda tokens=tokens: model(tokens).square().mean())
+    except BaseException:
+        made.abandon()
+        raise
+
+
+@pytest.mark.parametrize("copy_engine", [False, True])
+def test_an_assertion_of_the_device_ends_the_ranks(device: str, copy_engine: bool) -> None:
+    """A token outside of the table, on all ranks: CUDA's error, or torch's watchdog of NCCL ends the process first."""
+    if device != "cuda":
+        pytest.skip("run with --device cuda")
+    ranks = Ranks(2, device)
+    try:
+        text = ranks.expect_error(_asserting, copy_engine, timeout=90)
+    finally:
+        ranks.close(kill=True)
+    assert "device-side assert" in text or text.count("exit code -6") == 2, text
+    assert "hangs" not in text, text
