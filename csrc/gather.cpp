@@ -127,11 +127,17 @@ void Runtime::drop(Unit& unit) {
   stats_.resident_bytes -= unit.bytes;
 }
 
+// Whether the unit's compute is too short to hide a gather behind: a norm between the last block and the head.
+bool Runtime::hides_nothing(const Unit& unit) const {
+  constexpr int64_t kShare = 16;
+  return unit.sent * kShare < usual_bytes_;
+}
+
 // The units that should be gathered after the one in use: the order of the last step is the prediction.
 std::vector<int64_t> Runtime::predicted() const {
   std::vector<int64_t> units;
   Token before = before_last_, token = last_;
-  for (int64_t step = 0; step < prefetch_; ++step) {
+  for (int64_t ahead = 0; ahead < prefetch_ && units.size() < units_.size();) {
     auto next = successor_.find({before, token});
     if (next == successor_.end()) break;
     const bool over_the_step = token.first == Way::Back && next->second.first == Way::Forth;
@@ -139,6 +145,7 @@ std::vector<int64_t> Runtime::predicted() const {
     before = token;
     token = next->second;
     units.push_back(token.second);
+    if (!hides_nothing(units_[token.second])) ++ahead;
   }
   return units;
 }

@@ -66,26 +66,9 @@ Runtime::~Runtime() {
   for (auto& p : parameters_) forget_identity(p.identity);
 }
 
-// Bytes of a half: of one rank's rows of the most frequent unit, the repeated block. What does not fit (an embedding, a
-// head) goes through the process group.
-int64_t Runtime::peer_bytes() const {
-  std::map<int64_t, int64_t> counts;
-  for (const auto& unit : units_) {
-    int64_t bytes = 0;
-    for (auto i : unit.parameters) {
-      const auto& p = parameters_[i];
-      if (p.replicated) continue;
-      const auto rows = c10::multiply_integers(padded_size(p)) / world_;
-      bytes += (rows * static_cast<int64_t>(c10::elementSize(p.dtype)) + 511) / 512 * 512;
-    }
-    if (bytes > 0) counts[bytes] += 1;
-  }
-  int64_t chosen = 0, most = 0;
-  for (const auto& [bytes, count] : counts) {
-    if (count >= most) std::tie(chosen, most) = std::pair(bytes, count);
-  }
-  return chosen;
-}
+// Bytes of a half: of one rank's rows of the usual unit. What does not fit (an embedding, a head) goes through the
+// process group.
+int64_t Runtime::peer_bytes() const { return usual_bytes_; }
 
 void Runtime::set_peers(const Tensor& buffer, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -216,10 +199,30 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
     if (lifetime == Lifetime::Step) allocate(p, p.dtype);
   }
   unit.parameters = std::move(members);
+  unit.sent = sent_bytes(unit);
   gathers_in_backward_ = gathers_in_backward_ || lifetime == Lifetime::Use;
   units_.push_back(std::move(unit));
   seen_forward_.push_back(0);
+  std::map<int64_t, int64_t> counts;
+  for (const auto& u : units_) {
+    if (u.sent > 0) counts[u.sent] += 1;
+  }
+  int64_t most = 0;
+  for (const auto& [bytes, count] : counts) {
+    if (count >= most) std::tie(usual_bytes_, most) = std::pair(bytes, count);
+  }
   return index;
+}
+
+int64_t Runtime::sent_bytes(const Unit& unit) const {
+  int64_t bytes = 0;
+  for (auto i : unit.parameters) {
+    const auto& p = parameters_[i];
+    if (p.replicated) continue;
+    const auto rows = c10::multiply_integers(padded_size(p)) / world_;
+    bytes += (rows * static_cast<int64_t>(c10::elementSize(p.dtype)) + 511) / 512 * 512;
+  }
+  return bytes;
 }
 
 void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,

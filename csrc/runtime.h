@@ -94,6 +94,7 @@ struct Unit {
   bool stale = false;       // user code has written what does not count: gather again
   int64_t eager_reads = 0, gathers = 0, gather_bytes = 0;  // since set-up
   int64_t bytes = 0;        // of its gathered values
+  int64_t sent = 0;         // bytes of one rank's rows of it
   Pending gathering;
   int64_t gathered_in = 0;  // a Way
   bool reduced = false;     // in the backward that runs
@@ -223,6 +224,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   Parameter& parameter(int64_t index);
   std::vector<int64_t> padded_size(const Parameter& p) const;
+  int64_t sent_bytes(const Unit& unit) const;
   void allocate(Parameter& p, at::ScalarType dtype);
   void forget(Parameter& p);
   Phase phase() const;
@@ -237,6 +239,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop(Unit& unit);
   void demanded(Token token);
   std::vector<int64_t> predicted() const;
+  bool hides_nothing(const Unit& unit) const;
   bool current(const Unit& unit, int64_t needed, bool full = false) const;
   void write_back(Parameter& p);
 
@@ -284,6 +287,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t exchanges_ = 0;  // of used flags so far
   Lane gather_lane_, reduce_lane_;
   std::unique_ptr<PeerMemory> peers_;  // of the gathers' lane; null: their process group does all
+  int64_t usual_bytes_ = 0;            // `sent` of the most frequent unit, the repeated block
   Stats stats_;
 
   std::unordered_map<const void*, int64_t> by_storage_;  // storage of a gathered value -> parameter

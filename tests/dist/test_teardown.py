@@ -147,8 +147,7 @@ def _apart() -> float:
     with pytest.raises(Boom):
         _fit(module, strategy, callbacks=[_Launched(calls)])
     seconds = time.monotonic() - start
-    if models.device() == "cpu":  # a device waits in NCCL until its watchdog ends the process
-        _works()
+    _works()
     return seconds if models.rank() == 0 or calls[1] > calls[0] else 1e9
 
 
@@ -167,11 +166,9 @@ class _Launched(L.Callback):
 
 def test_teardown_waits_for_nobody(ranks: Ranks) -> None:
     """A reduction that only one rank has started does not hold it up: far less than `timeout`, then both train."""
-    try:
-        assert max(ranks.run(_apart)) < 20
-    finally:
-        if ranks.device == "cuda":
-            ranks.close(kill=True)
+    if ranks.device == "cuda":
+        pytest.skip("a stream that waits in NCCL is freed by its watchdog, which ends the process: README, Limits")
+    assert max(ranks.run(_apart)) < 20
 
 
 def _interrupted_alone() -> None:

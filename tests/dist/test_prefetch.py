@@ -1,0 +1,65 @@
+"""Stage 3: which units are gathered ahead of their use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import engines, models
+from tests.harness import Ranks
+
+WIDTH = 40
+
+
+class Normed(nn.Module):
+    """Blocks, a norm that is far smaller than they are, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(models.Block(WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, models.VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocabulary]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def _ahead(compile: Any, prefetch: int) -> list[list[str]]:
+    """The units that are gathered while each block computes, in the third step's forward."""
+    model, data = Normed(), models.Batches(models.rank())
+    seen: list[list[str]] = []
+    with engines.engine(model, 3, compile=compile, prefetch=prefetch, unit_bytes=1) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach_optimizers([optimizer])
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: seen.append(sorted(engine.runtime.core.resident_units())))
+        for _ in range(3):
+            seen.clear()
+            engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+    return seen
+
+
+@pytest.mark.parametrize("compile", [False, "blocks"])
+def test_a_small_unit_does_not_count(ranks: Ranks, compile: Any) -> None:
+    """Nothing hides behind a norm's compute, so the head's gather starts with the last block, not with the norm."""
+    for seen in ranks.run(_ahead, compile, 1):
+        assert seen == [
+            ["layers.0", "layers.1"],
+            ["layers.1", "layers.2"],
+            ["head.weight", "layers.2", "norm.bias", "norm.weight"],
+        ]
+
+
+def test_distance(ranks: Ranks) -> None:
+    for seen in ranks.run(_ahead, False, 2):
+        assert seen[0] == ["layers.0", "layers.1", "layers.2"]
+        assert seen[1] == ["head.weight", "layers.1", "layers.2", "norm.bias", "norm.weight"]
+    for seen in ranks.run(_ahead, False, 0):
+        assert seen == [["layers.0"], ["layers.1"], ["layers.2"]]
