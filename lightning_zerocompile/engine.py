@@ -97,11 +97,12 @@ class Engine:
         return self.model is model and shard.owner(model) is self.runtime.core
 
     def _buffers_to_device(self) -> None:
-        for module in self.model.modules():
+        modules = list(self.model.modules())
+        for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self.device:
                     module._buffers[name] = buffer.to(self.device)
-        self._broadcast_buffers()
+        self._broadcast_buffers(modules)
 
     def _add_regions(self, units: Sequence[UnitPlan]) -> None:
         blocks = [(plan.name, plan.block) for plan in units if plan.block is not None]
@@ -131,15 +132,14 @@ class Engine:
     def training_step(self) -> Iterator[None]:
         """Around the user's training step, and around the backwards inside it."""
         self.runtime.pass_mark("a training step")
-        shard.check_unchanged(self.model)
         if self.runtime.core.resident_units():  # a forward outside of steps, without backward
             self.runtime.core.end_forward()
         if not (self.windows.is_open or self.windows.in_accumulation):
             self.budget.spend()
         self.runtime.casts.begin_step()
-        for module in self.model.modules():
-            shard.refresh(module)
-        self._broadcast_buffers()
+        modules = list(self.model.modules())
+        shard.refresh_all(self.model, modules)
+        self._broadcast_buffers(modules)
         with self.runtime.forward(), self._user_code():
             yield
 
@@ -148,7 +148,7 @@ class Engine:
         """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
         self.runtime.pass_mark(f"{what} step")
         if fitting:
-            self._broadcast_buffers()
+            self._broadcast_buffers(list(self.model.modules()))
         raised = True
         try:
             with self.runtime.forward(), self._user_code():
@@ -172,12 +172,13 @@ class Engine:
         finally:
             moment.in_step = before
 
-    def _broadcast_buffers(self) -> None:
+    def _broadcast_buffers(self, modules: Sequence[nn.Module]) -> None:
         """Rank 0's buffers on every rank, as DDP does before each forward.
 
         In the reductions' group: in that of the gathers, the forward would wait for all that the optimizer has started.
         """
-        buffers = [b.detach() for b in self.model.buffers() if b.numel() > 0]
+        found = (buffer for module in modules for buffer in module._buffers.values())
+        buffers = [b.detach() for b in dict.fromkeys(found) if b is not None and b.numel() > 0]
         if buffers and self.runtime.mesh.size() > 1:
             dist._broadcast_coalesced(self._own_groups[-1], buffers, 250 * 2**20, 0)  # type: ignore[attr-defined]
 

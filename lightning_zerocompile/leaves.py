@@ -292,12 +292,12 @@ def _get_data(master: Tensor) -> Tensor:
 
 def _get_grad(master: Tensor) -> Tensor | None:
     grad: Tensor | None = Tensor.grad.__get__(master)  # type: ignore[union-attr, attr-defined, unused-ignore]
-    slot = _slot_of(master)
+    slot = master.__dict__[SLOT]()  # no search: an optimizer asks each parameter, several times a step
     return slot.core.deferred_gradient(slot.index) if grad is None and slot is not None else grad
 
 
 def _set_grad(master: Tensor, value: Tensor | None) -> None:
-    slot = _slot_of(master)
+    slot = master.__dict__[SLOT]()
     if slot is not None:
         slot.core.drop_gradient(slot.index)
     master.grad = value

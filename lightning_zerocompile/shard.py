@@ -8,7 +8,7 @@ never compiled as a frame of its own (``skip_code``), or its gather would hide i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -269,38 +269,47 @@ def refresh(module: nn.Module) -> bool:
     Returns:
         Whether the module holds its own parameters: ``functional_call`` puts others in their place for a while.
     """
+    slots = module.__dict__.get(SLOTS)
+    if slots is None:
+        return True
     own = True
     with leaves.plain():
-        for name, slot in module.__dict__.get(SLOTS, {}).items():
+        for name, slot in slots.items():
             seen = module.__dict__[TRACED + name]
             if seen[1].requires_grad is not slot.master.requires_grad or seen[0] is not slot.source:
                 module.__dict__[TRACED + name] = slot.traced()
-            own = own and module._parameters[name] is slot.master
+            own = own and module._parameters.get(name) is slot.master
     return own
 
 
-def check_unchanged(model: nn.Module) -> None:
-    """Raises if a parameter was replaced, removed or added behind the strategy's back.
+def refresh_all(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """:func:`refresh` of every module of ``model``, unless somebody has changed them behind the strategy's back.
+
+    Args:
+        model: for the names in messages.
+        modules: what ``model.modules()`` yields.
 
     Raises:
-        RuntimeError: names the parameter and the way to do it.
+        RuntimeError: a parameter was replaced, removed or added; it names the parameter and the way to do it.
     """
-    for module_name, module in model.named_modules():
-        for name, slot in module.__dict__.get(SLOTS, {}).items():
-            full_name = f"{module_name}.{name}" if module_name else name
-            if module._parameters.get(name) is not slot.master:
-                raise RuntimeError(
-                    f"Parameter `{full_name}` was replaced or removed after the model was sharded, so it would not be "
-                    "trained. Change the module in `configure_model` or `setup`, or copy new values into it with "
-                    "`load_state_dict`."
-                )
+    for module in modules:
+        own = refresh(module)
         added = [name for name, p in module._parameters.items() if p is not None and not isinstance(p, leaves.Master)]
-        if added:
-            full_name = f"{module_name}.{added[0]}" if module_name else added[0]
+        if own and not added:
+            continue
+        prefix = "".join(f"{name}." for name, m in model.named_modules() if m is module and name)
+        if not own:
+            slots = module.__dict__[SLOTS]
+            name = next(name for name in slots if module._parameters.get(name) is not slots[name].master)
             raise RuntimeError(
-                f"Parameter `{full_name}` was added after the model was sharded, so no other rank would see its "
-                "gradient. Create it in `__init__`, `configure_model` or `setup`."
+                f"Parameter `{prefix}{name}` was replaced or removed after the model was sharded, so it would not be "
+                "trained. Change the module in `configure_model` or `setup`, or copy new values into it with "
+                "`load_state_dict`."
             )
+        raise RuntimeError(
+            f"Parameter `{prefix}{added[0]}` was added after the model was sharded, so no other rank would see its "
+            "gradient. Create it in `__init__`, `configure_model` or `setup`."
+        )
 
 
 def owner(model: nn.Module) -> Any:
