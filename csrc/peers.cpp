@@ -16,20 +16,6 @@ int64_t aligned(int64_t numel, at::ScalarType dtype) {
   return (numel + step - 1) / step * step;
 }
 
-// Large tensors by the copy engines, small ones by one kernel; all contiguous and of one dtype.
-void copy_all(const std::vector<at::Tensor>& targets, const std::vector<at::Tensor>& sources) {
-  std::vector<at::Tensor> small, small_sources;
-  for (size_t i = 0; i < targets.size(); ++i) {
-    if (static_cast<int64_t>(sources[i].nbytes()) >= kSmallCopy) {
-      targets[i].copy_(sources[i], /*non_blocking=*/true);
-    } else {
-      small.push_back(targets[i]);
-      small_sources.push_back(sources[i]);
-    }
-  }
-  if (!small.empty()) at::_foreach_copy_(small, small_sources);
-}
-
 }  // namespace
 
 PeerMemory::PeerMemory(at::Tensor buffer, const std::string& group, int64_t timeout_ms)
@@ -72,18 +58,24 @@ void PeerMemory::all_gather(const std::vector<at::Tensor>& outputs, const std::v
     staged.push_back(buffers[rank_].as_strided(input.sizes(), input.strides(), start));
     start += aligned(input.numel(), dtype);
   }
-  copy_all(staged, inputs);
+  at::_foreach_copy_(staged, inputs);
   memory_->barrier(0, timeout_ms_);
-  std::vector<at::Tensor> targets, sources;
+  std::vector<at::Tensor> small, small_sources;
   for (int64_t step = 1; step < world_; ++step) {
     const auto peer = (rank_ + step) % world_;  // each rank reads from another one at a time
     for (size_t i = 0; i < inputs.size(); ++i) {
       const auto numel = inputs[i].numel();
-      sources.push_back(buffers[peer].as_strided({numel}, {1}, starts[i]));
-      targets.push_back(outputs[i].as_strided({numel}, {1}, outputs[i].storage_offset() + peer * numel));
+      auto source = buffers[peer].as_strided({numel}, {1}, starts[i]);
+      auto target = outputs[i].as_strided({numel}, {1}, outputs[i].storage_offset() + peer * numel);
+      if (static_cast<int64_t>(source.nbytes()) >= kSmallCopy) {
+        target.copy_(source, /*non_blocking=*/true);
+      } else {
+        small.push_back(std::move(target));
+        small_sources.push_back(std::move(source));
+      }
     }
   }
-  copy_all(targets, sources);
+  if (!small.empty()) at::_foreach_copy_(small, small_sources);
 }
 
 }  // namespace zerocompile

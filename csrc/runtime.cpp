@@ -251,9 +251,14 @@ std::vector<int64_t> Runtime::padded_size(const Parameter& p) const {
 
 void Runtime::allocate(Parameter& p, at::ScalarType dtype) {
   p.full = at::empty(padded_size(p), p.local.options().dtype(dtype).requires_grad(false));
-  p.value = p.replicated ? p.full.squeeze(0) : p.full.narrow(0, 0, p.size[0]);
-  p.rows_here = p.replicated ? p.full : p.full.narrow(0, rank_ * p.rows, p.rows);
-  p.own = p.replicated ? p.value : p.rows_here.narrow(0, 0, p.local.size(0));
+  p.value = p.rows_here = p.own = p.full;
+  if (p.replicated) {
+    p.value = p.own = p.full.squeeze(0);
+  } else {  // a view costs the host as much as an allocation: none where the sizes are even
+    if (p.size[0] < p.full.size(0)) p.value = p.full.narrow(0, 0, p.size[0]);
+    if (world_ > 1) p.rows_here = p.full.narrow(0, rank_ * p.rows, p.rows);
+    p.own = p.local.size(0) < p.rows ? p.rows_here.narrow(0, 0, p.local.size(0)) : p.rows_here;
+  }
   p.value = p.value.variable_data();  // with versions of its own: those of `full` change as the collective writes
 }
 

@@ -69,7 +69,15 @@ def _is_weight(node: fx.Node) -> bool:
 
 
 def _tensors(node: fx.Node) -> Iterator[Tensor]:
-    return (value for value in tree_leaves(node.meta.get("example_value")) if isinstance(value, Tensor))
+    return (_unwrapped(value) for value in tree_leaves(node.meta.get("example_value")) if isinstance(value, Tensor))
+
+
+def _unwrapped(value: Tensor) -> Tensor:
+    """What a transform (``torch.vmap`` inside the region) has wrapped: the wrapper has no storage."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return value
 
 
 def _storage(value: Tensor) -> int:

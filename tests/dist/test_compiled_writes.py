@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zerocompile import ZeroCompileStrategy
 from tests import engines, models
 from tests.harness import Worlds
 
@@ -103,3 +104,33 @@ def test_compiled_write_raises(worlds: Worlds, stage: int, scope: Any) -> None:
         wrong = {how: m for how, m in messages.items() if "writes in place to a parameter" not in m}
         assert wrong == {}
         assert all(name in messages[how] for how, name in NAMES.items()), messages
+
+
+class Mapped(nn.Module):
+    """Uses ``torch.vmap`` beside its weights and on one of them, as attention masks of transformers do."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(width, width), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, width]
+        places = torch.arange(x.shape[1], device=x.device)
+        mask = torch.vmap(lambda row: torch.vmap(lambda column: row >= column)(places))(places)
+        mixed = mask.to(x.dtype) @ torch.vmap(lambda row: row * self.gain)(x.flatten(0, 1)).view_as(x)
+        return x + torch.tanh(self.linear(mixed))
+
+
+def _mapped(stage: int) -> tuple[float, int]:
+    ours, twin = (models.Module(partial(models.Stacked, Mapped), lr=0.3) for _ in range(2))
+    twin.load_state_dict(ours.state_dict())
+    strategy = ZeroCompileStrategy(stage=stage, backend="aot_eager")
+    record = models.train(ours, strategy, steps=3)
+    models.reference(twin, 3)
+    return models.deviation(ours, twin), record.stats.graph_uses + record.stats.graph_reductions
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_vmap_in_a_compiled_region(worlds: Worlds, stage: int) -> None:
+    """What a transform wraps has no storage to compare; it trains as DDP trains it."""
+    for deviation, graphs in worlds(2).run(_mapped, stage):
+        assert deviation <= 1e-6 and graphs > 0
