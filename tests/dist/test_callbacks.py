@@ -99,7 +99,7 @@ def _averages(kind: str, folder: str) -> None:
         module.train()
 
 
-@pytest.mark.parametrize("kind", list(AVERAGES))
+@pytest.mark.parametrize("kind", ["swa", "ema", pytest.param("equal", marks=pytest.mark.long)])
 def test_weight_averaging(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     """SWA, EMA and the equal average: sharded, DDP's values in training, validation, either checkpoint and resume."""
     ranks.run(_averages, kind, str(tmp_path))

@@ -96,8 +96,10 @@ def _messages(stage: int, scope: Any) -> dict[str, str]:
     return messages
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("scope", ["blocks", "model"])
+@pytest.mark.parametrize(
+    ("scope", "stage"),
+    [("blocks", 3), ("model", 1), *(pytest.param(*c, marks=pytest.mark.long) for c in (("blocks", 1), ("model", 3)))],
+)
 def test_compiled_write_raises(worlds: Worlds, stage: int, scope: Any) -> None:
     """An in-place write to a parameter inside a compiled region is an error that names the operation."""
     for messages in worlds(1).run(_messages, stage, scope):

@@ -41,7 +41,8 @@ def _skips(precision: str) -> None:
             assert module.scales == [64.0] * 3 * accumulate + [32.0] * 2 * accumulate
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", pytest.param("16-true", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
 def test_skipped_step_of_compiled_modules(ranks: Ranks, precision: str) -> None:
     """An overflow in one rank's rows: all ranks skip, parameters and states stay to the bit, and training goes on."""
     ranks.run(_skips, precision)

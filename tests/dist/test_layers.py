@@ -69,7 +69,11 @@ def _dtypes(precision: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "dtype"),
-    [("bf16-true", torch.bfloat16), ("16-true", torch.float16), ("64-true", torch.float64)],
+    [
+        ("bf16-true", torch.bfloat16),
+        pytest.param("16-true", torch.float16, marks=pytest.mark.long),
+        pytest.param("64-true", torch.float64, marks=pytest.mark.long),
+    ],
 )
 def test_module_says_its_dtype(ranks: Ranks, precision: str, dtype: torch.dtype) -> None:
     """``self.dtype`` and buffers are what the parameters are gathered in; after the fit, what the masters are."""

@@ -295,117 +295,6 @@ def test_it_is_on_by_itself(ranks: Ranks, precision: str, stage: int, count: int
     assert ranks.run(_through_the_trainer, precision, stage) == [count, count]
 
 
-# ---- full values after the agreement ----
-
-
-def _later(cell: Any, path: str) -> list[str]:
-    """Every kind of code that needs float32 of what is gathered low; what was wrong."""
-    problems: list[str] = []
-    tokens = models.Batches(models.rank())[0]
-    with _engine(models.ByteModel(), compile=cell) as engine:
-        model: Any = engine.model
-        _train(engine, STEPS + 1)
-
-        def check(what: str, wrong: Any) -> None:
-            if wrong:
-                problems.append(f"{what}: {wrong}")
-
-        masters, weight = _masters(engine), "layers.1.up.weight"
-        check("the master is no bf16 number", torch.equal(masters[weight], masters[weight].to(BF16).float()))
-        with engine.training_step():
-            for layer in model.layers:
-                loss = layer.up.weight.square().sum() + layer.norm.weight.sum()
-                check("a read", not torch.equal(loss, layer.up.weight.square().sum() + layer.norm.weight.sum()))
-            seen = {n: dict(m.named_parameters(recurse=False)) and m for n, m in model.named_modules()}
-            read = {n: getattr(seen[n.rpartition(".")[0]], n.rpartition(".")[2]).detach().clone() for n in masters}
-            check("reads", _differ(read, masters))
-            with _autocast():
-                loss = engines.token_loss(model, tokens) + sum(x.up.weight.square().sum() for x in model.layers)
-            engines.backward(engine, loss)
-            grad = model.layers[1].up.weight.grad
-        check("no gradient", grad is None or grad.dtype != FP32)
-        engine.optimizer.zero_grad()  # type: ignore[attr-defined]
-
-        with engine.full_parameters(model, writeback=False) as values:
-            check("full_parameters", _differ(values, masters))
-            for value in values.values():
-                value.mul_(2)
-            with engine.evaluation_step(), torch.no_grad(), _autocast():
-                doubled = model(tokens)
-        check("full_parameters changed the model", _differ(_masters(engine), masters))
-        with engine.full_parameters(model, writeback=True) as values:
-            for value in values.values():
-                value.mul_(2)
-        twice = {name: 2 * value for name, value in masters.items()}
-        check("full_parameters lost a write", _differ(_masters(engine), twice))
-        with engine.evaluation_step(), torch.no_grad(), _autocast():
-            check("what full_parameters showed", not torch.equal(model(tokens), doubled))
-
-        with engine.evaluation_step(), torch.no_grad(), _autocast():
-            model(tokens)  # the unit is gathered low when the write comes
-            model.layers[1].up.weight.data.mul_(0.5)
-            model.layers[2].down.weight.mul_(0.5)
-        engine.settle()
-        halved = twice | {n: masters[n] for n in (weight, "layers.2.down.weight")}
-        check("a write was lost", _differ(_masters(engine), halved))
-        twin = models.ByteModel().to(engines.place())
-        twin.load_state_dict(_masters(engine))
-        with engine.evaluation_step(), torch.no_grad():
-            check("without autocast", not torch.allclose(model(tokens), twin(tokens), atol=1e-5, rtol=1e-5))
-        model.load_state_dict(masters)
-        check("a checkpoint", _differ(_masters(engine), masters))
-
-        _train(engine, 1, first=STEPS + 1)  # behind all this the next unit is foreseen wrongly once
-        plain = _gathered(engine, lambda: _train(engine, 1, first=STEPS + 2), path)
-        check("bytes of a step", plain != AFTER and plain)
-        with engine.training_step(), engine.windows.open("step", None, None):
-            moved = _gathered(engine, lambda: _two_backwards(engine, tokens), path)
-            check("a held window gathers inside", moved)
-            full = _gathered(engine, lambda: model.layers[0].up.weight.sum().item(), path)
-            check("a read in a held window gathers", full)
-    return problems
-
-
-def _two_backwards(engine: Engine, tokens: Tensor) -> None:
-    for _ in range(2):
-        with _autocast():
-            loss = engines.token_loss(engine.model, tokens)
-        engines.backward(engine, loss)
-
-
-@pytest.mark.parametrize("cell", [False, "blocks", MIXED])
-def test_full_values_after_the_agreement(ranks: Ranks, cell: Any, tmp_path: Path) -> None:
-    """Reads, writes, `full_parameters`, evaluation without autocast, checkpoints and windows see exact float32."""
-    for problems in ranks.run(_later, cell, str(tmp_path)):
-        assert problems == []
-
-
-def _windows() -> list[str]:
-    """Windows of both kinds after the agreement, against stage 1."""
-    start, results = models.ByteModel(), []
-    for stage, gather in ((1, "auto"), (3, "use"), (3, "step")):
-        torch._dynamo.reset()
-        data = models.Batches(models.rank())
-        with _engine(copy.deepcopy(start), stage, compile="blocks") as engine:
-            _train(engine, STEPS + 1)
-            for first in (20, 22):
-                with engine.training_step(), engine.windows.open(gather, None, None):
-                    for number in (first, first + 1):
-                        with _autocast():
-                            loss = engines.token_loss(engine.model, data[number])
-                        engines.backward(engine, loss)
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-            results.append(_masters(engine))
-    return _differ(results[1], results[0]) + _differ(results[2], results[0])
-
-
-def test_windows_after_the_agreement(ranks: Ranks) -> None:
-    """Windows train to the bit as at stage 1, whether units stay gathered or not."""
-    for problems in ranks.run(_windows):
-        assert problems == []
-
-
 # ---- ranks that differ ----
 
 
@@ -426,7 +315,7 @@ def _falls_back(kind: str) -> dict[str, Any]:
     return {"problems": _differ(results[1], results[0]), "gathers": gathers}
 
 
-@pytest.mark.parametrize("kind", ["plain", "reader"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("reader", marks=pytest.mark.long)])
 def test_a_rank_that_stops_compiling(ranks: Ranks, kind: str) -> None:
     """It reads weights, and dtypes of weights, where the other rank's graphs do not; they gather the same."""
     one, two = ranks.run(_falls_back, kind)

@@ -77,10 +77,6 @@ def _fit(module: L.LightningModule, strategy: Any, steps: int, **arguments: Any)
     return trainer
 
 
-def _moved(module: nn.Module) -> float:
-    return models.deviation(module, _pair(type(module))[0])
-
-
 # ---- against DDP in the same process group ----
 
 # precision: what the model sees; gradients = masters = optimizer states; the largest deviation of losses and parameters
@@ -118,7 +114,7 @@ def _like_ddp(precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "precision", [pytest.param(name, marks=() if name.endswith("mixed") else pytest.mark.long) for name in DDP]
+    "precision", [pytest.param(name, marks=() if name == "bf16-mixed" else pytest.mark.long) for name in DDP]
 )
 def test_precision_is_ddps(ranks: Ranks, precision: str) -> None:
     """Losses, parameters, scales of the loss and every dtype are those of DDP, with accumulation and clipping."""
@@ -165,6 +161,7 @@ def _inductor() -> None:
     assert module.dtypes == ddp.dtypes
 
 
+@pytest.mark.long
 def test_bf16_mixed_with_inductor(ranks: Ranks) -> None:
     """Inductor may fuse casts away, so numbers are near DDP's (here 1e-7); dtypes are the same."""
     ranks.run(_inductor)

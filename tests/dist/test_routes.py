@@ -126,7 +126,7 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("where", list(FOUND))
+@pytest.mark.parametrize("where", ["validation", pytest.param("generation", marks=pytest.mark.long)])
 def test_ranks_with_more_forwards_raise(device: str, where: str, tmp_path: Path) -> None:
     """One batch or one forward more on one rank: no gather meets another one, and some rank says what is wrong.
     (With unequal numbers of training batches Lightning's own broadcast in each step waits, as under DDP.)"""

@@ -1,4 +1,4 @@
-"""The rules of DESIGN.md section 3, one test (or a few) each."""
+"""The rules of DESIGN.md section 3, one test (or a few) each; rules 8 and 11 have files of their own."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests import engines, models
@@ -285,119 +282,6 @@ def test_rule_06_warm_cache(worlds: Worlds, tmp_path: Path) -> None:
     assert all(hits > 0 and misses == 0 for _, hits, misses in warm)
 
 
-# ---- rule 8 ----
-
-
-class Nested(torch.autograd.Function):
-    """A loss whose backward (or forward) runs a backward of its own, as GradCache does."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, run: Callable[[], None], where: str) -> Tensor:
-        ctx.run, ctx.where = run, where
-        if where == "forward":
-            with torch.enable_grad():
-                run()
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.where == "backward":
-            with torch.enable_grad():
-                ctx.run()
-        return grads[0], None, None
-
-
-def _checkpointed(model: models.ByteModel, batch: Tensor) -> Tensor:
-    def forward(tokens: Tensor) -> Tensor:
-        x = model.embedding(tokens)
-        for layer in model.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return model.head(x) * model.scale + model.shift
-
-    return engines.token_loss(forward, batch)
-
-
-def _nested_loss(where: str, backward: Callable[[Tensor], None]) -> Callable[[nn.Module, Tensor], Tensor]:
-    """The loss of one batch; the same loss on the reversed batch is differentiated inside it."""
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        inner = lambda: backward(engines.token_loss(model, batch.flip(0, 1)))  # noqa: E731
-        return engines.token_loss(lambda tokens: Nested.apply(model(tokens), inner, where), batch)
-
-    return loss
-
-
-def _end_of_backward(kind: str, stage: int, scope: Any) -> tuple[float, int]:
-    model, twin = _pair(models.ByteModel)
-    data = models.Batches(models.rank())
-    loss: Callable[[nn.Module, Tensor], Tensor]
-    with engines.engine(model, stage, compile=scope) as engine:
-        optimizer = _sgd(engine, model)
-
-        def manual_backward(value: Tensor) -> None:
-            engines.backward(engine, value)
-
-        loss = _checkpointed if kind == "checkpoint" else _nested_loss(kind, manual_backward)
-        for number in range(3):
-            engines.step(engine, optimizer, lambda number=number: loss(model, data[number]))
-        backwards = engine.runtime.stats().backwards
-    inner = _nested_loss(kind, lambda value: (value / models.world()).backward())
-    _reference(twin, [0, 1, 2], _checkpointed if kind == "checkpoint" else inner)
-    return models.deviation(model, twin), backwards
-
-
-@STAGES
-@SCOPES
-@pytest.mark.parametrize("kind", ["checkpoint", "backward", "forward"])
-def test_rule_08_nested_backwards(ranks: Ranks, kind: str, stage: int, scope: Any) -> None:
-    """Reentrant checkpoints and a backward inside a backward flush once, at the outermost end; gradients are right."""
-    for deviation, backwards in ranks.run(_end_of_backward, kind, stage, scope):
-        assert deviation <= 1e-6
-        # a backward inside a *forward* is an outermost one of its own
-        assert backwards == (6 if kind == "forward" else 3)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ValueError("on purpose")
-
-
-def _after_failure(stage: int, scope: Any, nested: bool) -> float:
-    model, twin = _pair(models.ByteModel)
-    data = models.Batches(models.rank())
-
-    def failing(batch: Tensor) -> Tensor:
-        x = Fails.apply(model.embedding(batch[:, :-1]))
-        for layer in model.layers:
-            x = checkpoint(layer, x, use_reentrant=True) if nested else layer(x)
-        return F.cross_entropy(model.head(x).flatten(0, 1), batch[:, 1:].flatten())
-
-    with engines.engine(model, stage, compile=scope) as engine:
-        optimizer = _sgd(engine, model)
-        for number in range(3):
-            with pytest.raises(ValueError, match="on purpose"), engine.training_step():
-                loss = failing(data[number + 5])
-                engine.before_backward(loss)
-                loss.backward()
-            optimizer.zero_grad()
-            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
-    _reference(twin, [0, 1, 2])
-    return models.deviation(model, twin)
-
-
-@STAGES
-@SCOPES
-@pytest.mark.parametrize("nested", [False, True])
-def test_rule_08_a_step_after_a_failed_backward(ranks: Ranks, stage: int, scope: Any, nested: bool) -> None:
-    """A backward that raises leaves nothing behind: the next step is right."""
-    assert max(ranks.run(_after_failure, stage, scope, nested)) <= 1e-6
-
-
 # ---- rule 9 ----
 
 SHUTDOWN = """
@@ -425,115 +309,6 @@ def test_rule_09_shutdown_before_the_group() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path.cwd())
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().endswith("ended") and "Traceback" not in done.stderr
-
-
-# ---- rule 11 ----
-
-
-class Writer(nn.Module):
-    """A block that writes to its own weight in its forward."""
-
-    def __init__(self, how: str, width: int = 10) -> None:
-        super().__init__()
-        self.linear = nn.Sequential(nn.Linear(width, width))
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.linear[0].weight
-        with torch.no_grad():
-            if self.how == "mul_":
-                weight.mul_(0.9)
-            elif self.how == "data":
-                weight.data.mul_(0.9)
-            elif self.how == "clamp_":
-                weight.t().clamp_(-0.1, 0.1)
-            elif self.how == "renorm":
-                F.embedding(torch.tensor([0, 1], device=weight.device), weight, max_norm=0.01)
-        return x + self.linear(x)
-
-
-def _eager_writes(how: str, stage: int) -> float:
-    """Eager writes in the forward; each rank writes the same."""
-    model, twin = _pair(lambda: models.Stacked(lambda: Writer(how)))
-    data = models.Batches(0)
-    with engines.engine(model, stage, compile=False) as engine:
-        optimizer = _sgd(engine, model)
-        for number in range(3):
-            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
-    for number in range(3):
-        optimizer.zero_grad()
-        engines.token_loss(twin, data[number]).backward()
-        optimizer.step()
-    return models.deviation(model, twin)
-
-
-@STAGES
-@pytest.mark.parametrize("how", ["data", "mul_", "clamp_", "renorm"])
-def test_rule_11_eager_write_in_forward(ranks: Ranks, how: str, stage: int) -> None:
-    """`weight.data.mul_` and its like in an eager forward train as in one process."""
-    assert max(ranks.run(_eager_writes, how, stage)) <= 1e-6
-
-
-class MaxNorm(nn.Module):
-    """torch's own layer that writes to its weight in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(models.VOCABULARY, 10, max_norm=0.5)
-        self.layers = nn.ModuleList(models.Block(10) for _ in range(2))
-        self.head = nn.Linear(10, models.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def _writes_between_steps(stage: int, scope: Any, moment: str) -> tuple[float, float]:
-    """Writes to a block's and to the head's weight, after a step or between backward and step."""
-    model, twin = _pair(MaxNorm)
-    data = models.Batches(0)
-
-    def write(module: nn.Module) -> None:
-        with torch.no_grad():
-            module.layers[1].up.weight.data.mul_(0.5)
-            module.head.weight.clamp_(-0.1, 0.1)
-
-    strategy = ZeroCompileStrategy(stage=stage, compile=scope, backend="aot_eager")
-
-    class Hook(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            if moment == "after":
-                write(model)
-
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            if moment == "before":
-                write(model)
-
-    module = models.Module(lambda: model)
-    models.make_trainer(strategy, max_steps=3, callbacks=[Hook()]).fit(module, data)
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
-    for number in range(3):
-        optimizer.zero_grad()
-        engines.token_loss(twin, data[number]).backward()
-        if moment == "before":
-            write(twin)
-        optimizer.step()
-        if moment == "after":
-            write(twin)
-    return models.deviation(model, twin), float(model.head.weight.detach().abs().max())
-
-
-@STAGES
-@SCOPES
-@pytest.mark.parametrize("moment", ["after", "before"])
-def test_rule_11_eager_write_between_steps(ranks: Ranks, stage: int, scope: Any, moment: str) -> None:
-    """Writes outside the forward, and those of `nn.Embedding(max_norm=...)`, reach the masters on every rank."""
-    for deviation, largest in ranks.run(_writes_between_steps, stage, scope, moment):
-        assert deviation <= 1e-6
-        assert moment == "before" or largest <= 0.1 + 1e-6
 
 
 # ---- rule 12 ----

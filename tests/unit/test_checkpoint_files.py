@@ -179,7 +179,7 @@ def forking() -> Iterator[Connection]:
     [
         pytest.param(False, False, False, marks=pytest.mark.long),
         pytest.param(True, True, False, marks=pytest.mark.long),
-        (False, True, False),
+        pytest.param(False, True, False, marks=pytest.mark.long),
         pytest.param(True, False, False, marks=pytest.mark.long),
         (True, True, True),
     ],

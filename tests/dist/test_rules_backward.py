@@ -1,0 +1,126 @@
+"""Rule 8 of DESIGN.md: the end of a backward is its end also when it is nested, checkpointed or raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import engines, models
+from tests.dist.test_rules import SCOPES, STAGES, _pair, _reference, _sgd
+from tests.harness import Ranks
+
+
+class Nested(torch.autograd.Function):
+    """A loss whose backward (or forward) runs a backward of its own, as GradCache does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, run: Callable[[], None], where: str) -> Tensor:
+        ctx.run, ctx.where = run, where
+        if where == "forward":
+            with torch.enable_grad():
+                run()
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.where == "backward":
+            with torch.enable_grad():
+                ctx.run()
+        return grads[0], None, None
+
+
+def _checkpointed(model: models.ByteModel, batch: Tensor) -> Tensor:
+    def forward(tokens: Tensor) -> Tensor:
+        x = model.embedding(tokens)
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return model.head(x) * model.scale + model.shift
+
+    return engines.token_loss(forward, batch)
+
+
+def _nested_loss(where: str, backward: Callable[[Tensor], None]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The loss of one batch; the same loss on the reversed batch is differentiated inside it."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        inner = lambda: backward(engines.token_loss(model, batch.flip(0, 1)))  # noqa: E731
+        return engines.token_loss(lambda tokens: Nested.apply(model(tokens), inner, where), batch)
+
+    return loss
+
+
+def _end_of_backward(kind: str, stage: int, scope: Any) -> tuple[float, int]:
+    model, twin = _pair(models.ByteModel)
+    data = models.Batches(models.rank())
+    loss: Callable[[nn.Module, Tensor], Tensor]
+    with engines.engine(model, stage, compile=scope) as engine:
+        optimizer = _sgd(engine, model)
+
+        def manual_backward(value: Tensor) -> None:
+            engines.backward(engine, value)
+
+        loss = _checkpointed if kind == "checkpoint" else _nested_loss(kind, manual_backward)
+        for number in range(3):
+            engines.step(engine, optimizer, lambda number=number: loss(model, data[number]))
+        backwards = engine.runtime.stats().backwards
+    inner = _nested_loss(kind, lambda value: (value / models.world()).backward())
+    _reference(twin, [0, 1, 2], _checkpointed if kind == "checkpoint" else inner)
+    return models.deviation(model, twin), backwards
+
+
+@STAGES
+@SCOPES
+@pytest.mark.parametrize("kind", ["checkpoint", "backward", "forward"])
+def test_rule_08_nested_backwards(ranks: Ranks, kind: str, stage: int, scope: Any) -> None:
+    """Reentrant checkpoints and a backward inside a backward flush once, at the outermost end; gradients are right."""
+    for deviation, backwards in ranks.run(_end_of_backward, kind, stage, scope):
+        assert deviation <= 1e-6
+        # a backward inside a *forward* is an outermost one of its own
+        assert backwards == (6 if kind == "forward" else 3)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ValueError("on purpose")
+
+
+def _after_failure(stage: int, scope: Any, nested: bool) -> float:
+    model, twin = _pair(models.ByteModel)
+    data = models.Batches(models.rank())
+
+    def failing(batch: Tensor) -> Tensor:
+        x = Fails.apply(model.embedding(batch[:, :-1]))
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if nested else layer(x)
+        return F.cross_entropy(model.head(x).flatten(0, 1), batch[:, 1:].flatten())
+
+    with engines.engine(model, stage, compile=scope) as engine:
+        optimizer = _sgd(engine, model)
+        for number in range(3):
+            with pytest.raises(ValueError, match="on purpose"), engine.training_step():
+                loss = failing(data[number + 5])
+                engine.before_backward(loss)
+                loss.backward()
+            optimizer.zero_grad()
+            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
+    _reference(twin, [0, 1, 2])
+    return models.deviation(model, twin)
+
+
+@STAGES
+@SCOPES
+@pytest.mark.parametrize("nested", [False, True])
+def test_rule_08_a_step_after_a_failed_backward(ranks: Ranks, stage: int, scope: Any, nested: bool) -> None:
+    """A backward that raises leaves nothing behind: the next step is right."""
+    assert max(ranks.run(_after_failure, stage, scope, nested)) <= 1e-6

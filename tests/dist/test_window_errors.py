@@ -1,0 +1,148 @@
+"""What is wrong in a window raises on every rank, before any collective, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zerocompile.engine import Engine
+from tests import engines, models
+from tests.dist.test_coalesce import STAGES, _reference
+from tests.harness import Ranks
+
+
+def _engine(stage: int, seconds: float = 60) -> Engine:
+    return engines.make_engine(models.ByteModel(), stage, compile=False, timeout=timedelta(seconds=seconds))
+
+
+def _misused(stage: int) -> dict[str, str]:
+    """What each misuse says; after each the next step is right."""
+    engine = _engine(stage)
+    twin = models.ByteModel()
+    twin.load_state_dict({n: p.full_tensor() for n, p in engine.model.named_parameters()})  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.5)
+    engine.attach_optimizers([optimizer])
+    data, messages = models.Batches(models.rank()), {}
+
+    def backward(number: int) -> None:
+        engines.token_loss(engine.model, data[number]).backward()
+        engine.after_backward()
+
+    def misuse(what: str) -> None:
+        around = engine.accumulation() if what == "inside accumulation" else contextlib.nullcontext()
+        with engine.training_step(), around:
+            options = {"gather": "never", "bytes": -1, "dtype": torch.float16}
+            with engine.windows.open(
+                "never" if what == "gather" else "auto",  # type: ignore[arg-type]
+                -1 if what == "bytes" else None,
+                options["dtype"] if what == "dtype" else None,  # type: ignore[arg-type]
+            ):
+                backward(9)
+                if what == "step":
+                    optimizer.step()
+                if what == "nest":
+                    with engine.windows.open("auto", None, None):
+                        pass
+                if what == "accumulate":
+                    with engine.accumulation():
+                        pass
+                if what == "backward":
+                    with contextlib.suppress(ArithmeticError):
+                        loss = engines.token_loss(engine.model, data[8])
+                        loss.register_hook(_fail)
+                        (loss * engine.model(data[8]).sum()).backward()
+                    backward(7)
+                if what == "raise":
+                    raise ArithmeticError("inside the window")
+
+    whats = ["step", "nest", "accumulate", "inside accumulation", "gather", "bytes", "dtype", "backward", "raise"]
+    steps = 0
+    for what in whats:
+        try:
+            misuse(what)
+            messages[what] = "no error"
+        except (RuntimeError, ValueError, ArithmeticError) as error:
+            messages[what] = str(error)
+        assert engine.runtime.core.deferred_bytes() == 0, what
+        optimizer.zero_grad()
+        with engine.training_step():
+            backward(steps)
+        optimizer.step()
+        steps += 1
+    engine.unshard()
+    _reference(twin, [[number] for number in range(steps)])
+    messages["deviation"] = str(models.deviation(engine.model, twin))
+    return messages
+
+
+def _fail(grad: Tensor) -> None:
+    raise ArithmeticError("in backward")
+
+
+@STAGES
+def test_misuse_raises_and_leaves_nothing(ranks: Ranks, stage: int) -> None:
+    expected = {
+        "step": "inside `coalesce_grad_reduction`", "nest": "do not nest", "accumulate": "window defers already",
+        "inside accumulation": "cannot open inside an accumulation", "gather": "choose 'auto', 'step' or 'use'",
+        "bytes": "must be a number of bytes", "dtype": "choose None or torch.float32", "backward": "are incomplete",
+        "raise": "inside the window",
+    }  # fmt: skip
+    for messages in ranks.run(_misused, stage):
+        assert float(messages.pop("deviation")) <= 1e-6
+        assert messages.keys() == expected.keys()
+        for what, text in expected.items():
+            assert text in messages[what], (what, messages[what])
+
+
+def _one_sided(what: str, stage: int) -> None:
+    engine = _engine(stage, seconds=6)
+    model, data = engine.model, models.Batches(models.rank())
+    first = models.rank() == 0
+
+    def backward(number: int) -> None:
+        engines.token_loss(model, data[number]).backward()
+        engine.after_backward()
+
+    with engine.training_step():
+        if what.startswith("not opened") and not first:
+            for number in range(3):
+                backward(number)
+            return
+        gather: Any = "step" if what.endswith("held") else "use"
+        if what == "later counts":  # the order of the units is known, and what follows each
+            for _ in range(2):
+                with engine.windows.open(gather, None, None):
+                    backward(0)
+        with engine.windows.open(gather, None, None):
+            for number in range(3 if "counts" not in what or first else 1):
+                backward(number)
+            if what.startswith("raises") and first:
+                raise ArithmeticError("on rank 0 only")
+
+
+@pytest.mark.parametrize(
+    ("what", "stage", "text"),
+    [
+        ("not opened", 1, "has not come to it within"),
+        pytest.param("not opened", 2, "has not come to it within", marks=pytest.mark.long),
+        pytest.param("not opened", 3, "has not ", marks=pytest.mark.long),
+        pytest.param("not opened held", 3, "has not ", marks=pytest.mark.long),
+        ("raises", 1, "failed inside window 1 of `coalesce_grad_reduction` with ArithmeticError: on rank 0 only"),
+        ("raises", 3, "failed inside window 1"),
+        pytest.param("raises", 2, "failed inside window 1", marks=pytest.mark.long),
+        pytest.param("raises held", 3, "failed inside window 1", marks=pytest.mark.long),
+        ("counts", 3, "gather number"),
+        pytest.param("later counts", 3, "gather number", marks=pytest.mark.long),
+    ],
+)
+def test_what_only_some_ranks_do_is_an_error_on_all(ranks: Ranks, what: str, stage: int, text: str) -> None:
+    """A window that a rank does not open, or fails in: no rank hangs, each says what happened."""
+    found = ranks.expect_error(_one_sided, what, stage, timeout=60)
+    assert text in found
+    if ranks.device == "cpu" or what != "not opened":  # there NCCL's watchdog ends the rank that waits, later than this
+        assert found.count("Traceback") >= 2 and "hangs after" not in found
