@@ -49,8 +49,8 @@ def _compare(mode: str, stage: int, accumulate: int) -> dict[str, Any]:
 def _check_whole(record: Any, frames: dict[str, dict[str, int]], mode: str) -> None:
     """One forward and one backward graph for all three blocks, no skipped frame, no eager read of a block."""
     compiled = record.compiled
-    if mode == "inductor":  # a warm compile cache skips our passes
-        assert (compiled.forward, compiled.backward) in ((1, 1), (0, 0)) and compiled.dynamo_graphs == 1
+    if mode == "inductor":  # a warm compile cache, also one that the other rank fills meanwhile, skips our passes
+        assert compiled.forward in (0, 1) and compiled.backward in (0, 1) and compiled.dynamo_graphs == 1
     else:
         assert (compiled.dynamo_graphs, compiled.forward, compiled.backward) == (1, 1, 1)
     assert frames["frames"] == {"total": 1, "ok": 1}
