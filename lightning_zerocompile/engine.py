@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ class Engine:
         """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
         self.runtime.pass_mark(f"{what} step")
         if fitting:
-            self._broadcast_buffers(list(self.model.modules()))
+            self._broadcast_buffers(self.model.modules())
         raised = True
         try:
             with self.runtime.forward(), self._user_code():
@@ -172,7 +172,7 @@ class Engine:
         finally:
             moment.in_step = before
 
-    def _broadcast_buffers(self, modules: Sequence[nn.Module]) -> None:
+    def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
         """Rank 0's buffers on every rank, as DDP does before each forward.
 
         In the reductions' group: in that of the gathers, the forward would wait for all that the optimizer has started.

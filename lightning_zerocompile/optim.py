@@ -207,7 +207,7 @@ def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:
 @torch.no_grad()
 def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dtype: torch.dtype) -> Exception | None:
     """What the optimizer raises when it updates one element of the master's dtype twice; None: nothing."""
-    value = torch.zeros((1,) * master.dim(), dtype=master.dtype, device=master.device)
+    value = _one_element(master)
     value.grad_dtype = grad_dtype
     value.grad = torch.zeros_like(value, dtype=grad_dtype)
     trial = object.__new__(type(optimizer))
@@ -224,7 +224,7 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dty
 
 
 def _one_element(kept: Any) -> Any:
-    """Zeros for what is kept of a parameter, with as many dimensions."""
+    """Zeros for a parameter, or for what is kept of it: one element with as many dimensions."""
     if not isinstance(kept, Tensor):
         return kept
     return torch.zeros((1,) * kept.dim(), dtype=kept.dtype, device=kept.device)

@@ -297,7 +297,8 @@ def refresh_all(model: nn.Module, modules: Sequence[nn.Module]) -> None:
         added = [name for name, p in module._parameters.items() if p is not None and not isinstance(p, leaves.Master)]
         if own and not added:
             continue
-        prefix = "".join(f"{name}." for name, m in model.named_modules() if m is module and name)
+        path = next(path for path, other in model.named_modules() if other is module)
+        prefix = f"{path}." if path else ""
         if not own:
             slots = module.__dict__[SLOTS]
             name = next(name for name in slots if module._parameters.get(name) is not slots[name].master)

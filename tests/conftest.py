@@ -21,9 +21,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if "long" in item.keywords]
         items[:] = [item for item in items if "long" not in item.keywords]
         config.hook.pytest_deselected(items=left_out)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and config.getoption("--device") == "cuda":
         return
-    skip = pytest.mark.skip(reason="needs a GPU")
+    skip = pytest.mark.skip(reason="needs a GPU and --device cuda")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)

@@ -168,6 +168,4 @@ def _cuda() -> None:
 @pytest.mark.gpu
 def test_synchronized_statistics_are_ddps(ranks: Ranks) -> None:
     """Values of SyncBatchNorm, which torch has for CUDA only; with ``--device cuda``."""
-    if ranks.device != "cuda":
-        pytest.skip("needs --device cuda")
     ranks.run(_cuda, timeout=300)

@@ -7,35 +7,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests import engines, models
+from tests.dist.test_compiled_writes import Writer
 from tests.dist.test_rules import SCOPES, STAGES, _pair, _sgd
 from tests.harness import Ranks
-
-
-class Writer(nn.Module):
-    """A block that writes to its own weight in its forward."""
-
-    def __init__(self, how: str, width: int = 10) -> None:
-        super().__init__()
-        self.linear = nn.Sequential(nn.Linear(width, width))
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.linear[0].weight
-        with torch.no_grad():
-            if self.how == "mul_":
-                weight.mul_(0.9)
-            elif self.how == "data":
-                weight.data.mul_(0.9)
-            elif self.how == "clamp_":
-                weight.t().clamp_(-0.1, 0.1)
-            elif self.how == "renorm":
-                F.embedding(torch.tensor([0, 1], device=weight.device), weight, max_norm=0.01)
-        return x + self.linear(x)
 
 
 def _eager_writes(how: str, stage: int) -> float:

@@ -23,7 +23,6 @@ EAGER: dict[str, Any] = {"compile": False}
 BLOCKS: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
 MODEL: dict[str, Any] = {"compile": "model", "backend": "aot_eager"}
 CELLS = [(3, EAGER), (3, BLOCKS)]
-RARE = ("batchnorms", "recurrent", "weightnorms")  # inference is theirs as training is
 LONG = [(1, EAGER), (1, MODEL), (2, EAGER), (3, MODEL)]
 ALWAYS = {"transformer": [(1, MODEL)], "recurrent": [(1, MODEL)], "uneven": [(1, MODEL), (2, EAGER)]}  # and these
 

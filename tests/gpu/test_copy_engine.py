@@ -65,9 +65,7 @@ def _compare(stage: int, scope: Any) -> tuple[float, int, int, int]:
 @pytest.mark.parametrize("scope", [False, "blocks"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_copies_equal_collectives(worlds: Worlds, device: str, world: int, stage: int, scope: Any) -> None:
-    if device != "cuda":
-        pytest.skip("run with --device cuda")
+def test_copies_equal_collectives(worlds: Worlds, world: int, stage: int, scope: Any) -> None:
     for deviation, copies, gathers, none in worlds(world).run(_compare, stage, scope, timeout=180):
         assert deviation <= 1e-6 and none == 0
         assert copies > gathers / 2 > 0

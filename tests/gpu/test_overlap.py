@@ -80,10 +80,8 @@ def _overlap(stage: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_reductions_overlap_compute(worlds: Worlds, device: str, stage: int) -> None:
+def test_reductions_overlap_compute(worlds: Worlds, stage: int) -> None:
     """More than 70 % of the reductions' time, over regions of one block each (the last has nothing to hide behind)."""
-    if device != "cuda":
-        pytest.skip("run with --device cuda")
     for shares in worlds(2).run(_overlap, stage, timeout=180):
         assert shares["ReduceScatter"] > 0.7
         if stage == 3:

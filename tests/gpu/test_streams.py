@@ -72,10 +72,8 @@ def _skipping(stage: int, blocks: int, scope: Any) -> float:
 @pytest.mark.parametrize("scope", [False, "blocks"])
 @pytest.mark.parametrize("blocks", [8, 40])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_missing_gradient_of_the_last_block(ranks: Ranks, device: str, stage: int, blocks: int, scope: Any) -> None:
+def test_a_missing_gradient_of_the_last_block(ranks: Ranks, stage: int, blocks: int, scope: Any) -> None:
     """The reduction that waits for it has more blocks behind it than buffers: no stream waits in a circle."""
-    if device != "cuda":
-        pytest.skip("run with --device cuda")
     for deviation in ranks.run(_skipping, stage, blocks, scope, timeout=150):
         assert deviation <= 1e-6
 
@@ -120,33 +118,25 @@ def _synchronized(stage: int, scope: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("scope", [False, "blocks"])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_synchronized_statistics_and_an_unused_head(ranks: Ranks, device: str, stage: int, scope: Any) -> None:
+def test_synchronized_statistics_and_an_unused_head(ranks: Ranks, stage: int, scope: Any) -> None:
     """The backward of SyncBatchNorm waits for all ranks, while the head's reduction waits for its end."""
-    if device != "cuda":
-        pytest.skip("run with --device cuda")
     for deviation, moved in ranks.run(_synchronized, stage, scope, timeout=150):
         assert deviation <= 1e-5 and moved > 1e-3
 
 
 def _asserting(copy_engine: bool) -> None:
     model = nn.Sequential(nn.Embedding(8, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    made = engines.make_engine(model, 3, compile=False, copy_engine=copy_engine, timeout=TIMEOUT)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made.attach_optimizers([optimizer])
-    try:
+    with engines.engine(model, 3, compile=False, copy_engine=copy_engine, timeout=TIMEOUT) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach_optimizers([optimizer])
         for step in range(3):
             tokens = torch.randint(0, 8, (4, 16), device=models.device()) + 8 * (step == 2)
-            engines.step(made, optimizer, lambda tokens=tokens: model(tokens).square().mean())
-    except BaseException:
-        made.abandon()
-        raise
+            engines.step(engine, optimizer, lambda tokens=tokens: model(tokens).square().mean())
 
 
 @pytest.mark.parametrize("copy_engine", [False, True])
 def test_an_assertion_of_the_device_ends_the_ranks(device: str, copy_engine: bool) -> None:
     """A token outside of the table, on all ranks: CUDA's error, or torch's watchdog of NCCL ends the process first."""
-    if device != "cuda":
-        pytest.skip("run with --device cuda")
     ranks = Ranks(2, device)
     try:
         text = ranks.expect_error(_asserting, copy_engine, timeout=90)
