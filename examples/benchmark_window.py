@@ -12,6 +12,8 @@ in bf16, N forwards and backwards of 64 rows before one optimizer step. One JSON
                  last backward has ended, and when all gradients are reduced
     reductions, reduced_mib, gathers, gathered_mib    collectives of a step and the bytes of the full values in them
 
+scopes: blocks (each layer is one compiled graph, in the bound too) and model (the whole model is one).
+
 modes: plain (each backward reduces as the stage does) and coalesced (`coalesce_grad_reduction`); for FSDP2 the same by
 `set_requires_gradient_sync` and, for its coalesced row, `set_reshard_after_backward(False)` until the last backward.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -76,11 +79,17 @@ class Memory:
 
 
 Step = Callable[[list[Tensor], Memory], None]
+Counts = Callable[[], dict[str, Any]]
 
 
 def build(device: torch.device) -> MLP:
     torch.manual_seed(0)
     return MLP().to(device, torch.bfloat16)
+
+
+def compile_in_place(model: MLP, scope: str) -> None:
+    for module in model.layers if scope == "blocks" else [model]:
+        module.compile(dynamic=False)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -91,18 +100,20 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).float().square().mean()
 
 
-def ours(stage: int, coalesced: bool, device: torch.device) -> tuple[Step, Callable[[], dict[str, Any]]]:
+def ours(
+    stage: int, scope: str, coalesced: bool, device: torch.device, args: argparse.Namespace
+) -> tuple[Step, Counts]:
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.engine import Engine
 
-    config = Config(stage=stage, dynamic=False, master_dtype=None, unit_bytes=WIDTH * WIDTH)
+    config = Config(stage=stage, compile=scope, dynamic=False, master_dtype=None, unit_bytes=WIDTH * WIDTH)
     engine = Engine(build(device), device, config, None, "nccl")
     optimizer = adamw(engine.model.parameters())
     engine.attach_optimizers([optimizer])
 
     def step(batches: list[Tensor], memory: Memory) -> None:
         with engine.training_step():
-            window = engine.windows.open("auto", None, None) if coalesced else contextlib.nullcontext()
+            window = engine.windows.open(args.gather, None, None) if coalesced else contextlib.nullcontext()
             with window:
                 for x in batches:
                     loss_of(engine.model, x).backward()
@@ -121,12 +132,14 @@ def ours(stage: int, coalesced: bool, device: torch.device) -> tuple[Step, Calla
     return step, counts
 
 
-def fsdp2(stage: int, coalesced: bool, device: torch.device) -> tuple[Step, Callable[[], dict[str, Any]]]:
+def fsdp2(
+    stage: int, scope: str, coalesced: bool, device: torch.device, args: argparse.Namespace
+) -> tuple[Step, Counts]:
     from torch.distributed.fsdp import fully_shard
 
     model = build(device)
+    compile_in_place(model, scope)
     for layer in model.layers:
-        layer.compile(dynamic=False)
         fully_shard(layer, reshard_after_forward=stage == 3)
     fully_shard(model, reshard_after_forward=stage == 3)
     optimizer = adamw(model.parameters())
@@ -159,11 +172,10 @@ def milliseconds(action: Callable[[], None], repeats: int = STEPS) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in times)
 
 
-def bound(backwards: int, device: torch.device) -> float:
+def bound(backwards: int, scope: str, device: torch.device) -> float:
     """What a step must cost: see the module's text."""
     model = build(device)
-    for layer in model.layers:
-        layer.compile(dynamic=False)
+    compile_in_place(model, scope)
     batches = inputs(backwards, device)
 
     def compute() -> None:
@@ -187,31 +199,31 @@ def inputs(count: int, device: torch.device) -> list[Tensor]:
 
 
 def rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    bounds = {count: bound(count, device) for count in args.backwards}
-    systems = {"zerocompile": ours, "fsdp2": fsdp2}
-    for system, stage in [("zerocompile", 1), ("zerocompile", 2), ("zerocompile", 3), ("fsdp2", 2), ("fsdp2", 3)]:
-        for coalesced in (False, True):
-            torch._dynamo.reset()
-            step, counts = systems[system](stage, coalesced, device)
-            for backwards in args.backwards:
-                memory, batches = Memory(), inputs(backwards, device)
+    bounds = {(n, scope): bound(n, scope, device) for n in args.backwards for scope in args.compile}
+    runs = [("zerocompile", ours, stage, scope) for scope in args.compile for stage in args.stages]
+    runs += [("fsdp2", fsdp2, stage, "blocks") for stage in args.stages if stage > 1 and "blocks" in args.compile]
+    for (system, make, stage, scope), coalesced in itertools.product(runs, (False, True)):
+        torch._dynamo.reset()
+        step, counts = make(stage, scope, coalesced, device, args)
+        for backwards in args.backwards:
+            memory, batches = Memory(), inputs(backwards, device)
 
-                def whole(step: Step = step, batches: list[Tensor] = batches, memory: Memory = memory) -> None:
-                    memory.start()
-                    step(batches, memory)
+            def whole(step: Step = step, batches: list[Tensor] = batches, memory: Memory = memory) -> None:
+                memory.start()
+                step(batches, memory)
 
-                took = milliseconds(whole)
-                before = counts()
-                whole()
-                yield {
-                    "system": system, "stage": stage, "mode": "coalesced" if coalesced else "plain",
-                    "backwards": backwards, "ms": round(took, 2), "bound_ms": round(bounds[backwards], 2),
-                    "x_bound": round(took / bounds[backwards], 3),
-                    **{name: round(value) for name, value in memory.seen.items()},
-                    **{name: round(value - before[name]) for name, value in counts().items()},
-                }  # fmt: skip
-            del step, counts
-            torch.cuda.empty_cache()
+            took, expected = milliseconds(whole), bounds[backwards, scope]
+            before = counts()
+            whole()
+            yield {
+                "system": system, "stage": stage, "compile": scope, "mode": "coalesced" if coalesced else "plain",
+                "backwards": backwards, "ms": round(took, 2), "bound_ms": round(expected, 2),
+                "x_bound": round(took / expected, 3),
+                **{name: round(value) for name, value in memory.seen.items()},
+                **{name: round(value - before[name]) for name, value in counts().items()},
+            }  # fmt: skip
+        del step, counts
+        torch.cuda.empty_cache()
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -228,6 +240,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--backwards", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--compile", nargs="+", choices=["blocks", "model"], default=["blocks", "model"])
+    parser.add_argument("--stages", type=int, nargs="+", choices=[1, 2, 3], default=[1, 2, 3])
+    parser.add_argument("--gather", choices=["auto", "step", "use"], default="auto", help="of the window")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
