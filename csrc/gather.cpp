@@ -51,6 +51,21 @@ void Runtime::check_order(const Unit& unit, Way way, bool full) {
   followers.insert(index);
 }
 
+namespace {
+
+// This rank's rows are the cast of what the masters hold here.
+void fill_rows(const std::vector<PeerMemory::Rows>& call) {
+  std::vector<Tensor> own, masters;
+  for (const auto& rows : call) {
+    if (rows.master.numel() == 0) continue;
+    own.push_back(rows.own);
+    masters.push_back(rows.master);
+  }
+  if (!own.empty()) at::_foreach_copy_(own, masters);
+}
+
+}  // namespace
+
 // [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
 // `restores`: an older forward saw the same values. `full`: what is gathered anew must be exact.
@@ -65,21 +80,13 @@ void Runtime::launch_gather(Unit& unit, Way way, bool restores, bool full) {
     if (!p.full.defined()) allocate(p, gathered_dtype(p, full));
   }
   Lane::Launch launch(gather_lane_);
-  using Lists = std::pair<std::vector<Tensor>, std::vector<Tensor>>;
-  std::map<at::ScalarType, Lists> copies, calls;  // by the dtype of what is gathered
+  std::map<at::ScalarType, std::vector<PeerMemory::Rows>> calls;  // by the dtype of what is gathered
+  std::vector<PeerMemory::Rows> unmoved;
   unit.bytes = 0;
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
-    if (p.local.numel() > 0) {
-      auto& [own, local] = copies[p.own.scalar_type()];
-      own.push_back(p.own);
-      local.push_back(p.local);
-    }
-    if (!p.replicated && p.full.numel() > 0) {
-      auto& [outputs, inputs] = calls[p.full.scalar_type()];
-      outputs.push_back(on_the_wire(p.full));
-      inputs.push_back(on_the_wire(p.rows_here));
-    }
+    auto& call = p.replicated || p.full.numel() == 0 ? unmoved : calls[p.full.scalar_type()];
+    call.push_back({on_the_wire(p.full), on_the_wire(p.rows_here), on_the_wire(p.own), on_the_wire(p.local)});
     const bool changes = !(restores || unit.stale) || p.gathered_version != p.version();
     if (changes) p.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
     p.value_version = static_cast<int64_t>(p.value._version());
@@ -88,21 +95,27 @@ void Runtime::launch_gather(Unit& unit, Way way, bool restores, bool full) {
     if (p.full.scalar_type() == p.dtype) by_storage_[p.full.storage().unsafeGetStorageImpl()] = i;
   }
   unit.stale = false;
-  for (auto& [dtype, copy] : copies) at::_foreach_copy_(copy.first, copy.second);
+  fill_rows(unmoved);
   for (auto& [dtype, call] : calls) {
     int64_t bytes = 0;
-    for (const auto& t : call.first) bytes += static_cast<int64_t>(t.nbytes());
+    for (const auto& rows : call) bytes += static_cast<int64_t>(rows.full.nbytes());
     stats_.gathers += 1;
     unit.gathers += 1;
     stats_.gather_bytes += bytes;
     unit.gather_bytes += bytes;
-    if (world_ == 1) continue;
-    if (peers_ != nullptr && peers_->holds(call.second)) {
+    if (peers_ != nullptr && peers_->holds(call)) {
       stats_.peer_gathers += 1;
-      peers_->all_gather(call.first, call.second);
-    } else {
-      all_gather(*gather_group_, launch, std::move(call.first), std::move(call.second));
+      peers_->all_gather(call);
+      continue;
     }
+    fill_rows(call);
+    if (world_ == 1) continue;
+    std::vector<Tensor> outputs, inputs;
+    for (auto& rows : call) {
+      outputs.push_back(std::move(rows.full));
+      inputs.push_back(std::move(rows.rows));
+    }
+    all_gather(*gather_group_, launch, std::move(outputs), std::move(inputs));
   }
   unit.gathering = launch.finish();
   unit.gathered_in = static_cast<int64_t>(way);

@@ -94,6 +94,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("reductions", &Stats::reductions)
       .def_readonly("reduce_bytes", &Stats::reduce_bytes)
       .def_readonly("peer_gathers", &Stats::peer_gathers)
+      .def_readonly("peer_reductions", &Stats::peer_reductions)
       .def_readonly("prefetched", &Stats::prefetched)
       .def_readonly("eager_reads", &Stats::eager_reads)
       .def_readonly("eager_gathers", &Stats::eager_gathers)
@@ -122,6 +123,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("shutdown", &Runtime::shutdown, py::arg("wait"), Release())  // gloo's threads may need the GIL to end
       .def("peer_bytes", &Runtime::peer_bytes)
       .def("set_peers", &Runtime::set_peers, Release())
+      .def("set_kernels", &Runtime::set_kernels, Release())
+      .def("summing_peer_bytes", &Runtime::summing_peer_bytes)
+      .def("set_summing_peers", &Runtime::set_summing_peers, Release())
       .def("identity", &Runtime::identity)
       .def("resident_value", &Runtime::resident_value, Release())
       .def("read", [](const std::shared_ptr<Runtime>& self, int64_t parameter, const Tensor& handle,

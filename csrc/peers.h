@@ -1,39 +1,73 @@
-// Gathers as copies between the memories of one host's devices.
+// Gathers and reductions as copies between the memories of one host's devices.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "kernels.h"
 
 namespace zerocompile {
 
 // [Note: copy engines] A kernel of NCCL takes multiprocessors from the very compute that is to hide it. Between devices
 // that reach each other's memory a gather can be plain copies, which the copy engines do: each rank puts its rows into
 // memory that all of them have mapped, all meet at a barrier on the device, and each takes the others' rows. A
-// reduction has to be computed, so there copies only add to NCCL's work: measured, they lose.
+// reduction's bytes move in the same way: each rank puts the rows of its gradients into the memories of those who own
+// them, all meet, and one kernel sums what came, in float32, and writes it where the optimizer reads it.
 //
-// [Note: two halves] The mapped buffer is used by halves, in turn. A half is written again two gathers later; then this
-// rank's stream is behind the barrier of the one in between, at which every rank arrives only after it has taken all it
-// needed from the half.
+// [Note: two halves] The mapped buffer is used by halves, in turn. A half is written again two rounds later; then the
+// stream of the rank that writes is behind the barrier of the one in between, at which every rank arrives only after it
+// has read all it needed from the half. What is larger than a half (an embedding, a head) takes several rounds.
 class PeerMemory {
  public:
-  // `buffer`: [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory).
-  PeerMemory(at::Tensor buffer, const std::string& group, int64_t timeout_ms);
+  // `buffer`: [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory). `kernels` may be null.
+  PeerMemory(at::Tensor buffer, const std::string& group, std::shared_ptr<Kernels> kernels, int64_t timeout_ms);
 
-  // Whether a gather of these inputs fits a half. Alike on all ranks, as sizes are.
-  bool holds(const std::vector<at::Tensor>& inputs) const;
+  // One parameter's gather.
+  struct Rows {
+    at::Tensor full, rows;   // [world * n, ...], and of it this rank's rows: [n, ...]
+    at::Tensor own, master;  // [<=n, ...]: what of `rows` the local part of the master fills, and that part
+  };
+  // One parameter's reduction.
+  struct Gradient {
+    at::Tensor full;  // [world * n, ...] bfloat16
+    at::Tensor mean;  // [<=n, ...] float32: this rank's rows of the result
+    bool adds;        // to what `mean` holds
+  };
 
-  // As in collectives.h: outputs[i]: [world * n_i, ...], inputs[i]: [n_i, ...], its own rows; on the current stream.
-  void all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+  // Whether a gather or a reduction takes few enough rounds. Alike on all ranks, as sizes are.
+  bool holds(const std::vector<Rows>& parameters) const;
+  bool holds(const std::vector<Gradient>& gradients) const;
+
+  // Casts the masters' rows and gathers; all of one dtype; on the current stream.
+  void all_gather(const std::vector<Rows>& parameters);
+
+  // Sums over the ranks and divides; on the current stream. Needs kernels.
+  void reduce_scatter(const std::vector<Gradient>& gradients, double divisor);
 
  private:
+  // A part of one parameter's rows on one rank that goes through a half at `place`; in elements.
+  struct Piece {
+    size_t parameter;
+    int64_t start, numel, place;
+  };
+  using Round = std::vector<Piece>;
+
+  static std::vector<Round> rounds(const std::vector<int64_t>& numels, int64_t bytes, at::ScalarType dtype);
   const std::vector<at::Tensor>& flat(at::ScalarType dtype);  // by rank, [elements of both halves]
+  int64_t next_half(at::ScalarType dtype);                    // where it begins
+  int64_t slot_bytes() const;                                 // of a half: what one peer sends
+  void gather(const std::vector<Rows>& parameters, const Round& round);
+  void stage(const std::vector<Rows>& parts, const std::vector<at::Tensor>& staged);
+  void reduce(const std::vector<Gradient>& gradients, const Round& round, double divisor);
 
   at::Tensor buffer_;
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> memory_;
+  std::shared_ptr<Kernels> kernels_;
   int64_t rank_, world_, timeout_ms_, half_bytes_, turn_ = 0;
   std::map<at::ScalarType, std::vector<at::Tensor>> flat_;
 };

@@ -143,28 +143,25 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
   const auto kept = kept_dtype(first);
   const auto options = first.local.options().requires_grad(false);
   int64_t total = 0;
-  bool adds = false, binds = false;
-  std::vector<Tensor> existing;
+  bool binds = false;
+  std::vector<Shard> shards;
   for (auto i : group) {
+    shards.push_back({existing_grad(parameters_[i]), {}, total});
     total += parameters_[i].rows * row_numel(parameters_[i]);
-    existing.push_back(existing_grad(parameters_[i]));
-    (existing.back().defined() ? adds : binds) = true;
+    binds = binds || !shards.back().existing.defined();
   }
-  const bool direct = !adds && kept == communicated;
   const auto make_partition = [&] { return at::empty({binds ? total : 0}, options.dtype(kept)); };
   Tensor partition;  // of the caller's stream, where the optimizer reads it, if the lane is ordered behind all of that
   if (!reduction.ready) partition = make_partition();
   Lane::Launch launch(reduce_lane_, reduction.ready);
   if (reduction.ready) partition = make_partition();
   reduction.inputs.push_back(partition);  // the lane writes to it even if nobody binds it
-  auto result = direct ? partition : at::empty({total}, options.dtype(communicated));
-  std::vector<Tensor> inputs, outputs;
-  int64_t offset = 0;
-  for (auto i : group) {
-    auto& p = parameters_[i];
-    const auto numel = p.rows * row_numel(p);
-    auto size = p.size;
-    size[0] = p.rows;
+  std::vector<PeerMemory::Gradient> gradients;
+  for (size_t k = 0; k < group.size(); ++k) {
+    auto& p = parameters_[group[k]];
+    auto& shard = shards[k];
+    if (!shard.existing.defined()) shard.own = rows_of(partition, p, shard.offset);
+    reduced_.emplace_back(group[k], shard.own);
     if (!p.grad.defined()) p.grad = at::zeros(p.size, options.dtype(communicated));
     reduction.inputs.push_back(p.grad);
     auto grad = p.grad.to(communicated).contiguous();
@@ -176,50 +173,57 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
     }
     p.grad.reset();
     p.grad_owned = false;
-    if (numel > 0) {
-      stats_.reduce_bytes += static_cast<int64_t>(grad.nbytes());
-      reduction.inputs.push_back(grad);
-      inputs.push_back(on_the_wire(grad));
-      outputs.push_back(on_the_wire(result.as_strided(size, c10::contiguous_strides(size), offset)));
-    }
-    offset += numel;
+    if (grad.numel() == 0) continue;
+    stats_.reduce_bytes += static_cast<int64_t>(grad.nbytes());
+    reduction.inputs.push_back(grad);
+    const bool adds = shard.existing.defined();
+    gradients.push_back({std::move(grad), adds ? shard.existing : shard.own, adds});
+    shard.gradient = static_cast<int64_t>(gradients.size()) - 1;
+  }
+  if (!gradients.empty()) stats_.reductions += 1;
+  const bool by_kernel = communicated == at::kBFloat16 && kept == at::kFloat && !gradients.empty();
+  if (by_kernel && summing_peers_ != nullptr && summing_peers_->holds(gradients)) {
+    stats_.peer_reductions += 1;
+    summing_peers_->reduce_scatter(gradients, divisor_);
+  } else {
+    reduce_by_collective(launch, group, shards, gradients, partition, total, communicated);
+  }
+  reduction.done.push_back(launch.finish());
+}
+
+// The same through the process group: the result is in the dtype that is communicated, and copied or added from there.
+void Runtime::reduce_by_collective(Lane::Launch& launch, const std::vector<int64_t>& group,
+                                   const std::vector<Shard>& shards,
+                                   const std::vector<PeerMemory::Gradient>& gradients, const Tensor& partition,
+                                   int64_t total, at::ScalarType communicated) {
+  const bool adds = std::any_of(shards.begin(), shards.end(), [](const Shard& s) { return s.existing.defined(); });
+  const bool direct = !adds && partition.scalar_type() == communicated;
+  const auto result = direct ? partition : at::empty({total}, partition.options().dtype(communicated));
+  std::vector<Tensor> inputs, outputs, reduced;  // the last: [<=rows, ...], by parameter
+  for (size_t k = 0; k < group.size(); ++k) {
+    const auto& p = parameters_[group[k]];
+    if (adds) reduced.push_back(rows_of(result, p, shards[k].offset));
+    if (shards[k].gradient < 0) continue;
+    auto size = p.size;
+    size[0] = p.rows;
+    inputs.push_back(on_the_wire(gradients[shards[k].gradient].full));
+    outputs.push_back(on_the_wire(result.as_strided(size, c10::contiguous_strides(size), shards[k].offset)));
   }
   const bool average = divisor_ == static_cast<double>(world_);
-  if (!inputs.empty()) {
-    stats_.reductions += 1;
-    if (world_ == 1) {
-      at::_foreach_copy_(outputs, inputs);
-    } else {
-      const auto op = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-      reduce_scatter(*reduce_group_, launch, outputs, inputs, op);
-    }
+  if (!inputs.empty() && world_ == 1) {
+    at::_foreach_copy_(outputs, inputs);
+  } else if (!inputs.empty()) {
+    reduce_scatter(*reduce_group_, launch, outputs, inputs, average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
   }
-  struct Part {
-    Tensor existing, reduced, own;  // [<=rows, ...]: bound already, of the result, of the partition
-  };
-  std::vector<Part> parts;
-  offset = 0;
-  for (size_t k = 0; k < group.size(); ++k) {
-    auto& p = parameters_[group[k]];
-    const auto numel = p.rows * row_numel(p);
-    Part part;
-    part.existing = existing[k];
-    if (adds) part.reduced = rows_of(result, p, offset);
-    if (!existing[k].defined()) part.own = rows_of(partition, p, offset);
-    reduced_.emplace_back(group[k], part.own);
-    parts.push_back(std::move(part));
-    offset += numel;
-  }
-  launch.then([result, partition, direct, adds, divisor = average ? 1.0 : divisor_, parts] {
+  launch.then([=, divisor = average ? 1.0 : divisor_] {
     at::NoGradGuard no_grad;
     if (divisor != 1.0) result.div_(divisor);
     if (!direct && !adds) at::_foreach_copy_({partition}, {result});  // its kernel casts faster than that of copy_
-    for (const auto& part : parts) {
-      if (part.existing.defined()) part.existing.add_(part.reduced);
-      else if (adds) part.own.copy_(part.reduced);
+    for (size_t k = 0; k < reduced.size(); ++k) {
+      if (shards[k].existing.defined()) shards[k].existing.add_(reduced[k]);
+      else shards[k].own.copy_(reduced[k]);
     }
   });
-  reduction.done.push_back(launch.finish());
 }
 
 // 0-dim parameters are replicated: their gradients are averaged whole.

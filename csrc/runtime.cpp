@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <algorithm>
+
 namespace zerocompile {
 
 namespace {
@@ -66,13 +68,36 @@ Runtime::~Runtime() {
   for (auto& p : parameters_) forget_identity(p.identity);
 }
 
-// Bytes of a half: of one rank's rows of the usual unit. What does not fit (an embedding, a head) goes through the
-// process group.
+// Bytes of a half: of one rank's rows of the usual unit.
 int64_t Runtime::peer_bytes() const { return usual_bytes_; }
 
 void Runtime::set_peers(const Tensor& buffer, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  peers_ = std::make_unique<PeerMemory>(buffer, gather_group_->getGroupName(), timeout_ms);
+  peers_ = std::make_unique<PeerMemory>(buffer, gather_group_->getGroupName(), kernels_, timeout_ms);
+}
+
+void Runtime::set_kernels(const std::string& code) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  kernels_ = std::make_shared<Kernels>(code, device_);
+}
+
+// Bytes of a half: what the other ranks send of the usual unit's gradients. 0: kernels cannot sum them.
+int64_t Runtime::summing_peer_bytes() const {
+  const auto usual = std::find_if(units_.begin(), units_.end(), [&](const Unit& u) { return u.sent == usual_bytes_; });
+  if (kernels_ == nullptr || usual == units_.end() || world_ - 1 > Kernels::kPeers) return 0;
+  int64_t bytes = 0;
+  for (auto i : usual->parameters) {
+    const auto& p = parameters_[i];
+    const bool summed = p.cast_grad && p.reduce_dtype.value_or(p.grad_dtype) == at::kBFloat16 &&
+                        p.bound_dtype == at::kFloat && !p.replicated;
+    if (summed) bytes += sent_bytes(p, at::kBFloat16);
+  }
+  return bytes * (world_ - 1);
+}
+
+void Runtime::set_summing_peers(const Tensor& buffer, int64_t timeout_ms) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  summing_peers_ = std::make_unique<PeerMemory>(buffer, gather_group_->getGroupName(), kernels_, timeout_ms);
 }
 
 // Waits for everything that is on its way.
@@ -131,6 +156,7 @@ void Runtime::drop_in_flight() {
   }
   drop_reductions();
   if (gathers) (void)peers_.release();
+  if (reductions_dropped_) (void)summing_peers_.release();
   if (!device_.is_cpu()) return;
   if (gathers) (void)gather_group_.release();
   if (reductions_dropped_) (void)reduce_group_.release();
@@ -143,7 +169,10 @@ void Runtime::shutdown(bool wait) {
   if (shut_down_) return;
   if (wait) settle();
   shut_down_ = true;
-  if (!wait) (void)peers_.release();  // what was awaited may still wait on the device
+  if (!wait) {  // what was awaited may still wait on the device
+    (void)peers_.release();
+    (void)summing_peers_.release();
+  }
   drop_in_flight();
   for (auto& p : parameters_) forget_identity(p.identity);
   parameters_.clear();
@@ -156,6 +185,8 @@ void Runtime::shutdown(bool wait) {
   compare_ = nullptr;
   unite_ = nullptr;
   peers_.reset();
+  summing_peers_.reset();
+  kernels_.reset();
   gather_group_.reset();
   reduce_group_.reset();
 }
@@ -203,26 +234,23 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
   gathers_in_backward_ = gathers_in_backward_ || lifetime == Lifetime::Use;
   units_.push_back(std::move(unit));
   seen_forward_.push_back(0);
-  std::map<int64_t, int64_t> counts;
-  for (const auto& u : units_) {
-    if (u.sent > 0) counts[u.sent] += 1;
-  }
-  int64_t most = 0;
-  for (const auto& [bytes, count] : counts) {
-    if (count >= most) std::tie(usual_bytes_, most) = std::pair(bytes, count);
-  }
+  const auto sent = units_.back().sent, count = ++units_by_bytes_[sent];
+  const auto usual = std::pair(usual_bytes_ > 0 ? units_by_bytes_[usual_bytes_] : 0, usual_bytes_);
+  if (sent > 0 && std::pair(count, sent) > usual) usual_bytes_ = sent;
   return index;
 }
 
 int64_t Runtime::sent_bytes(const Unit& unit) const {
   int64_t bytes = 0;
   for (auto i : unit.parameters) {
-    const auto& p = parameters_[i];
-    if (p.replicated) continue;
-    const auto rows = c10::multiply_integers(padded_size(p)) / world_;
-    bytes += (rows * static_cast<int64_t>(c10::elementSize(p.dtype)) + 511) / 512 * 512;
+    if (!parameters_[i].replicated) bytes += sent_bytes(parameters_[i], parameters_[i].dtype);
   }
   return bytes;
+}
+
+int64_t Runtime::sent_bytes(const Parameter& p, at::ScalarType dtype) const {
+  const auto rows = c10::multiply_integers(padded_size(p)) / world_;
+  return (rows * static_cast<int64_t>(c10::elementSize(dtype)) + 511) / 512 * 512;
 }
 
 void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,

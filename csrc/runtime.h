@@ -102,6 +102,13 @@ struct Unit {
   Ready ready;              // behind its gradients so far, see [Note: late reductions]
 };
 
+// One parameter's part of a reduction's result: added to what is bound already, or in the partition, which is bound.
+struct Shard {
+  Tensor existing, own;   // [<=rows, ...]; one of the two
+  int64_t offset;         // in the partition
+  int64_t gradient = -1;  // which of the collective's; -1: it has no elements
+};
+
 // A reduction on its way: it holds what the collective reads until the compute stream is behind it.
 struct Reduction {
   int64_t unit;
@@ -113,6 +120,7 @@ struct Reduction {
 struct Stats {
   int64_t gathers = 0, gather_bytes = 0;        // collectives, bytes of the gathered result
   int64_t peer_gathers = 0;                     // gathers that copies between devices did
+  int64_t peer_reductions = 0;                  // and reductions
   int64_t reductions = 0, reduce_bytes = 0;     // collectives, bytes of the full gradients
   int64_t prefetched = 0;                       // gathers that were started before they were asked for
   int64_t eager_reads = 0, eager_gathers = 0;   // reads outside graphs, and those that had to gather
@@ -140,6 +148,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                      std::function<std::string(int64_t, std::string, bool)> unite);
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, int64_t timeout_ms);
+  void set_kernels(const std::string& code);
+  int64_t summing_peer_bytes() const;
+  void set_summing_peers(const Tensor& buffer, int64_t timeout_ms);
   void settle();
   void shutdown(bool wait);
   int64_t identity(int64_t parameter) const { return parameters_.at(parameter).identity; }
@@ -225,6 +236,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Parameter& parameter(int64_t index);
   std::vector<int64_t> padded_size(const Parameter& p) const;
   int64_t sent_bytes(const Unit& unit) const;
+  int64_t sent_bytes(const Parameter& p, at::ScalarType dtype) const;
   void allocate(Parameter& p, at::ScalarType dtype);
   void forget(Parameter& p);
   Phase phase() const;
@@ -257,6 +269,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void launch_reduction(int64_t unit);
   void launch_contributed();
   void reduce_group(const std::vector<int64_t>& group, Reduction& reduction);
+  void reduce_by_collective(Lane::Launch& launch, const std::vector<int64_t>& group, const std::vector<Shard>& shards,
+                            const std::vector<PeerMemory::Gradient>& gradients, const Tensor& partition, int64_t total,
+                            at::ScalarType communicated);
   void replicate_group(const std::vector<int64_t>& group, Reduction& reduction);
   std::vector<char> agree_on_used(const std::function<void()>& meanwhile);
   void drop_reductions();
@@ -286,8 +301,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::function<std::string(int64_t, std::string, bool)> unite_;
   int64_t exchanges_ = 0;  // of used flags so far
   Lane gather_lane_, reduce_lane_;
-  std::unique_ptr<PeerMemory> peers_;  // of the gathers' lane; null: their process group does all
-  int64_t usual_bytes_ = 0;            // `sent` of the most frequent unit, the repeated block
+  std::unique_ptr<PeerMemory> peers_;          // of the gathers' lane; null: their process group does all
+  std::unique_ptr<PeerMemory> summing_peers_;  // of the reductions' lane
+  std::shared_ptr<Kernels> kernels_;           // null: torch's do all
+  int64_t usual_bytes_ = 0;                    // `sent` of the most frequent unit, the repeated block
+  std::map<int64_t, int64_t> units_by_bytes_;  // how many have this `sent`
   Stats stats_;
 
   std::unordered_map<const void*, int64_t> by_storage_;  // storage of a gathered value -> parameter

@@ -36,7 +36,12 @@ def _refused(reason: str, wanted: bool | Literal["auto"]) -> bool:
 
 
 def map_buffer(
-    mesh: DeviceMesh, device: torch.device, agreement: Agreement, wanted: bool | Literal["auto"], half: int
+    mesh: DeviceMesh,
+    device: torch.device,
+    agreement: Agreement,
+    wanted: bool | Literal["auto"],
+    half: int,
+    purpose: str,
 ) -> Tensor | None:
     """A buffer of two halves that all ranks have mapped; ``None`` if collectives must gather.
 
@@ -48,6 +53,7 @@ def map_buffer(
         agreement: the ranks' conversation.
         wanted: ``"auto"``: if it can be mapped; ``True``: or raise.
         half: bytes of one half; 0: none.
+        purpose: no other buffer's.
 
     Returns:
         [2 * half], uint8.
@@ -58,9 +64,9 @@ def map_buffer(
     if half == 0:
         return None
     buffers: list[Tensor] = []
-    reason = _first_failure(agreement, "allocated", lambda: buffers.append(_allocate(device, 2 * half)))
+    reason = first_failure(agreement, f"allocated/{purpose}", lambda: buffers.append(_allocate(device, 2 * half)))
     if not reason:
-        reason = _first_failure(agreement, "mapped", lambda: _rendezvous(buffers[0], mesh.get_group()))
+        reason = first_failure(agreement, f"mapped/{purpose}", lambda: _rendezvous(buffers[0], mesh.get_group()))
     return None if _refused(reason, wanted) else buffers[0]
 
 
@@ -79,7 +85,7 @@ def _unreachable(device: torch.device, agreement: Agreement) -> str:
     return next((text for text in agreement.exchange("reachable", reason).values() if text), "")
 
 
-def _first_failure(agreement: Agreement, topic: str, action: Callable[[], Any]) -> str:
+def first_failure(agreement: Agreement, topic: str, action: Callable[[], Any]) -> str:
     """What the first rank on which ``action`` fails says; "" if it succeeds on all, alike on all ranks."""
     reason = ""
     try:

@@ -21,7 +21,7 @@ from lightning_zerocompile.casts import Casts
 from lightning_zerocompile.comparisons import Comparisons
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
-from lightning_zerocompile.peers import has_copy_engines, map_buffer
+from lightning_zerocompile.peers import first_failure, has_copy_engines, map_buffer
 from lightning_zerocompile.policy import Lifetime, Policy
 from lightning_zerocompile.shard import ClassCache, Moment, Slot, install, make_master, spec_like
 from lightning_zerocompile.units import UnitPlan
@@ -34,7 +34,7 @@ class Stats:
     Attributes:
         gathers: all-gather collectives (one per unit and dtype), and ``gather_bytes`` of their results.
         prefetched: those among them that started before they were asked for.
-        peer_gathers: those that copies between devices did instead of a process group.
+        peer_gathers, peer_reductions: those that copies between devices did instead of a process group.
         reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
         padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
         graph_uses, graph_reductions: parameters that compiled graphs asked for, gradients that they delivered.
@@ -47,6 +47,7 @@ class Stats:
     gather_bytes: int
     prefetched: int
     peer_gathers: int
+    peer_reductions: int
     reductions: int
     reduce_bytes: int
     padded_copies: int
@@ -165,10 +166,23 @@ class Runtime:
                 for slot in slots:
                     self.casts.add(slot, places.of(slot.name))
         places.finish()
-        size = self.core.peer_bytes() if mapped else 0
-        buffer = map_buffer(self.mesh, self.device, self.agreement, self.config.copy_engine, size)
-        if buffer is not None:
-            self.core.set_peers(buffer, int(self.config.timeout.total_seconds() * 1000))
+        if mapped:
+            self._map_peers()
+
+    def _map_peers(self) -> None:
+        """Gathers and reductions become copies between the devices' memories, as far as these allow it."""
+        mesh, agreement, wanted = self.mesh, self.agreement, self.config.copy_engine
+        timeout = int(self.config.timeout.total_seconds() * 1000)
+        code = (extension.source_directory() / "kernels.ptx").read_text()
+        loaded = not first_failure(agreement, "kernels", lambda: self.core.set_kernels(code))
+        buffer = map_buffer(mesh, self.device, agreement, wanted, self.core.peer_bytes(), "gathers")
+        if buffer is None:
+            return
+        self.core.set_peers(buffer, timeout)
+        size = self.core.summing_peer_bytes() if loaded else 0
+        summing = map_buffer(mesh, self.device, agreement, "auto", size, "reductions")
+        if summing is not None:
+            self.core.set_summing_peers(summing, timeout)
 
     def _install(self, slot: Slot, places: Places) -> None:
         for module, local_name in places.of(slot.name):

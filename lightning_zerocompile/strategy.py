@@ -60,9 +60,10 @@ class ZeroCompileStrategy(ProcessStrategy):
         memory_budget: at stage 3, bytes on each device that may be filled with units that stay gathered from one
             optimizer step to the next: those that save most communication. ``"auto"``: three quarters of what is free
             at the peak of the first two steps. Chosen once behind them, with one recompilation. ``None``: none.
-        copy_engine: whether parameters are gathered by copies between the GPUs of one host instead of NCCL's kernels,
-            which take multiprocessors from the compute beside them; ``"auto"``: where all ranks are on one host and
-            their GPUs reach each other's memory; ``True``: or raise.
+        copy_engine: whether parameters are gathered, and bfloat16 gradients exchanged and then summed in float32, by
+            copies between the GPUs of one host instead of NCCL's kernels, which take multiprocessors from the compute
+            beside them; ``"auto"``: where all ranks are on one host and their GPUs reach each other's memory;
+            ``True``: or raise (gathers only).
         accumulate: ``"local"``: at every stage the full gradients of an accumulation (Lightning's
             ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; ``None``: only
             at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.

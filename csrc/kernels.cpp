@@ -1,0 +1,166 @@
+#include "kernels.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "text.h"
+
+namespace zerocompile {
+
+namespace {
+
+constexpr int64_t kThreads = 256, kPerBlock = kThreads * 8 * 2;  // as in kernels.cu
+constexpr size_t kMost = 32;
+constexpr uintptr_t kAlignment = 16;
+
+// The arguments, as in kernels.cu.
+struct CastArguments {
+  int count, first_block[kMost];
+  int64_t numel[kMost];
+  const void* from[kMost];
+  void* to[kMost];
+  void* also[kMost];
+};
+
+struct SumArguments {
+  int count, peers, first_block[kMost];
+  float divisor, factor;
+  int64_t numel[kMost], place[kMost];
+  const void* own[kMost];
+  void* to[kMost];
+  bool adds[kMost];
+  const void* received[Kernels::kPeers];
+};
+
+template <typename Function>
+Function* in_driver(void* driver, const char* name) {
+  auto* function = reinterpret_cast<Function*>(dlsym(driver, name));
+  TORCH_CHECK(function != nullptr, text("zerocompile: the CUDA driver has no ", name));
+  return function;
+}
+
+// The driver's functions have had these types since CUDA 4 (cuda.h: CUresult is an enum, the handles are pointers).
+using GetErrorName = int(int, const char**);
+using LoadData = int(void**, const void*);
+using Unload = int(void*);
+using GetFunction = int(void**, void*, const char*);
+using LaunchKernel = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
+                         void**);
+
+void check(void* driver, int result, const char* what) {
+  if (result == 0) return;
+  const char* name = nullptr;
+  in_driver<GetErrorName>(driver, "cuGetErrorName")(result, &name);
+  TORCH_CHECK(false, text("zerocompile: ", what, " failed: ", name == nullptr ? "unknown error" : name));
+}
+
+bool fits(const at::Tensor& array, at::ScalarType dtype, int64_t numel) {
+  return array.is_cuda() && array.scalar_type() == dtype && array.is_contiguous() && array.numel() == numel &&
+         reinterpret_cast<uintptr_t>(array.const_data_ptr()) % kAlignment == 0;
+}
+
+int64_t blocks_of(int64_t numel) { return (numel + kPerBlock - 1) / kPerBlock; }
+
+}  // namespace
+
+Kernels::Kernels(const std::string& code, c10::Device device) : device_(device) {
+  TORCH_CHECK(device_.is_cuda(), text("zerocompile: kernels are for CUDA devices, not for ", device_));
+  const c10::DeviceGuard guard(device_);
+  driver_ = dlopen("libcuda.so.1", RTLD_NOW);
+  TORCH_CHECK(driver_ != nullptr, "zerocompile: there is no CUDA driver (libcuda.so.1)");
+  check(driver_, in_driver<LoadData>(driver_, "cuModuleLoadData")(&module_, code.c_str()), "loading the kernels");
+  const auto get = in_driver<GetFunction>(driver_, "cuModuleGetFunction");
+  check(driver_, get(&cast_, module_, "zerocompile_cast"), "finding the kernel of casts");
+  check(driver_, get(&sum_, module_, "zerocompile_sum"), "finding the kernel of sums");
+}
+
+Kernels::~Kernels() {
+  try {
+    const c10::DeviceGuard guard(device_);
+    (void)in_driver<Unload>(driver_, "cuModuleUnload")(module_);
+  } catch (...) {  // the device has failed: nothing is left to be freed
+  }
+}
+
+bool Kernels::takes(const Cast& cast) {
+  const auto numel = cast.from.numel();
+  return fits(cast.from, at::kFloat, numel) && fits(cast.to, at::kBFloat16, numel) &&
+         fits(cast.also, at::kBFloat16, numel);
+}
+
+bool Kernels::takes(const Sum& sum) {
+  const auto numel = sum.to.numel();
+  return fits(sum.to, at::kFloat, numel) && fits(sum.own, at::kBFloat16, numel) &&
+         sum.place * sizeof(at::BFloat16) % kAlignment == 0;
+}
+
+void Kernels::launch(void* function, int64_t blocks, void* argument) const {
+  const auto stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  void* arguments[] = {argument};
+  const auto launch = in_driver<LaunchKernel>(driver_, "cuLaunchKernel");
+  check(driver_,
+        launch(function, static_cast<unsigned>(blocks), 1, 1, kThreads, 1, 1, 0, stream.native_handle(), arguments,
+               nullptr),
+        "launching a kernel");
+}
+
+void Kernels::cast(const std::vector<Cast>& casts) const {
+  for (size_t start = 0; start < casts.size(); start += kMost) {
+    CastArguments arguments;
+    arguments.count = static_cast<int>(std::min(kMost, casts.size() - start));
+    int64_t blocks = 0;
+    for (int k = 0; k < arguments.count; ++k) {
+      const auto& [from, to, also] = casts[start + k];
+      TORCH_CHECK(takes(casts[start + k]), "zerocompile: a kernel cannot cast these arrays");
+      arguments.first_block[k] = static_cast<int>(blocks);
+      arguments.numel[k] = from.numel();
+      arguments.from[k] = from.const_data_ptr();
+      arguments.to[k] = to.mutable_data_ptr();
+      arguments.also[k] = also.mutable_data_ptr();
+      blocks += blocks_of(from.numel());
+    }
+    if (blocks > 0) launch(cast_, blocks, &arguments);
+  }
+}
+
+void Kernels::sum(const std::vector<Sum>& sums, const std::vector<at::Tensor>& received, double divisor) const {
+  TORCH_CHECK(static_cast<int64_t>(received.size()) <= kPeers,
+              text("zerocompile: a kernel sums what at most ", kPeers, " peers sent, not ", received.size()));
+  for (size_t start = 0; start < sums.size(); start += kMost) {
+    SumArguments arguments;
+    arguments.count = static_cast<int>(std::min(kMost, sums.size() - start));
+    arguments.peers = static_cast<int>(received.size());
+    arguments.divisor = static_cast<float>(divisor);
+    int exponent = 0;
+    arguments.factor = std::frexp(arguments.divisor, &exponent) == 0.5f ? 1 / arguments.divisor : 0;
+    for (size_t peer = 0; peer < received.size(); ++peer) {
+      TORCH_CHECK(fits(received[peer], at::kBFloat16, received[peer].numel()),
+                  "zerocompile: a kernel cannot sum what this peer sent");
+      arguments.received[peer] = received[peer].const_data_ptr();
+    }
+    int64_t blocks = 0;
+    for (int k = 0; k < arguments.count; ++k) {
+      const auto& [own, to, place, adds] = sums[start + k];
+      TORCH_CHECK(takes(sums[start + k]), "zerocompile: a kernel cannot sum these arrays");
+      for (const auto& sent : received) {
+        TORCH_CHECK(place >= 0 && place + to.numel() <= sent.numel(),
+                    text("zerocompile: ", to.numel(), " elements at ", place, " are not in ", sent.numel()));
+      }
+      arguments.first_block[k] = static_cast<int>(blocks);
+      arguments.numel[k] = to.numel();
+      arguments.place[k] = place;
+      arguments.own[k] = own.const_data_ptr();
+      arguments.to[k] = to.mutable_data_ptr();
+      arguments.adds[k] = adds;
+      blocks += blocks_of(to.numel());
+    }
+    if (blocks > 0) launch(sum_, blocks, &arguments);
+  }
+}
+
+}  // namespace zerocompile

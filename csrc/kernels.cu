@@ -1,0 +1,130 @@
+// The device's half of kernels.h: two passes over memory that torch would make in three and four. bfloat16 is its bits,
+// so no header is needed and the code runs on every GPU that torch does. kernels.ptx is made of this file by
+//     nvcc -ptx -arch=compute_70 -o kernels.ptx kernels.cu
+// or NVRTC with the same target (CUDA 11.8: older drivers read it, newer ones too), and begins with this file's SHA-256.
+
+namespace {
+
+constexpr int kThreads = 256, kVector = 8, kRounds = 2;
+constexpr long long kPerBlock = kThreads * kVector * kRounds;  // elements: the same number in kernels.cpp
+constexpr int kMost = 32, kPeers = 15;                         // as in kernels.cpp
+
+union Eight {
+  uint4 bits;
+  unsigned short narrow[kVector];
+};
+
+__device__ float widened(unsigned short x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
+
+// To nearest, ties to even.
+__device__ unsigned short narrowed(float x) {
+  const unsigned bits = __float_as_uint(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Which of the arrays this block works at, and where it begins there.
+__device__ int found(const int* first_block, int count) {
+  int k = 0;
+  while (k + 1 < count && first_block[k + 1] <= static_cast<int>(blockIdx.x)) ++k;
+  return k;
+}
+
+__device__ float mean_of(float sum, float divisor, float factor) {
+  return factor != 0.0f ? sum * factor : sum / divisor;
+}
+
+}  // namespace
+
+struct Casts {
+  int count, first_block[kMost];
+  long long numel[kMost];
+  const float* from[kMost];
+  unsigned short* to[kMost];
+  unsigned short* also[kMost];
+};
+
+// to[k] = also[k] = from[k]
+extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_cast(const __grid_constant__ Casts casts) {
+  const int k = found(casts.first_block, casts.count);
+  const long long numel = casts.numel[k], start = (blockIdx.x - casts.first_block[k]) * kPerBlock;
+  const float* from = casts.from[k] + start;
+  unsigned short *to = casts.to[k] + start, *also = casts.also[k] + start;
+  if (start + kPerBlock > numel) {  // the array's end
+#pragma unroll 1
+    for (long long i = threadIdx.x; i < numel - start; i += kThreads) to[i] = also[i] = narrowed(from[i]);
+    return;
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int i = (round * kThreads + threadIdx.x) * kVector;
+    const float4* in = reinterpret_cast<const float4*>(from + i);
+    const float4 low = __ldcs(in), high = __ldcs(in + 1);
+    Eight out;
+    out.narrow[0] = narrowed(low.x), out.narrow[1] = narrowed(low.y);
+    out.narrow[2] = narrowed(low.z), out.narrow[3] = narrowed(low.w);
+    out.narrow[4] = narrowed(high.x), out.narrow[5] = narrowed(high.y);
+    out.narrow[6] = narrowed(high.z), out.narrow[7] = narrowed(high.w);
+    *reinterpret_cast<uint4*>(to + i) = out.bits;
+    *reinterpret_cast<uint4*>(also + i) = out.bits;
+  }
+}
+
+struct Sums {
+  int count, peers, first_block[kMost];
+  float divisor, factor;  // `factor`: its inverse if that is exact, else 0
+  long long numel[kMost], place[kMost];
+  const unsigned short* own[kMost];
+  float* to[kMost];
+  bool adds[kMost];
+  const unsigned short* received[kPeers];
+};
+
+// to[k] = (own[k] + the sum over peers of received[peer][place[k] ...]) / divisor, added to what is there if adds[k]
+extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_sum(const __grid_constant__ Sums sums) {
+  const int k = found(sums.first_block, sums.count);
+  const long long numel = sums.numel[k], start = (blockIdx.x - sums.first_block[k]) * kPerBlock;
+  const long long place = sums.place[k] + start;
+  const unsigned short* own = sums.own[k] + start;
+  float* to = sums.to[k] + start;
+  const bool adds = sums.adds[k];
+  if (start + kPerBlock > numel) {  // the array's end
+#pragma unroll 1
+    for (long long i = threadIdx.x; i < numel - start; i += kThreads) {
+      float sum = widened(own[i]);
+#pragma unroll 1
+      for (int peer = 0; peer < sums.peers; ++peer) sum += widened(sums.received[peer][place + i]);
+      const float mean = mean_of(sum, sums.divisor, sums.factor);
+      to[i] = adds ? to[i] + mean : mean;
+    }
+    return;
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int i = (round * kThreads + threadIdx.x) * kVector;
+    Eight part;
+    part.bits = __ldcs(reinterpret_cast<const uint4*>(own + i));  // all of this is read and written once
+    float sum[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) sum[j] = widened(part.narrow[j]);
+#pragma unroll 1
+    for (int peer = 0; peer < sums.peers; ++peer) {
+      part.bits = __ldcs(reinterpret_cast<const uint4*>(sums.received[peer] + place + i));
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sum[j] += widened(part.narrow[j]);
+    }
+    float4* out = reinterpret_cast<float4*>(to + i);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* four = sum + 4 * half;
+      float4 mean;
+      mean.x = mean_of(four[0], sums.divisor, sums.factor), mean.y = mean_of(four[1], sums.divisor, sums.factor);
+      mean.z = mean_of(four[2], sums.divisor, sums.factor), mean.w = mean_of(four[3], sums.divisor, sums.factor);
+      if (adds) {
+        const float4 before = out[half];
+        mean.x += before.x, mean.y += before.y, mean.z += before.z, mean.w += before.w;
+      }
+      __stcs(out + half, mean);
+    }
+  }
+}

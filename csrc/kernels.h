@@ -1,0 +1,50 @@
+// Device kernels of our own, launched through the CUDA driver, which comes with every GPU: nothing else of CUDA is
+// needed to build or to run them (see kernels.cu).
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+#include <vector>
+
+namespace zerocompile {
+
+class Kernels {
+ public:
+  // From a float32 array to two bfloat16 arrays, all [n].
+  struct Cast {
+    at::Tensor from, to, also;
+  };
+  // Of this rank's bfloat16 array and the peers' [n] that begin at `place` of what they sent, to a float32 array, [n].
+  struct Sum {
+    at::Tensor own, to;
+    int64_t place;
+    bool adds;  // to what is there
+  };
+
+  // `code`: the text of kernels.ptx. Raises where there is no CUDA driver, or one that cannot read it.
+  Kernels(const std::string& code, c10::Device device);
+  ~Kernels();
+  Kernels(const Kernels&) = delete;
+  Kernels& operator=(const Kernels&) = delete;
+
+  // Whether the arrays have the dtypes, the layout and the alignment that the kernels ask for.
+  static bool takes(const Cast& cast);
+  static bool takes(const Sum& sum);
+
+  // On the current stream.
+  void cast(const std::vector<Cast>& casts) const;
+
+  // to = (own + all received) / divisor; `received`: [elements] bfloat16, from one peer each.
+  void sum(const std::vector<Sum>& sums, const std::vector<at::Tensor>& received, double divisor) const;
+
+  static constexpr int64_t kPeers = 15;  // at most, in a sum
+
+ private:
+  void launch(void* function, int64_t blocks, void* argument) const;
+
+  c10::Device device_;
+  void *driver_ = nullptr, *module_ = nullptr, *cast_ = nullptr, *sum_ = nullptr;
+};
+
+}  // namespace zerocompile
