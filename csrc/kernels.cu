@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_cast(const __
   for (int round = 0; round < kRounds; ++round) {
     const int i = (round * kThreads + threadIdx.x) * kVector;
     const float4* in = reinterpret_cast<const float4*>(from + i);
-    const float4 low = __ldcs(in), high = __ldcs(in + 1);
+    const float4 low = in[0], high = in[1];
     Eight out;
     out.narrow[0] = narrowed(low.x), out.narrow[1] = narrowed(low.y);
     out.narrow[2] = narrowed(low.z), out.narrow[3] = narrowed(low.w);
@@ -103,13 +103,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_sum(const __g
   for (int round = 0; round < kRounds; ++round) {
     const int i = (round * kThreads + threadIdx.x) * kVector;
     Eight part;
-    part.bits = __ldcs(reinterpret_cast<const uint4*>(own + i));  // all of this is read and written once
+    part.bits = *reinterpret_cast<const uint4*>(own + i);
     float sum[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) sum[j] = widened(part.narrow[j]);
 #pragma unroll 1
     for (int peer = 0; peer < sums.peers; ++peer) {
-      part.bits = __ldcs(reinterpret_cast<const uint4*>(sums.received[peer] + place + i));
+      part.bits = *reinterpret_cast<const uint4*>(sums.received[peer] + place + i);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) sum[j] += widened(part.narrow[j]);
     }
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_sum(const __g
         const float4 before = out[half];
         mean.x += before.x, mean.y += before.y, mean.z += before.z, mean.w += before.w;
       }
-      __stcs(out + half, mean);
+      out[half] = mean;
     }
   }
 }

@@ -19,9 +19,10 @@ namespace zerocompile {
 // reduction's bytes move in the same way: each rank puts the rows of its gradients into the memories of those who own
 // them, all meet, and one kernel sums what came, in float32, and writes it where the optimizer reads it.
 //
-// [Note: two halves] The mapped buffer is used by halves, in turn. A half is written again two rounds later; then the
-// stream of the rank that writes is behind the barrier of the one in between, at which every rank arrives only after it
-// has read all it needed from the half. What is larger than a half (an embedding, a head) takes several rounds.
+// [Note: two halves] The mapped buffer is used by halves, in turn. A half is written again two gathers (reductions)
+// later; then the stream of the rank that writes is behind the barrier of the one in between, at which every rank
+// arrives only after it has read all it needed from the half. What is larger than a half (an embedding, a head) goes
+// through the process group: in several rounds it would wait for each of its barriers, and measured that is slower.
 class PeerMemory {
  public:
   // `buffer`: [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory). `kernels` may be null.
@@ -39,7 +40,7 @@ class PeerMemory {
     bool adds;        // to what `mean` holds
   };
 
-  // Whether a gather or a reduction takes few enough rounds. Alike on all ranks, as sizes are.
+  // Whether a gather or a reduction fits a half. Alike on all ranks, as sizes are.
   bool holds(const std::vector<Rows>& parameters) const;
   bool holds(const std::vector<Gradient>& gradients) const;
 
@@ -50,20 +51,10 @@ class PeerMemory {
   void reduce_scatter(const std::vector<Gradient>& gradients, double divisor);
 
  private:
-  // A part of one parameter's rows on one rank that goes through a half at `place`; in elements.
-  struct Piece {
-    size_t parameter;
-    int64_t start, numel, place;
-  };
-  using Round = std::vector<Piece>;
-
-  static std::vector<Round> rounds(const std::vector<int64_t>& numels, int64_t bytes, at::ScalarType dtype);
   const std::vector<at::Tensor>& flat(at::ScalarType dtype);  // by rank, [elements of both halves]
   int64_t next_half(at::ScalarType dtype);                    // where it begins
   int64_t slot_bytes() const;                                 // of a half: what one peer sends
-  void gather(const std::vector<Rows>& parameters, const Round& round);
-  void stage(const std::vector<Rows>& parts, const std::vector<at::Tensor>& staged);
-  void reduce(const std::vector<Gradient>& gradients, const Round& round, double divisor);
+  void stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged);
 
   at::Tensor buffer_;
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> memory_;

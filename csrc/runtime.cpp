@@ -68,7 +68,8 @@ Runtime::~Runtime() {
   for (auto& p : parameters_) forget_identity(p.identity);
 }
 
-// Bytes of a half: of one rank's rows of the usual unit.
+// Bytes of a half: of one rank's rows of the usual unit. What does not fit (an embedding, a head) goes through the
+// process group.
 int64_t Runtime::peer_bytes() const { return usual_bytes_; }
 
 void Runtime::set_peers(const Tensor& buffer, int64_t timeout_ms) {

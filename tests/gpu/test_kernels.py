@@ -33,7 +33,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.table = nn.Parameter(torch.randn(7001, 2048))  # of three blocks: takes several rounds
+        self.table = nn.Parameter(torch.randn(7001, 2048))  # of three blocks: too large for the mapped buffer
 
     def forward(self, factors: dict[str, Tensor]) -> Tensor:
         total = (self.table * factors["table"]).sum()
@@ -93,8 +93,8 @@ def _gathered(stage: int) -> tuple[list[str], int, int, int]:
 def test_casts_are_torchs(worlds: Worlds, world: int, stage: int) -> None:
     for wrong, copies, gathers, kernels in worlds(world).run(_gathered, stage, timeout=120):
         assert wrong == []
-        assert copies == gathers > 0
-        assert kernels >= 4
+        assert copies == gathers - 1 > 0
+        assert kernels >= 3
 
 
 def _reduced(stage: int, scope: Any, copy_engine: bool) -> tuple[list[float], int, int, int]:
@@ -105,6 +105,7 @@ def _reduced(stage: int, scope: Any, copy_engine: bool) -> tuple[list[float], in
     by_rank = [_factors(rank, model, device) for rank in range(world)]
     means = {name: torch.stack([mine[name].double() for mine in by_rank]).mean(0) for name in by_rank[0]}
     engine = Engine(model, device, config, torch.bfloat16, "nccl")
+    del means["table"]  # NCCL sums it, in bfloat16
     errors = []
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for times in (1, 2):
@@ -124,8 +125,8 @@ def _reduced(stage: int, scope: Any, copy_engine: bool) -> tuple[list[float], in
 def test_sums_are_float32(worlds: Worlds, world: int, stage: int, scope: Any) -> None:
     for errors, copies, reductions, kernels in worlds(world).run(_reduced, stage, scope, True, timeout=120):
         assert max(errors) < 1e-6
-        assert copies == reductions > 0
-        assert kernels > copies  # the table's have several rounds
+        assert 3 * reductions == 4 * copies > 0
+        assert kernels >= copies
     for errors, copies, reductions, kernels in worlds(world).run(_reduced, stage, scope, False, timeout=120):
         assert 1e-6 < max(errors) < 1e-2  # NCCL sums in bfloat16
         assert copies == kernels == 0 < reductions

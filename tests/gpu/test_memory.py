@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ def _allocated() -> int:
 
 def _measured(stage: int, scope: Any) -> dict[str, int]:
     """Bytes above what was allocated before the engine, in the last of some steps."""
+    gc.collect()  # what other tests have left
     torch.cuda.empty_cache()
     activations, base = _activations(scope), _allocated()
     engine, optimizer, x = _engine(stage, scope)
