@@ -110,9 +110,8 @@ class Engine:
             if self.config.compile != "model":
                 self.regions.add(name, block, [self.runtime.unit_of[name]])
         if self.config.compile == "model" or (self.config.compile == "blocks" and not blocks):
-            for name, child in self.model.named_children():
-                if next(child.parameters(), None) is not None and type(child).forward is not nn.Module.forward:
-                    self.regions.add(name, child, [])
+            for name, module in _whole_modules(self.model):
+                self.regions.add(name, module, [])
         if self.config.compile == "blocks" and blocks:
             self._add_leaves([block for _, block in blocks])
 
@@ -386,6 +385,17 @@ class Engine:
             remove_regions(self.model)
             shard.remove(self.model)
         self.runtime.abandon()
+
+
+def _whole_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children that have parameters, by name; of those that only hold others (ModuleList), theirs."""
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:
+            yield from _whole_modules(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
 
 
 def _groups_needed(device: torch.device) -> int:

@@ -2,7 +2,8 @@
 
 [Note: step by unit] Lightning, schedulers and hooks see one ``optimizer.step(closure)``. The closure we hand to it runs
 the user's, then updates every unit's local shards with the optimizer's own ``step`` (its parameter lists narrowed to
-that unit), and takes the gradients away, so that the step which the closure returns to finds nothing to do.
+that unit, or to a few small ones), and takes the gradients away, so that the step which the closure returns to finds
+nothing to do.
 DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter and without the overlap.
 
 [Note: whole values] Adafactor and Muon update a parameter from all of its rows. Such an optimizer sees whole
@@ -21,7 +22,7 @@ an optimizer is not given whole values unasked: unit by unit, what it computes o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -57,6 +58,7 @@ _REFUSED: dict[type[Optimizer], str] = {
     optim.LBFGS: "it flattens all parameters into one vector and runs the model several times inside one step",
     optim.SparseAdam: "it needs sparse gradients, which cannot be sharded",
 }
+_TOGETHER = 2**25  # elements: a device updates fewer in less time than the host needs for a call of the optimizer
 _RAW_POINTERS = ("apex", "bitsandbytes")  # packages whose kernels take addresses, and of a DTensor would get none
 
 
@@ -238,6 +240,7 @@ class UnitStepper:
         updated: called with a unit's number when its masters are written.
         keeps_gradient: whether a master's ``grad`` stays.
         whole_values: names of the user's optimizers that see whole values.
+        together: units are updated together until their shards have so many elements.
     """
 
     def __init__(
@@ -246,9 +249,10 @@ class UnitStepper:
         updated: Callable[[int], None],
         keeps_gradient: Callable[[Tensor], bool],
         whole_values: Sequence[str],
+        together: int = _TOGETHER,
     ) -> None:
         self._units, self._updated, self._keeps_gradient = units, updated, keeps_gradient
-        self._whole_values = whole_values
+        self._whole_values, self.together = whole_values, together
 
     @contextmanager
     def around(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
@@ -286,26 +290,40 @@ class UnitStepper:
         group_of = {master: number for number, parameters in enumerate(lists) for master in parameters}
         update, whole = _plain_step(optimizer), sees_whole_values(optimizer, self._whole_values)
         options = _Options(optimizer)
-        # whole values are communicated: in one order on all ranks, whose forwards may differ
-        units = sorted(self._units(), key=lambda unit: unit[0]) if whole else self._units()
-        for unit, masters in units:
-            mine = [(master, _value(master, whole)) for master in masters if master in group_of]
-            if not mine:
-                continue
+        for units, masters in self._rounds(group_of, whole):
+            mine = [(master, _value(master, whole)) for master in masters]
             options.restore()
             for group in optimizer.param_groups:
                 group["params"] = []
             for master, value in mine:
                 optimizer.param_groups[group_of[master]]["params"].append(value)
             self._update(optimizer, mine, update, whole)
-            options.note({group_of[master] for master, _ in mine})
-            self._updated(unit)
+            options.note({group_of[master] for master in masters})
+            for unit in units:
+                self._updated(unit)
         return options.after
+
+    def _rounds(self, chosen: Container[Tensor], whole: bool) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Units that are updated together, and their masters among the ``chosen``. Whole values are communicated: in
+        one order on all ranks, whose forwards may differ, and each unit on its own, for the memory."""
+        units, masters, numel = list[int](), list[Tensor](), 0
+        for unit, members in sorted(self._units(), key=lambda unit: unit[0]) if whole else self._units():
+            mine = [master for master in members if master in chosen]
+            if not mine:
+                continue
+            units.append(unit)
+            masters += mine
+            numel += sum(_value(master, whole=False).numel() for master in mine)
+            if whole or numel >= self.together:
+                yield units, masters
+                units, masters, numel = [], [], 0
+        if units:
+            yield units, masters
 
     def _update(
         self, optimizer: Optimizer, mine: list[tuple[Tensor, Tensor]], update: Callable[[], Any], whole: bool
     ) -> None:
-        """One unit: the optimizer sees plain tensors, gradients and state; local ones, or the whole ones."""
+        """Of some units: the optimizer sees plain tensors, gradients and state; local ones, or the whole ones."""
         state = optimizer.state
         optimizer.state = defaultdict(dict)
         for master, value in mine:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests import models
+from tests import engines, models
 from tests.harness import Ranks
 
 EAGER: dict[str, Any] = {"compile": False}
@@ -169,3 +169,32 @@ def _cuda() -> None:
 def test_synchronized_statistics_are_ddps(ranks: Ranks) -> None:
     """Values of SyncBatchNorm, which torch has for CUDA only; with ``--device cuda``."""
     ranks.run(_cuda, timeout=300)
+
+
+# ---- what compile="model" compiles ----
+
+
+def _lists() -> tuple[int, set[str], float]:
+    model, twin, data = models.ByteModel(), models.ByteModel(), models.Batches(models.rank())
+    twin.load_state_dict(model.state_dict())
+    with engines.engine(model, 3, compile="model") as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        for number in range(2):
+            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))  # type: ignore[misc]
+        graphs, eager = engine.regions.stats.forward, set(engine.runtime.eager_reads())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for number in range(2):
+        for rank in range(torch.distributed.get_world_size()):
+            (engines.token_loss(twin, models.Batches(rank)[number]) / torch.distributed.get_world_size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return graphs, eager, models.deviation(model, twin)
+
+
+def test_elements_of_a_list_are_graphs(ranks: Ranks) -> None:
+    """A list has no forward that could be one."""
+    for graphs, eager, deviation in ranks.run(_lists):
+        assert graphs >= 3  # the embedding, the blocks, the head
+        assert not any("layers" in name for name in eager)
+        assert deviation <= 1e-6

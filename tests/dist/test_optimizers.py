@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests import models
+from tests import engines, models
 from tests.harness import Ranks
 
 # Adam's eps: the gradient of the logits' common shift is zero but for rounding
@@ -115,3 +115,42 @@ def _resume(name: str, kind: str, folder: str) -> None:
 def test_resume(ranks: Ranks, name: str, kind: str, tmp_path: Path) -> None:
     """Their states are saved and loaded into shards, at another stage; Adafactor's factors are on every rank."""
     ranks.run(_resume, name, kind, str(tmp_path))
+
+
+def _updated_in_rounds(together: int) -> tuple[list[Tensor], list[int]]:
+    """The masters' shards after some steps, and how many parameters each update of the last one had."""
+    torch.manual_seed(0)
+    model, data, sizes = models.ByteModel(), models.Batches(models.rank()), []
+
+    with engines.engine(model, 1, compile=False, unit_bytes=1) as engine:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        engine.attach_optimizers([optimizer])
+        engine._stepper.together = together
+        update = engine._stepper._update
+
+        def watched(optimizer: Any, mine: Any, *rest: Any) -> None:
+            sizes.append(len(mine))
+            update(optimizer, mine, *rest)
+
+        engine._stepper._update = watched  # type: ignore[method-assign]
+        for number in range(3):
+            sizes.clear()
+            with engine.training_step():
+                engines.backward(engine, engines.token_loss(model, data[number]))
+            engine.step(optimizer, lambda: None)
+        shards = [p.to_local().detach().clone() for p in model.parameters()]
+    return shards, list(sizes)
+
+
+def _rounds_agree() -> tuple[list[bool], list[list[int]]]:
+    results = [_updated_in_rounds(together) for together in (1, 300, 10**9)]
+    shards = [result[0] for result in results]
+    same = [all(map(torch.equal, shards[0], other)) for other in shards[1:]]
+    return same, [result[1] for result in results]
+
+
+def test_small_units_are_updated_together(ranks: Ranks) -> None:
+    for same, (each, some, all_at_once) in ranks.run(_rounds_agree):
+        assert same == [True, True]
+        assert len(each) > len(some) > len(all_at_once) == 1
+        assert sum(each) == sum(some) == sum(all_at_once)
