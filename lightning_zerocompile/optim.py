@@ -240,7 +240,8 @@ class UnitStepper:
         updated: called with a unit's number when its masters are written.
         keeps_gradient: whether a master's ``grad`` stays.
         whole_values: names of the user's optimizers that see whole values.
-        together: units are updated together until their shards have so many elements.
+        together: units are updated together until their shards have so many elements, by a fused optimizer: others
+            make temporary values of all that they update.
     """
 
     def __init__(
@@ -290,7 +291,8 @@ class UnitStepper:
         group_of = {master: number for number, parameters in enumerate(lists) for master in parameters}
         update, whole = _plain_step(optimizer), sees_whole_values(optimizer, self._whole_values)
         options = _Options(optimizer)
-        for units, masters in self._rounds(group_of, whole):
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        for units, masters in self._rounds(group_of, whole, self.together if fused else 1):
             mine = [(master, _value(master, whole)) for master in masters]
             options.restore()
             for group in optimizer.param_groups:
@@ -303,9 +305,11 @@ class UnitStepper:
                 self._updated(unit)
         return options.after
 
-    def _rounds(self, chosen: Container[Tensor], whole: bool) -> Iterator[tuple[list[int], list[Tensor]]]:
+    def _rounds(
+        self, chosen: Container[Tensor], whole: bool, together: int
+    ) -> Iterator[tuple[list[int], list[Tensor]]]:
         """Units that are updated together, and their masters among the ``chosen``. Whole values are communicated: in
-        one order on all ranks, whose forwards may differ, and each unit on its own, for the memory."""
+        one order on all ranks, whose forwards may differ."""
         units, masters, numel = list[int](), list[Tensor](), 0
         for unit, members in sorted(self._units(), key=lambda unit: unit[0]) if whole else self._units():
             mine = [master for master in members if master in chosen]
@@ -314,7 +318,7 @@ class UnitStepper:
             units.append(unit)
             masters += mine
             numel += sum(_value(master, whole=False).numel() for master in mine)
-            if whole or numel >= self.together:
+            if whole or numel >= together:  # how many there are here says nothing of other ranks
                 yield units, masters
                 units, masters, numel = [], [], 0
         if units:

@@ -177,6 +177,7 @@ def test_synchronized_statistics_are_ddps(ranks: Ranks) -> None:
 def _lists() -> tuple[int, set[str], float]:
     model, twin, data = models.ByteModel(), models.ByteModel(), models.Batches(models.rank())
     twin.load_state_dict(model.state_dict())
+    twin.to(engines.place())
     with engines.engine(model, 3, compile="model") as engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         engine.attach_optimizers([optimizer])
@@ -189,7 +190,7 @@ def _lists() -> tuple[int, set[str], float]:
             (engines.token_loss(twin, models.Batches(rank)[number]) / torch.distributed.get_world_size()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return graphs, eager, models.deviation(model, twin)
+    return graphs, eager, models.deviation(model, twin.cpu())
 
 
 def test_elements_of_a_list_are_graphs(ranks: Ranks) -> None:

@@ -117,13 +117,13 @@ def test_resume(ranks: Ranks, name: str, kind: str, tmp_path: Path) -> None:
     ranks.run(_resume, name, kind, str(tmp_path))
 
 
-def _updated_in_rounds(together: int) -> tuple[list[Tensor], list[int]]:
+def _updated_in_rounds(together: int, fused: bool = True) -> tuple[list[Tensor], list[int]]:
     """The masters' shards after some steps, and how many parameters each update of the last one had."""
     torch.manual_seed(0)
     model, data, sizes = models.ByteModel(), models.Batches(models.rank()), []
 
     with engines.engine(model, 1, compile=False, unit_bytes=1) as engine:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, fused=fused)
         engine.attach_optimizers([optimizer])
         engine._stepper.together = together
         update = engine._stepper._update
@@ -146,6 +146,7 @@ def _rounds_agree() -> tuple[list[bool], list[list[int]]]:
     results = [_updated_in_rounds(together) for together in (1, 300, 10**9)]
     shards = [result[0] for result in results]
     same = [all(map(torch.equal, shards[0], other)) for other in shards[1:]]
+    assert len(_updated_in_rounds(10**9, fused=False)[1]) == len(results[0][1])  # its temporary values stay small
     return same, [result[1] for result in results]
 
 

@@ -203,7 +203,8 @@ def _half_true(precision: str) -> None:
     assert models.deviation(twin, start) > 1e-2
     for stage in (1, 3):
         module = _pair(NoFloat)[0]
-        _fit(module, ZeroCompileStrategy(stage=stage, **AOT), 6, precision=precision)
+        # copies between GPUs sum bfloat16 in float32: tests/gpu/test_kernels.py
+        _fit(module, ZeroCompileStrategy(stage=stage, copy_engine=False, **AOT), 6, precision=precision)
         assert module.scales == scales
         assert models.deviation(module, twin) < 1e-6
         low = {"weight": dtype, "buffer": dtype, "activation": dtype}

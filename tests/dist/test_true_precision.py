@@ -66,7 +66,8 @@ class _Loss(nn.Module):
 
 def _precision(stage: int, precision: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
     module, twin = _pair(Recorded)
-    strategy = ZeroCompileStrategy(stage=stage, **AOT, **options)
+    # copies between GPUs sum bfloat16 in float32: tests/gpu/test_kernels.py
+    strategy = ZeroCompileStrategy(stage=stage, copy_engine=False, **AOT, **options)
     _fit(module, strategy, 4, precision=precision)
     assert module.dtypes == expected
     compute = next(iter(expected["forward"]))

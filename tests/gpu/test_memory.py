@@ -65,9 +65,10 @@ def _allocated() -> int:
 
 def _measured(stage: int, scope: Any) -> dict[str, int]:
     """Bytes above what was allocated before the engine, in the last of some steps."""
-    gc.collect()  # what other tests have left
+    activations = _activations(scope)
+    gc.collect()  # compiled modules are in cycles
     torch.cuda.empty_cache()
-    activations, base = _activations(scope), _allocated()
+    base = _allocated()
     engine, optimizer, x = _engine(stage, scope)
     seen = {"activations": activations}
     for _ in range(4):
