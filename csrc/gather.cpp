@@ -80,13 +80,12 @@ void Runtime::launch_gather(Unit& unit, Way way, bool restores, bool full) {
     if (!p.full.defined()) allocate(p, gathered_dtype(p, full));
   }
   Lane::Launch launch(gather_lane_);
-  std::map<at::ScalarType, std::vector<PeerMemory::Rows>> calls;  // by the dtype of what is gathered
-  std::vector<PeerMemory::Rows> unmoved;
+  std::map<at::ScalarType, std::vector<PeerMemory::Rows>> calls, unmoved;  // by the dtype of what is gathered
   unit.bytes = 0;
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
-    auto& call = p.replicated || p.full.numel() == 0 ? unmoved : calls[p.full.scalar_type()];
-    call.push_back({on_the_wire(p.full), on_the_wire(p.rows_here), on_the_wire(p.own), on_the_wire(p.local)});
+    auto& group = p.replicated || p.full.numel() == 0 ? unmoved : calls;
+    group[p.full.scalar_type()].push_back({on_the_wire(p.full), on_the_wire(p.rows_here), on_the_wire(p.own), on_the_wire(p.local)});
     const bool changes = !(restores || unit.stale) || p.gathered_version != p.version();
     if (changes) p.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
     p.value_version = static_cast<int64_t>(p.value._version());
@@ -95,7 +94,7 @@ void Runtime::launch_gather(Unit& unit, Way way, bool restores, bool full) {
     if (p.full.scalar_type() == p.dtype) by_storage_[p.full.storage().unsafeGetStorageImpl()] = i;
   }
   unit.stale = false;
-  fill_rows(unmoved);
+  for (const auto& [dtype, call] : unmoved) fill_rows(call);
   for (auto& [dtype, call] : calls) {
     int64_t bytes = 0;
     for (const auto& rows : call) bytes += static_cast<int64_t>(rows.full.nbytes());

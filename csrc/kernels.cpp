@@ -77,6 +77,12 @@ Kernels::Kernels(const std::string& code, c10::Device device) : device_(device) 
   const auto get = in_driver<GetFunction>(driver_, "cuModuleGetFunction");
   check(driver_, get(&cast_, module_, "zerocompile_cast"), "finding the kernel of casts");
   check(driver_, get(&sum_, module_, "zerocompile_sum"), "finding the kernel of sums");
+  // The driver loads a kernel when it is first launched, and may wait for the device then: so now, with no elements.
+  CastArguments no_casts{};
+  SumArguments no_sums{};
+  no_casts.count = no_sums.count = 1;
+  launch(cast_, 1, &no_casts);
+  launch(sum_, 1, &no_sums);
 }
 
 Kernels::~Kernels() {

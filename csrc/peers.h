@@ -35,8 +35,8 @@ class PeerMemory {
   };
   // One parameter's reduction.
   struct Gradient {
-    at::Tensor full;  // [world * n, ...] bfloat16
-    at::Tensor mean;  // [<=n, ...] float32: this rank's rows of the result
+    at::Tensor full;  // [world * n, ...]; bfloat16 here
+    at::Tensor mean;  // [<=n, ...]: this rank's rows of the result; float32 here
     bool adds;        // to what `mean` holds
   };
 

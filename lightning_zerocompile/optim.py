@@ -58,6 +58,7 @@ _REFUSED: dict[type[Optimizer], str] = {
     optim.LBFGS: "it flattens all parameters into one vector and runs the model several times inside one step",
     optim.SparseAdam: "it needs sparse gradients, which cannot be sharded",
 }
+_TAKES_ANY_STATE = (optim.Adam, optim.AdamW)  # fused; SGD's takes only parameters that all have a momentum, or none
 _TOGETHER = 2**25  # elements: a device updates fewer in less time than the host needs for a call of the optimizer
 _RAW_POINTERS = ("apex", "bitsandbytes")  # packages whose kernels take addresses, and of a DTensor would get none
 
@@ -240,8 +241,8 @@ class UnitStepper:
         updated: called with a unit's number when its masters are written.
         keeps_gradient: whether a master's ``grad`` stays.
         whole_values: names of the user's optimizers that see whole values.
-        together: units are updated together until their shards have so many elements, by a fused optimizer: others
-            make temporary values of all that they update.
+        together: units are updated together until their shards have so many elements, by a fused Adam or AdamW: those
+            that are not fused make temporary values of all that they update.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class UnitStepper:
         group_of = {master: number for number, parameters in enumerate(lists) for master in parameters}
         update, whole = _plain_step(optimizer), sees_whole_values(optimizer, self._whole_values)
         options = _Options(optimizer)
-        fused = all(group.get("fused") for group in optimizer.param_groups)
+        fused = type(optimizer) in _TAKES_ANY_STATE and all(group.get("fused") for group in optimizer.param_groups)
         for units, masters in self._rounds(group_of, whole, self.together if fused else 1):
             mine = [(master, _value(master, whole)) for master in masters]
             options.restore()

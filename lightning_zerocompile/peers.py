@@ -18,7 +18,7 @@ from lightning_zerocompile.agreement import Agreement
 def has_copy_engines(
     mesh: DeviceMesh, device: torch.device, agreement: Agreement, wanted: bool | Literal["auto"]
 ) -> bool:
-    """Whether the devices can gather by copies, and are to; alike on all ranks.
+    """Whether the devices can gather and reduce by copies, and are to; alike on all ranks.
 
     Raises:
         ValueError: ``wanted=True`` and the devices do not allow it; the message says why.
@@ -43,7 +43,7 @@ def map_buffer(
     half: int,
     purpose: str,
 ) -> Tensor | None:
-    """A buffer of two halves that all ranks have mapped; ``None`` if collectives must gather.
+    """A buffer of two halves that all ranks have mapped; ``None`` if collectives must do its work.
 
     Collective over the mesh, whose devices have copy engines: all ranks map their buffers, or none does.
 

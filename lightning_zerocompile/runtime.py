@@ -173,11 +173,11 @@ class Runtime:
         """Gathers and reductions become copies between the devices' memories, as far as these allow it."""
         mesh, agreement, wanted = self.mesh, self.agreement, self.config.copy_engine
         timeout = int(self.config.timeout.total_seconds() * 1000)
-        code = (extension.source_directory() / "kernels.ptx").read_text()
-        loaded = not first_failure(agreement, "kernels", lambda: self.core.set_kernels(code))
         buffer = map_buffer(mesh, self.device, agreement, wanted, self.core.peer_bytes(), "gathers")
         if buffer is None:
             return
+        code = (extension.source_directory() / "kernels.ptx").read_text()
+        loaded = not first_failure(agreement, "kernels", lambda: self.core.set_kernels(code))
         self.core.set_peers(buffer, timeout)
         size = self.core.summing_peer_bytes() if loaded else 0
         summing = map_buffer(mesh, self.device, agreement, "auto", size, "reductions")

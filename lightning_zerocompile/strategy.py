@@ -44,8 +44,8 @@ class ZeroCompileStrategy(ProcessStrategy):
     Args:
         stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
         compile: ``"blocks"``: each repeated block of the model is compiled, all equal ones with one compilation;
-            ``"model"``: each top-level child as one graph (of a ``ModuleList`` each element); ``False``: nothing,
-            everything runs eagerly.
+            ``"model"``: each top-level child as one graph (of one that only holds others, such as a ``ModuleList``,
+            each of these); ``False``: nothing, everything runs eagerly.
         backend: ``"inductor"`` or ``"aot_eager"`` (the same graphs and passes without code generation).
         mode: torch.compile's mode, e.g. ``"max-autotune-no-cudagraphs"``; CUDA graphs are refused.
         dynamic: torch.compile's ``dynamic``.

@@ -155,3 +155,32 @@ def test_small_units_are_updated_together(ranks: Ranks) -> None:
         assert same == [True, True]
         assert len(each) > len(some) > len(all_at_once) == 1
         assert sum(each) == sum(some) == sum(all_at_once)
+
+
+def _late_unit(kind: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> float:
+    """The head is trained from the second step on, so it has a state when the other units have another one."""
+    torch.manual_seed(0)
+    model, twin = models.ByteModel(), models.ByteModel()
+    twin.load_state_dict(model.state_dict())
+    twin.to(engines.place())
+    with engines.engine(model, 2, compile=False, unit_bytes=1) as engine:
+        optimizer = kind(model.parameters(), **arguments)
+        plain = kind(twin.parameters(), **(arguments | {"fused": False}))  # torch's fused SGD raises here
+        engine.attach_optimizers([optimizer])
+        for number in range(3):
+            model.head.requires_grad_(number > 0)
+            twin.head.requires_grad_(number > 0)
+            with engine.training_step():
+                engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[number]))
+            engine.step(optimizer, lambda: None)
+            for rank in range(models.world()):
+                (engines.token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
+            plain.step()
+            plain.zero_grad()
+    return models.deviation(model, twin.cpu())
+
+
+@pytest.mark.parametrize("name", ["sgd fused", "adamw fused"])
+def test_a_unit_that_is_trained_later(ranks: Ranks, name: str) -> None:
+    for deviation in ranks.run(_late_unit, *OPTIMIZERS[name]):
+        assert deviation <= 1e-6
