@@ -69,7 +69,7 @@ def _saving(path: str) -> L.Callback:
     return callbacks.ModelCheckpoint(str(Path(path).parent), Path(path).name, every_n_epochs=3)
 
 
-def _averages(kind: str, folder: str) -> None:
+def _averages(kind: str, folder: str, cells: list[tuple[int, str]]) -> None:
     torch.manual_seed(0)
     start = Normalized()
     ddp, further, plain = (copy.deepcopy(start) for _ in range(3))
@@ -79,7 +79,7 @@ def _averages(kind: str, folder: str) -> None:
     models.fit_epochs(plain, "ddp", 3)
     assert models.deviation(ddp, plain) > 1e-2
     theirs = torch.load(f"{folder}/ddp.ckpt", weights_only=False)
-    for stage, saves in ((1, "full"), (3, "full"), (3, "sharded")):
+    for stage, saves in cells:
         module, resumed, path = copy.deepcopy(start), copy.deepcopy(start), f"{folder}/{stage}-{saves}.ckpt"
         strategy = ZeroCompileStrategy(stage, checkpoint=saves, **EAGER)  # type: ignore[arg-type]
         watched = [AVERAGES[kind](), Averages(), _saving(path.removesuffix(".ckpt"))]
@@ -100,9 +100,9 @@ def _averages(kind: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["swa", "ema", pytest.param("equal", marks=pytest.mark.long)])
-def test_weight_averaging(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+def test_weight_averaging(ranks: Ranks, kind: str, tmp_path: Path, long: bool) -> None:
     """SWA, EMA and the equal average: sharded, DDP's values in training, validation, either checkpoint and resume."""
-    ranks.run(_averages, kind, str(tmp_path))
+    ranks.run(_averages, kind, str(tmp_path), [(1, "full"), (3, "sharded"), *[(3, "full")] * long])
 
 
 # ---- freezing and unfreezing ----

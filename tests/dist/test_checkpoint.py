@@ -178,8 +178,8 @@ def _resume(stage: int, options: dict[str, Any], precision: str, folder: str) ->
 @pytest.mark.parametrize(
     ("stage", "options", "precision"),
     [
-        (1, AOT, "32-true"), (2, AOT, "32-true"), (3, AOT, "32-true"), (3, {"compile": False}, "32-true"),
-        (1, AOT, "bf16-true"), (3, AOT, "bf16-true"),
+        (1, AOT, "32-true"), (3, AOT, "32-true"), (3, {"compile": False}, "32-true"),
+        (1, AOT, "bf16-true"), (3, AOT, "bf16-true"), pytest.param(2, AOT, "32-true", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_resume_equals_an_uninterrupted_run(

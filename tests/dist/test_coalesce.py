@@ -17,6 +17,7 @@ from tests import engines, models
 from tests.harness import Ranks
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+ENDS = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
     "aot_eager": {"compile": "blocks"},
@@ -326,7 +327,7 @@ def _adversarial(stage: int, mode: str) -> float:
     return models.deviation(*modules)
 
 
-@STAGES
+@ENDS
 @pytest.mark.parametrize("mode", ["eager", "aot_eager"])
 def test_several_optimizers_and_clipping(ranks: Ranks, stage: int, mode: str) -> None:
     """Alternating optimizers, one of which steps every second time on gradients that add up, clipped by norm."""
@@ -403,6 +404,6 @@ def _siamese(stage: int) -> float:
     return models.deviation(model, twin)
 
 
-@STAGES
+@ENDS
 def test_several_forwards_and_one_backward(ranks: Ranks, stage: int) -> None:
     assert max(ranks.run(_siamese, stage)) <= 1e-6

@@ -133,7 +133,7 @@ def _mixed(kind: str, stage: int) -> dict[str, Any]:
     return {"deviation": models.deviation(module, twin), "stats": record.stats, "compiled": record.compiled}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_compiled_and_eager_rank_in_one_group(worlds: Worlds, kind: str, stage: int) -> None:
     """Rank 0 compiled and rank 1 eager train to parity: no collective's content or order comes from a graph."""

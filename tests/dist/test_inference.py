@@ -50,7 +50,7 @@ def _validate(architecture: str, stage: int, options: dict[str, Any], inference_
 
 @pytest.mark.parametrize(
     "architecture",
-    ["attention", "transformer", *(pytest.param(a, marks=pytest.mark.long) for a in RARE)],
+    ["attention", *(pytest.param(a, marks=pytest.mark.long) for a in ("transformer", *RARE))],
 )
 def test_inference_equals_plain_module(ranks: Ranks, architecture: str, long: bool) -> None:
     """Validation (the fast path of attention included) computes what the plain module computes, in either mode."""

@@ -63,15 +63,18 @@ def _check_whole(record: Any, frames: dict[str, dict[str, int]], mode: str) -> N
 
 # stages 1 and 2 differ in when an accumulation reduces
 SHORT = [(1, 2, 1), (1, 2, 4), (2, 2, 1), (2, 2, 4), (3, 1, 1), (3, 2, 1), (3, 3, 1), (3, 2, 4)]
+WITH_INDUCTOR = [(1, 2, 1), (3, 2, 1), (3, 2, 4)]
 CELLS = [
-    pytest.param(*cell, marks=() if cell in SHORT else pytest.mark.long)
+    pytest.param(
+        mode, *cell, marks=() if cell in (WITH_INDUCTOR if mode == "inductor" else SHORT) else pytest.mark.long
+    )
+    for mode in MODES
     for cell in itertools.product((1, 2, 3), (1, 2, 3), (1, 4))
 ]
 
 
-@pytest.mark.parametrize(("stage", "world", "accumulate"), CELLS)
-@pytest.mark.parametrize("mode", list(MODES))
-def test_sgd_equals_ddp(worlds: Worlds, stage: int, mode: str, world: int, accumulate: int) -> None:
+@pytest.mark.parametrize(("mode", "stage", "world", "accumulate"), CELLS)
+def test_sgd_equals_ddp(worlds: Worlds, mode: str, stage: int, world: int, accumulate: int) -> None:
     """Five steps: parameters and losses, and that the path which the cell names is the one that ran."""
     tolerance = 5e-6 if mode == "inductor" else 1e-6  # Inductor reorders sums
     for result in worlds(world).run(_compare, mode, stage, accumulate, timeout=400):
