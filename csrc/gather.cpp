@@ -51,21 +51,6 @@ void Runtime::check_order(const Unit& unit, Way way, bool full) {
   followers.insert(index);
 }
 
-namespace {
-
-// This rank's rows are the cast of what the masters hold here.
-void fill_rows(const std::vector<PeerMemory::Rows>& call) {
-  std::vector<Tensor> own, masters;
-  for (const auto& rows : call) {
-    if (rows.master.numel() == 0) continue;
-    own.push_back(rows.own);
-    masters.push_back(rows.master);
-  }
-  if (!own.empty()) at::_foreach_copy_(own, masters);
-}
-
-}  // namespace
-
 // [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
 // `restores`: an older forward saw the same values. `full`: what is gathered anew must be exact.
@@ -85,7 +70,8 @@ void Runtime::launch_gather(Unit& unit, Way way, bool restores, bool full) {
   for (auto i : unit.parameters) {
     auto& p = parameters_[i];
     auto& group = p.replicated || p.full.numel() == 0 ? unmoved : calls;
-    group[p.full.scalar_type()].push_back({on_the_wire(p.full), on_the_wire(p.rows_here), on_the_wire(p.own), on_the_wire(p.local)});
+    group[p.full.scalar_type()].push_back(
+        {on_the_wire(p.full), on_the_wire(p.rows_here), on_the_wire(p.own), on_the_wire(p.local)});
     const bool changes = !(restores || unit.stale) || p.gathered_version != p.version();
     if (changes) p.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
     p.value_version = static_cast<int64_t>(p.value._version());

@@ -108,10 +108,21 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters) {
   copies.finish();
 }
 
+void fill_rows(const std::vector<PeerMemory::Rows>& parameters) {
+  std::vector<at::Tensor> own, masters;
+  for (const auto& p : parameters) {
+    if (p.master.numel() == 0) continue;
+    own.push_back(p.own);
+    masters.push_back(p.master);
+  }
+  if (!own.empty()) at::_foreach_copy_(own, masters);
+}
+
 // The masters' rows go to the gathered values and to the mapped memory.
 void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged) {
   std::vector<Kernels::Cast> casts;
-  std::vector<at::Tensor> own, masters, targets, rows;
+  std::vector<Rows> others;
+  std::vector<at::Tensor> targets, rows;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& p = parameters[i];
     Kernels::Cast cast{p.master, p.rows, staged[i]};
@@ -119,14 +130,11 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
       casts.push_back(std::move(cast));
       continue;
     }
-    if (p.master.numel() > 0) {
-      own.push_back(p.own);
-      masters.push_back(p.master);
-    }
+    others.push_back(p);
     targets.push_back(staged[i]);
     rows.push_back(p.rows);
   }
-  if (!own.empty()) at::_foreach_copy_(own, masters);
+  fill_rows(others);
   if (!targets.empty()) at::_foreach_copy_(targets, rows);
   if (!casts.empty()) kernels_->cast(casts);
 }

@@ -63,4 +63,7 @@ class PeerMemory {
   std::map<at::ScalarType, std::vector<at::Tensor>> flat_;
 };
 
+// This rank's rows become the cast of what the masters hold here; all of one dtype; on the current stream.
+void fill_rows(const std::vector<PeerMemory::Rows>& parameters);
+
 }  // namespace zerocompile

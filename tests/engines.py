@@ -49,6 +49,22 @@ def token_loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:  # b
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
+def mean_backward(twin: nn.Module, number: int) -> None:
+    """The gradients of DDP, computed here: the mean over all ranks of :func:`token_loss` on their batches."""
+    for rank in range(models.world()):
+        (token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ValueError("on purpose")
+
+
 def backward(engine: Engine, loss: Tensor) -> None:
     """A backward as the strategy runs it."""
     engine.before_backward(loss)

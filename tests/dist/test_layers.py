@@ -186,8 +186,7 @@ def _lists() -> tuple[int, set[str], float]:
         graphs, eager = engine.regions.stats.forward, set(engine.runtime.eager_reads())
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
     for number in range(2):
-        for rank in range(torch.distributed.get_world_size()):
-            (engines.token_loss(twin, models.Batches(rank)[number]) / torch.distributed.get_world_size()).backward()
+        engines.mean_backward(twin, number)
         optimizer.step()
         optimizer.zero_grad()
     return graphs, eager, models.deviation(model, twin.cpu())

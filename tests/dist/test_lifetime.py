@@ -93,21 +93,11 @@ def _gone(cells: list[tuple[int, Any]]) -> list[str]:
     return problems
 
 
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ValueError("boom")
-
-
 def _raise_in_backward(engine: Any, model: Any, optimizer: Any, batch: Tensor) -> None:
     """A backward that fails half-way adds nothing to what is bound, and keeps nothing of its own."""
-    with pytest.raises(ValueError, match="boom"), engine.training_step():
+    with pytest.raises(ValueError, match="on purpose"), engine.training_step():
         inner = model.model
-        x = Boom.apply(inner.layers[0](inner.embedding(batch[:, :-1])))
+        x = engines.FailsInBackward.apply(inner.layers[0](inner.embedding(batch[:, :-1])))
         engines.backward(engine, inner.head(inner.layers[2](inner.layers[1](x))).sum())
     optimizer.zero_grad(set_to_none=True)
     with engine.training_step(), torch.no_grad():  # where a failed backward is noticed
@@ -208,8 +198,7 @@ def _several_optimizers(cells: list[tuple[int, Any]]) -> list[str]:
     twin.to(models.device())
     optimizers = groups(twin)
     for number, plan in enumerate(plans):
-        for rank in range(models.world()):
-            (engines.token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
+        engines.mean_backward(twin, number)
         for index in plan:
             optimizers[index].step()
             optimizers[index].zero_grad()

@@ -173,8 +173,7 @@ def _late_unit(kind: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> 
             with engine.training_step():
                 engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[number]))
             engine.step(optimizer, lambda: None)
-            for rank in range(models.world()):
-                (engines.token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
+            engines.mean_backward(twin, number)
             plain.step()
             plain.zero_grad()
     return models.deviation(model, twin.cpu())

@@ -85,22 +85,12 @@ def test_rule_08_nested_backwards(ranks: Ranks, kind: str, stage: int, scope: An
         assert backwards == (6 if kind == "forward" else 3)
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ValueError("on purpose")
-
-
 def _after_failure(stage: int, scope: Any, nested: bool) -> float:
     model, twin = _pair(models.ByteModel)
     data = models.Batches(models.rank())
 
     def failing(batch: Tensor) -> Tensor:
-        x = Fails.apply(model.embedding(batch[:, :-1]))
+        x = engines.FailsInBackward.apply(model.embedding(batch[:, :-1]))
         for layer in model.layers:
             x = checkpoint(layer, x, use_reentrant=True) if nested else layer(x)
         return F.cross_entropy(model.head(x).flatten(0, 1), batch[:, 1:].flatten())
