@@ -14,6 +14,7 @@ from tests import harness
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also the cells that are left out by default")
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL, one GPU a rank")
+    parser.addoption("--share-gpus", action="store_true", help="where ranks outnumber GPUs, several use one: no timing")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -41,9 +42,9 @@ def long(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="session")
-def all_worlds(device: str) -> Iterator[harness.Worlds]:
+def all_worlds(device: str, request: pytest.FixtureRequest) -> Iterator[harness.Worlds]:
     extension.load()  # here, so that no test's time limit includes the build
-    with harness.worlds(device) as groups:
+    with harness.worlds(device, request.config.getoption("--share-gpus")) as groups:
         yield groups
 
 

@@ -23,7 +23,7 @@ def make_engine(model: nn.Module, stage: int, **options: Any) -> Engine:
 
 def place() -> torch.device:
     """This rank's device."""
-    return torch.device("cuda", models.rank()) if models.device() == "cuda" else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if models.device() == "cuda" else torch.device("cpu")
 
 
 @contextmanager

@@ -42,12 +42,22 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What a launcher tells a rank of one node."""
-    return {
+def _environment(rank: int, world: int, port: int, gpus: int | None = None) -> dict[str, str]:
+    """What a launcher tells a rank: of one node, or, where ranks share ``gpus``, of a node of its own."""
+    environment = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "tests",
+    }  # fmt: skip
+    if gpus is None:
+        return environment
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = visible if len(visible) >= gpus and all(visible) else [str(number) for number in range(gpus)]
+    return environment | {
+        "LOCAL_RANK": "0", "GROUP_RANK": str(rank), "LOCAL_WORLD_SIZE": "1",
+        "CUDA_VISIBLE_DEVICES": visible[rank % gpus],
+        "NCCL_HOSTID": f"tests-{rank}", "NCCL_SOCKET_IFNAME": "lo",  # NCCL refuses two ranks of one host on one GPU
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }  # fmt: skip
 
 
@@ -68,20 +78,23 @@ def two_scripts(script: str, *arguments: str) -> Iterator[list[subprocess.Popen[
             process.communicate()
 
 
-def _serve(rank: int, world: int, port: int, device: str, paths: list[str], stacks: str, pipe: Connection) -> None:
+def _serve(
+    rank: int, environment: dict[str, str], device: str, paths: list[str], stacks: str, pipe: Connection
+) -> None:
     """The life of one rank: join the group, then run what comes through the pipe."""
     sys.path[:] = paths
     handle = open(stacks, "w")  # noqa: SIM115 - stays open for the handler
     faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
     faulthandler.enable()  # a rank that a signal kills says where it was
     torch.set_num_threads(1)
-    os.environ |= _environment(rank, world, port) | {"OMP_NUM_THREADS": "1"}
+    os.environ |= environment | {"OMP_NUM_THREADS": "1"}
     import torch.distributed as dist
 
     try:
         if device == "cuda":
-            torch.cuda.set_device(rank)
-            dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+            place = torch.device("cuda", int(environment["LOCAL_RANK"]))
+            torch.cuda.set_device(place)
+            dist.init_process_group("nccl", device_id=place)
         else:
             dist.init_process_group("gloo")
     except BaseException:
@@ -112,10 +125,10 @@ def _serve(rank: int, world: int, port: int, device: str, paths: list[str], stac
 
 
 class Ranks:
-    """One group of ``world`` processes on ``device`` ("cpu": gloo, "cuda": NCCL)."""
+    """One group of ``world`` processes on ``device`` ("cpu": gloo, "cuda": NCCL); they share ``gpus``, if given."""
 
-    def __init__(self, world: int, device: str = "cpu") -> None:
-        self.world, self.device = world, device
+    def __init__(self, world: int, device: str = "cpu", gpus: int | None = None) -> None:
+        self.world, self.device, self.gpus = world, device, gpus
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._stacks: list[Path] = []
@@ -158,8 +171,9 @@ class Ranks:
         for rank in range(self.world):
             mine, theirs = context.Pipe()
             stacks = Path(tempfile.mkstemp(prefix=f"stacks-{rank}-")[1])
+            environment = _environment(rank, self.world, port, self.gpus)
             process = context.Process(
-                target=_serve, args=(rank, self.world, port, self.device, sys.path, str(stacks), theirs), daemon=True
+                target=_serve, args=(rank, environment, self.device, sys.path, str(stacks), theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -221,14 +235,21 @@ class Ranks:
 class Worlds:
     """Groups by world size; each is started at its first use and kept."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, share: bool = False) -> None:
+        self.device, self.share = device, share
         self._groups: dict[int, Ranks] = {}
 
     def __call__(self, world: int) -> Ranks:
-        if self.device == "cuda" and world > torch.cuda.device_count():
-            pytest.skip(f"needs {world} GPUs")
-        return self._groups.setdefault(world, Ranks(world, self.device))
+        if world not in self._groups:
+            self._groups[world] = self.fresh(world)
+        return self._groups[world]
+
+    def fresh(self, world: int) -> Ranks:
+        """A group that nobody else uses, and that its user closes."""
+        gpus = torch.cuda.device_count() if self.device == "cuda" else world
+        if world > gpus and not (self.share and gpus):
+            pytest.skip(f"needs {world} GPUs, or --share-gpus")
+        return Ranks(world, self.device, gpus if world > gpus else None)
 
     def close(self) -> None:
         for group in self._groups.values():
@@ -236,8 +257,8 @@ class Worlds:
 
 
 @contextmanager
-def worlds(device: str) -> Iterator[Worlds]:
-    groups = Worlds(device)
+def worlds(device: str, share: bool) -> Iterator[Worlds]:
+    groups = Worlds(device, share)
     try:
         yield groups
     finally:

@@ -111,6 +111,11 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def ranks_here() -> int:
+    """On this node, or what plays one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def device() -> str:
     return "cuda" if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl" else "cpu"
 
@@ -137,8 +142,9 @@ def make_trainer(strategy: ZeroCompileStrategy | str, **arguments: Any) -> L.Tra
     """A quiet Trainer over the ranks of this group."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     defaults: dict[str, Any] = {
-        "accelerator": device(), "devices": world(), "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,
+        "accelerator": device(), "devices": ranks_here(), "num_nodes": world() // ranks_here(), "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "use_distributed_sampler": False,
     }  # fmt: skip
     return L.Trainer(strategy=strategy, **(defaults | arguments))
 

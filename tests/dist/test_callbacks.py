@@ -99,7 +99,7 @@ def _averages(kind: str, folder: str, cells: list[tuple[int, str]]) -> None:
         module.train()
 
 
-@pytest.mark.parametrize("kind", ["swa", "ema", pytest.param("equal", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["ema", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("swa", "equal"))])
 def test_weight_averaging(ranks: Ranks, kind: str, tmp_path: Path, long: bool) -> None:
     """SWA, EMA and the equal average: sharded, DDP's values in training, validation, either checkpoint and resume."""
     ranks.run(_averages, kind, str(tmp_path), [(1, "full"), (3, "sharded"), *[(3, "full")] * long])

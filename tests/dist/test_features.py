@@ -183,7 +183,8 @@ def _command_line() -> None:
         ),
     ]  # fmt: skip
     common = [
-        f"--trainer.accelerator={models.device()}", f"--trainer.devices={models.world()}", "--trainer.logger=false",
+        f"--trainer.accelerator={models.device()}", f"--trainer.devices={models.ranks_here()}",
+        f"--trainer.num_nodes={models.world() // models.ranks_here()}", "--trainer.logger=false",
         "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false", "--trainer.max_steps=2",
         "--trainer.enable_model_summary=false",
     ]  # fmt: skip

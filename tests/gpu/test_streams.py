@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import engines, models
-from tests.harness import Ranks
+from tests.harness import Ranks, Worlds
 
 pytestmark = pytest.mark.gpu
 WIDTH, TIMEOUT = 256, timedelta(seconds=60)
@@ -101,7 +101,7 @@ def _synchronized(stage: int, scope: Any) -> tuple[float, float]:
     start = Heads()
     start.load_state_dict(model.state_dict())
     ddp = DistributedDataParallel(
-        twin.to(engines.place()), device_ids=[models.rank()], find_unused_parameters=True, broadcast_buffers=False
+        twin.to(engines.place()), device_ids=[engines.place()], find_unused_parameters=True, broadcast_buffers=False
     )
     with engines.engine(model, stage, compile=scope, timeout=TIMEOUT) as engine:
         optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
@@ -135,9 +135,9 @@ def _asserting(copy_engine: bool) -> None:
 
 
 @pytest.mark.parametrize("copy_engine", [False, True])
-def test_an_assertion_of_the_device_ends_the_ranks(device: str, copy_engine: bool) -> None:
+def test_an_assertion_of_the_device_ends_the_ranks(all_worlds: Worlds, copy_engine: bool) -> None:
     """A token outside of the table, on all ranks: CUDA's error, or torch's watchdog of NCCL ends the process first."""
-    ranks = Ranks(2, device)
+    ranks = all_worlds.fresh(2)
     try:
         text = ranks.expect_error(_asserting, copy_engine, timeout=90)
     finally:
