@@ -15,8 +15,7 @@ Tensor Runtime::resident_value(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
   TORCH_CHECK(p.unit >= 0 && units_[p.unit].lifetime == Lifetime::Step,
-              text("zerocompile: `", p.name,
-                   "` has no resident value: its lifetime is one use"));
+              text("zerocompile: `", p.name, "` has no resident value: its lifetime is one use"));
   return p.value;
 }
 
@@ -207,8 +206,7 @@ Tensor Runtime::read(int64_t index, std::optional<at::ScalarType> cast) {
 void Runtime::open(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
-  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()),
-              text("zerocompile: no unit ", index));
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
   acquire(index, phase(), -1);
   units_[index].open_modules += 1;
 }
@@ -216,8 +214,7 @@ void Runtime::open(int64_t index) {
 void Runtime::close(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return;
-  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()),
-              text("zerocompile: no unit ", index));
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
   units_[index].open_modules = std::max<int64_t>(0, units_[index].open_modules - 1);  // `end_forward` closes all
 }
 
@@ -231,9 +228,9 @@ void Runtime::forward_saw(int64_t index, int64_t version) {
   parameter(index).forward_version = version;
 }
 
-// A graph asks for values. It keeps them until its `release`, so their memory is not reused while they are shared.
-std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, const std::vector<at::ScalarType>& dtypes,
-                                 bool expects_grad, bool reuses_memory) {
+// A graph needs values from here on. Those that live for one use are kept until its `release`, so that their memory is
+// not reused while they are shared.
+void Runtime::need(const std::vector<int64_t>& indices, const std::vector<at::ScalarType>& dtypes, bool expects_grad) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto now = phase();
   if (expects_grad && now != Phase::Backward) now = Phase::Forward;  // autograd disables grad mode inside its functions
@@ -243,10 +240,7 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, const std:
     ask(p, dtypes[k]);
     if (needs_full(p, dtypes[k])) full.insert(p.unit);
   }
-  std::vector<Tensor> values;
-  values.reserve(indices.size());
-  for (size_t k = 0; k < indices.size(); ++k) {
-    const auto i = indices[k];
+  for (const auto i : indices) {
     auto& p = parameter(i);
     acquire(p.unit, now, i, full.count(p.unit) > 0);
     await(units_[p.unit]);
@@ -256,12 +250,21 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, const std:
       if (expects_grad && p.master.requires_grad()) p.graph_outstanding += 1;
     } else if (now == Phase::Backward) {
       TORCH_CHECK(p.forward_version < 0 || p.forward_version == p.seen_version(),
-                  text("zerocompile: parameter `", p.name,
-                       "` was modified between its forward and its backward (by an optimizer step or an in-place "
-                       "write), "
-                       "so the gradients would be wrong. Run the backward before the modification"));
+                  text("zerocompile: parameter `", p.name, "` was modified between its forward and its backward (by an "
+                       "optimizer step or an in-place write), so the gradients would be wrong. Run the backward before "
+                       "the modification"));
     }
     stats_.graph_uses += 1;
+  }
+}
+
+std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, const std::vector<at::ScalarType>& dtypes,
+                                 bool expects_grad, bool reuses_memory) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  need(indices, dtypes, expects_grad);
+  std::vector<Tensor> values;
+  for (size_t k = 0; k < indices.size(); ++k) {
+    const auto& p = parameter(indices[k]);
     const bool shared = held_ || units_[p.unit].lent || p.read_eagerly;  // others may still read it: [Note: held units]
     const bool casts = p.value.scalar_type() != dtypes[k];
     values.push_back(casts                     ? p.value.to(dtypes[k])
@@ -369,8 +372,8 @@ void Runtime::write_back() {
   }
 }
 
-// Nothing stays gathered for a backward that will not come. Behind an exception (`raised`) what is on its way stays
-// until the next use: to drop it is to wait for it, and another rank may have failed before it came to it.
+// Nothing stays gathered for a backward that will not come; behind an exception (`raised`) what is on its way does: to
+// drop it is to wait for it, and another rank may have failed before it came to it.
 void Runtime::end_forward(bool raised) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto& u : units_) {

@@ -127,10 +127,20 @@ std::vector<Tensor> gather_unit(at::TensorList sources, at::TensorList handles, 
   return uses.runtime->use(uses.parameters, dtypes_of(sources), expects_grad, reuses_memory);
 }
 
+Tensor gather_one(const Tensor& source, const Tensor& handle, at::IntArrayRef, bool expects_grad, bool reuses_memory) {
+  auto [runtime, parameter] = find(handle);
+  return runtime->use({parameter}, {source.scalar_type()}, expects_grad, reuses_memory).front();
+}
+
 void wait_(at::TensorList fulls, at::TensorList handles, bool expects_grad) {
   TORCH_CHECK(fulls.size() == handles.size(), "zerocompile: wait_ takes one handle per value");
   auto uses = find_all(handles);
-  uses.runtime->use(uses.parameters, dtypes_of(fulls), expects_grad, /*reuses_memory=*/false);
+  uses.runtime->need(uses.parameters, dtypes_of(fulls), expects_grad);
+}
+
+void wait_one_(const Tensor& full, const Tensor& handle, bool expects_grad, at::OptionalIntArrayRef) {
+  auto [runtime, parameter] = find(handle);
+  runtime->need({parameter}, {full.scalar_type()}, expects_grad);
 }
 
 void release_(at::TensorList fulls, at::TensorList handles, bool last) {
@@ -139,11 +149,22 @@ void release_(at::TensorList fulls, at::TensorList handles, bool last) {
   uses.runtime->release(uses.parameters, last);
 }
 
+void release_one_(const Tensor&, const Tensor& handle, bool last, at::OptionalIntArrayRef) {
+  auto [runtime, parameter] = find(handle);
+  runtime->release({parameter}, last);
+}
+
 void reduce_unit_(at::TensorList grads, at::TensorList handles) {
   TORCH_CHECK(grads.size() == handles.size(), "zerocompile: reduce_unit_ takes one handle per gradient");
   auto uses = find_all(handles);
   for (size_t i = 0; i < grads.size(); ++i) uses.runtime->contribute(uses.parameters[i], grads[i], true);
   if (!grads.empty()) uses.runtime->contributed(uses.parameters);
+}
+
+void reduce_one_(const Tensor& grad, const Tensor& handle, at::OptionalIntArrayRef) {
+  auto [runtime, parameter] = find(handle);
+  runtime->contribute(parameter, grad, /*from_graph=*/true);
+  runtime->contributed({parameter});
 }
 
 void reduce_fence_(at::TensorList grads, at::TensorList handles, bool last) {
@@ -223,6 +244,13 @@ TORCH_LIBRARY(zerocompile, m) {
   m.def("release_(Tensor(a!)[] fulls, Tensor[] handles, bool last) -> ()", tags);
   m.def("reduce_unit_(Tensor(a!)[] grads, Tensor[] handles) -> ()", tags);
   m.def("reduce_fence_(Tensor(a!)[] grads, Tensor[] handles, bool last) -> ()", tags);
+  // For a single parameter: calls cost less without lists. `unused` is never given: it keeps Inductor's C++ wrapper from
+  // torch's C interface, which would lose the texts of our errors.
+  m.def("gather_unit.one(Tensor source, Tensor handle, int[] size, bool expects_grad, bool reuses_memory) -> Tensor",
+        tags);
+  m.def("wait_.one(Tensor(a!) full, Tensor handle, bool expects_grad, int[]? unused=None) -> ()", tags);
+  m.def("release_.one(Tensor(a!) full, Tensor handle, bool last, int[]? unused=None) -> ()", tags);
+  m.def("reduce_unit_.one(Tensor(a!) grad, Tensor handle, int[]? unused=None) -> ()", tags);
 }
 
 void register_kernels(torch::Library& m) {
@@ -234,6 +262,10 @@ void register_kernels(torch::Library& m) {
   m.impl("release_", release_);
   m.impl("reduce_unit_", reduce_unit_);
   m.impl("reduce_fence_", reduce_fence_);
+  m.impl("gather_unit.one", gather_one);
+  m.impl("wait_.one", wait_one_);
+  m.impl("release_.one", release_one_);
+  m.impl("reduce_unit_.one", reduce_one_);
 }
 
 TORCH_LIBRARY_IMPL(zerocompile, CPU, m) { register_kernels(m); }
@@ -241,6 +273,10 @@ TORCH_LIBRARY_IMPL(zerocompile, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(zerocompile, Autograd, m) {
   m.impl("gather", gather_autograd);
   m.impl("gather_cast", gather_cast_autograd);
+  for (const auto* lowered : {"gather_unit", "wait_", "release_", "reduce_unit_", "reduce_fence_", "gather_unit.one",
+                              "wait_.one", "release_.one", "reduce_unit_.one"}) {
+    m.impl(lowered, torch::CppFunction::makeFallthrough());  // they run behind autograd: torch's fallback costs time
+  }
 }
 
 }  // namespace zerocompile

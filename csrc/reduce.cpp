@@ -136,7 +136,8 @@ void Runtime::launch_reduction(int64_t index) {
   retire(2);
 }
 
-// One collective, or its copies: the parameters of a unit that share their dtypes. The result is one flat partition, [sum of rows].
+// One collective, or its copies: the parameters of a unit that share their dtypes. The result is one flat partition,
+// [sum of rows].
 void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reduction) {
   const auto& first = parameters_[group.front()];
   const auto communicated = communicated_dtype(first);

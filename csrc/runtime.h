@@ -161,6 +161,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_trusted(bool trusted) { trusted_ = trusted; }
   void open(int64_t unit);
   void close(int64_t unit);
+  void need(const std::vector<int64_t>& parameters, const std::vector<at::ScalarType>& dtypes, bool expects_grad);
   std::vector<Tensor> use(const std::vector<int64_t>& parameters, const std::vector<at::ScalarType>& dtypes,
                           bool expects_grad, bool reuses_memory);
   void release(const std::vector<int64_t>& parameters, bool last);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,7 +158,7 @@ class Region:
     moment: Moment = field(default_factory=Moment)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not all(refresh(inner) for inner in self.sharded):
+        if not refresh(self.sharded):
             return _base(module).forward(module, *args, **kwargs)  # graphs know the module's own parameters only
         for unit in self.units:
             self.core.open(unit)
@@ -285,6 +285,17 @@ def _entering(forward: Callable[..., Any]) -> Callable[..., Any]:
     enter.__doc__ = forward.__doc__
     enter.__wrapped__ = forward  # type: ignore[attr-defined]
     return enter
+
+
+def whole_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children that have parameters, by name; of those that only hold others (ModuleList), theirs."""
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:
+            yield from whole_modules(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
 
 
 def remove_regions(model: nn.Module) -> None:

@@ -15,19 +15,18 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile import leaves, shard
 from lightning_zerocompile.budget import MemoryBudget
-from lightning_zerocompile.compile import Regions, remove_regions
+from lightning_zerocompile.compile import Regions, remove_regions, whole_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim import (
-    UnitStepper,
     check_gradients,
     check_optimizers,
     is_elementwise,
     masters_of,
-    on_shards,
     steps_by_unit,
     take_masters,
 )
 from lightning_zerocompile.runtime import Runtime
+from lightning_zerocompile.stepping import UnitStepper, on_shards
 from lightning_zerocompile.support import check_equal_on_all_ranks, explain, make_whole, take_over
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
@@ -110,7 +109,7 @@ class Engine:
             if self.config.compile != "model":
                 self.regions.add(name, block, [self.runtime.unit_of[name]])
         if self.config.compile == "model" or (self.config.compile == "blocks" and not blocks):
-            for name, module in _whole_modules(self.model):
+            for name, module in whole_modules(self.model):
                 self.regions.add(name, module, [])
         if self.config.compile == "blocks" and blocks:
             self._add_leaves([block for _, block in blocks])
@@ -385,17 +384,6 @@ class Engine:
             remove_regions(self.model)
             shard.remove(self.model)
         self.runtime.abandon()
-
-
-def _whole_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The children that have parameters, by name; of those that only hold others (ModuleList), theirs."""
-    for name, child in module.named_children():
-        if next(child.parameters(), None) is None:
-            continue
-        if type(child).forward is nn.Module.forward:
-            yield from _whole_modules(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child
 
 
 def _groups_needed(device: torch.device) -> int:

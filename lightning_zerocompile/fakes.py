@@ -42,7 +42,14 @@ def register() -> None:
     ) -> list[Tensor]:
         return [s.new_empty(size) for s, size in zip(sources, unflatten(sizes), strict=True)]
 
+    def gather_one(source: Tensor, handle: Tensor, size: Sequence[int], expects_grad: bool, reuses: bool) -> Tensor:
+        return source.new_empty(size)
+
     for fake in (gather, gather_cast, reduce_grad, gather_unit):
         torch.library.register_fake(f"zerocompile::{fake.__name__}", fake)
-    for name in ("wait_", "release_", "reduce_unit_", "reduce_fence_"):
+    torch.library.register_fake("zerocompile::gather_unit.one", gather_one)
+    for name in (
+        *(f"{op}_{one}" for op in ("wait", "release", "reduce_unit") for one in ("", ".one")),
+        "reduce_fence_",
+    ):
         torch.library.register_fake(f"zerocompile::{name}", lambda *_: None)

@@ -8,7 +8,7 @@ never compiled as a frame of its own (``skip_code``), or its gather would hide i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -262,23 +262,23 @@ def install(classes: ClassCache, module: nn.Module, name: str, slot: Slot) -> No
     classes.swap(module, frozenset(module.__dict__[SLOTS]))
 
 
-def refresh(module: nn.Module) -> bool:
+def refresh(modules: Iterable[nn.Module]) -> bool:
     """Lets the compiler see the slots as they are now: a frozen parameter has another handle, one that stays gathered
     another source.
 
     Returns:
-        Whether the module holds its own parameters: ``functional_call`` puts others in their place for a while.
+        Whether the modules hold their own parameters: ``functional_call`` puts others in their place for a while.
     """
-    slots = module.__dict__.get(SLOTS)
-    if slots is None:
-        return True
     own = True
     with leaves.plain():
-        for name, slot in slots.items():
-            seen = module.__dict__[TRACED + name]
-            if seen[1].requires_grad is not slot.master.requires_grad or seen[0] is not slot.source:
-                module.__dict__[TRACED + name] = slot.traced()
-            own = own and module._parameters.get(name) is slot.master
+        for module in modules:
+            members = module.__dict__
+            parameters = members["_parameters"]
+            for name, slot in members.get(SLOTS, {}).items():
+                seen, master = members[TRACED + name], slot.master
+                if seen[1].requires_grad is not master.requires_grad or seen[0] is not slot.source:
+                    members[TRACED + name] = slot.traced()
+                own = own and parameters.get(name) is master
     return own
 
 
@@ -293,7 +293,7 @@ def refresh_all(model: nn.Module, modules: Sequence[nn.Module]) -> None:
         RuntimeError: a parameter was replaced, removed or added; it names the parameter and the way to do it.
     """
     for module in modules:
-        own = refresh(module)
+        own = refresh([module])
         added = [name for name, p in module._parameters.items() if p is not None and not isinstance(p, leaves.Master)]
         if own and not added:
             continue

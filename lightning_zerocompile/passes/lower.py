@@ -5,6 +5,9 @@
                  -> the resident value itself behind ``wait_``                                     [lifetime: one step]
 ``reduce_grad``  -> ``reduce_unit_`` ("these gradients are here"), ``reduce_fence_`` ("their memory may be reused")
 
+Each call costs the host some microseconds: what is small goes along with a neighbour, and a single parameter has
+overloads without lists.
+
 [Note: memory of shared buffers] Inductor plans memory by what it sees in the graph. A gathered value is shared with
 the runtime, a gradient is read by a collective that runs on: each is therefore an argument, declared mutable, of a
 later operator, and until then Inductor neither reuses nor overwrites its memory.
@@ -24,6 +27,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from lightning_zerocompile.fakes import flatten
 from lightning_zerocompile.passes.tag import TRAINING
+
+_SMALL = 2**20  # bytes: what is smaller than this is waited for or handed over together with a neighbour
 
 _SOURCE = get_hash_for_files((__file__,))  # now: the file may change while this process runs the code it has
 
@@ -59,10 +64,13 @@ def _aliases(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(op, args)
+def _call(graph: fx.Graph, operation: Any, tensors: list[Any], handles: list[Any], *args: bool) -> None:
+    """The operator's overload for one parameter, if it has that and there is one."""
+    if len(tensors) == 1 and "one" in operation.overloads():
+        node = graph.call_function(operation.one, (tensors[0], handles[0], *args))
+    else:
+        node = graph.call_function(operation.default, (tensors, handles, *args))
     node.meta["val"] = None
-    return node
 
 
 class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
@@ -101,35 +109,21 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         resident = [node for node in by_read.values() if _is_resident(node)]
         used = [node for node in by_read.values() if not _is_resident(node)]
         _copy_what_is_returned(graph, list(by_read.values()))
-        for group in self._groups(graph, resident):
-            _wait(graph, group)
-        for group in self._groups(graph, used):
-            self._gather_group(graph, group)
-
-    def _groups(self, graph: fx.Graph, gathers: list[fx.Node]) -> list[list[fx.Node]]:
-        if not gathers:
-            return []
-        position = {node: i for i, node in enumerate(graph.nodes)}
-        ordered = sorted(gathers, key=lambda g: min(position[u] for u in g.users))
-        return [ordered] if self.regional else [[g] for g in ordered]
+        used, resident = _by_first_use(graph, used), _by_first_use(graph, resident)
+        # a backward waits once: its forward has waited for all of them, long before
+        at_once = self.regional or _is_backward(graph)
+        for group in [resident] if at_once else _with_neighbours(graph, resident, used):
+            if group:
+                _wait(graph, group)
+        for group in [used] if self.regional else [[g] for g in used]:
+            if group:
+                self._gather_group(graph, group)
 
     def _gather_group(self, graph: fx.Graph, group: list[fx.Node]) -> None:
-        position = {node: i for i, node in enumerate(graph.nodes)}
-        first_use = min((u for g in group for u in g.users), key=position.__getitem__)
-        values = [g.meta["val"] for g in group]
         handles = [g.args[1] for g in group]
-        sizes = flatten(g.args[2] for g in group)  # type: ignore[misc]
         training = any(g.meta.get(TRAINING, False) for g in group)
-        with graph.inserting_before(first_use):
-            unit = graph.call_function(
-                torch.ops.zerocompile.gather_unit.default, ([g.args[0] for g in group], handles, sizes, training, False)
-            )
-            unit.meta["val"] = values
-            fulls = []
-            for i, gather in enumerate(group):
-                full = graph.call_function(operator.getitem, (unit, i))
-                full.meta.update({k: v for k, v in gather.meta.items() if k in ("val", "tensor_meta")})
-                fulls.append(full)
+        with graph.inserting_before(_first_use(graph, group)):
+            unit, fulls = _gather(graph, group, training)
         for gather, full in zip(group, fulls, strict=True):
             gather.replace_all_uses_with(full)
             graph.erase_node(gather)
@@ -140,16 +134,16 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         output = _output(graph)
         if self.regional:
             with graph.inserting_before(output):
-                _call(graph, torch.ops.zerocompile.release_.default, fulls, handles, True)
+                _call(graph, torch.ops.zerocompile.release_, fulls, handles, True)
             return False
         reuses = False
-        position = {node: i for i, node in enumerate(graph.nodes)}
+        position = _positions(graph)
         for full, handle in zip(fulls, handles, strict=True):
             users = {user for alias in _aliases(full) for user in alias.users}
             last_use = max(users, key=position.__getitem__)
             last = last_use is output
             with graph.inserting_before(output) if last else graph.inserting_after(last_use):
-                _call(graph, torch.ops.zerocompile.release_.default, [full], [handle], last)
+                _call(graph, torch.ops.zerocompile.release_, [full], [handle], last)
             reuses = reuses or not last
         return reuses
 
@@ -163,46 +157,125 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         by_handle: dict[Any, list[fx.Node]] = {}
         for node in reductions:
             by_handle.setdefault(node.args[1], []).append(node)
-        grads = [(_sum(graph, nodes), handle, nodes[-1]) for handle, nodes in by_handle.items()]
+        position = _positions(graph)
+        in_order = sorted(by_handle.items(), key=lambda one: position[one[1][-1]])
+        grads = [(_sum(graph, nodes), handle, nodes[-1]) for handle, nodes in in_order]
         if self.regional:
             with graph.inserting_before(_output(graph)):
                 tensors, handles = [g for g, _, _ in grads], [h for _, h, _ in grads]
-                _call(graph, torch.ops.zerocompile.reduce_unit_.default, tensors, handles)
-                _call(graph, torch.ops.zerocompile.reduce_fence_.default, tensors, handles, True)
+                _call(graph, torch.ops.zerocompile.reduce_unit_, tensors, handles)
+                _call(graph, torch.ops.zerocompile.reduce_fence_, tensors, handles, True)
         else:
             self._reduce_where_produced(graph, grads)
         for node in reversed(dummies):
             graph.erase_node(node)
 
     def _reduce_where_produced(self, graph: fx.Graph, grads: list[tuple[fx.Node, Any, fx.Node]]) -> None:
-        pending: list[tuple[fx.Node, Any]] = []
+        pending: list[tuple[fx.Node, Any]] = []  # handed over, or waiting for a neighbour, since the last fence
+        waiting: list[tuple[fx.Node, Any]] = []
         size = 0
-        for grad, handle, anchor in grads:
+        meetings = _meetings(graph)
+        for number, (grad, handle, anchor) in enumerate(grads):
+            nbytes = _bytes(grad)
+            following = grads[number + 1][2] if number + 1 < len(grads) else anchor
             with graph.inserting_before(anchor):
-                value = grad.meta["val"]
-                nbytes = value.numel() * value.element_size()
-                if isinstance(nbytes, int) and size + nbytes > self.fence_bytes and pending:
+                if size + nbytes > self.fence_bytes and pending:
+                    _hand_over(graph, waiting)
                     _fence(graph, pending, last=False)
-                    pending, size = [], 0
-                _call(graph, torch.ops.zerocompile.reduce_unit_.default, [grad], [handle])
+                    pending, waiting, size = [], [], 0
+                waiting.append((grad, handle))
+                enough = sum(_bytes(g) for g, _ in waiting) >= _SMALL
+                if enough or following is anchor or meetings[anchor] != meetings[following]:
+                    _hand_over(graph, waiting)
+                    waiting = []
             pending.append((grad, handle))
             size += nbytes
         with graph.inserting_before(_output(graph)):
             _fence(graph, pending, last=True)
 
 
+def _bytes(node: fx.Node) -> int:
+    """Of its value; 0 if its size is not known."""
+    nbytes = node.meta["val"].numel() * node.meta["val"].element_size()
+    return nbytes if isinstance(nbytes, int) else 0
+
+
+def _is_backward(graph: fx.Graph) -> bool:
+    return any(n.target is torch.ops.zerocompile.reduce_grad.default for n in graph.nodes)
+
+
+def _positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def _first_use(graph: fx.Graph, gathers: list[fx.Node]) -> fx.Node:
+    return min((user for g in gathers for user in g.users), key=_positions(graph).__getitem__)
+
+
+def _by_first_use(graph: fx.Graph, gathers: list[fx.Node]) -> list[fx.Node]:
+    position = _positions(graph)
+    return sorted(gathers, key=lambda g: min(position[u] for u in g.users))
+
+
+def _meetings(graph: fx.Graph) -> dict[fx.Node, int]:
+    """How many nodes before each may wait for other ranks: a gradient from before such a node, for which these ranks
+    may wait, must not be kept until behind it."""
+    count, before = 0, {}
+    for node in graph.nodes:
+        before[node] = count
+        schema = getattr(node.target, "_schema", None)
+        count += schema is not None and schema.name.startswith(("zerocompile::gather", "_c10d_functional", "c10d"))
+    return before
+
+
+def _with_neighbours(graph: fx.Graph, gathers: list[fx.Node], others: list[fx.Node]) -> list[list[fx.Node]]:
+    """In groups: small ones, up to a size, with what is used before them, unless one of ``others`` comes between."""
+    groups: list[list[fx.Node]] = []
+    room = 0
+    for gather in _by_first_use(graph, gathers + others):
+        if gather in others:
+            room = 0
+        elif _bytes(gather) < room:
+            groups[-1].append(gather)
+            room -= _bytes(gather)
+        else:
+            groups.append([gather])
+            room = _SMALL
+    return groups
+
+
+def _gather(graph: fx.Graph, group: list[fx.Node], training: bool) -> tuple[fx.Node, list[fx.Node]]:
+    """The call, whose last argument is still to come, and the nodes of the values."""
+    sources, handles, sizes = ([g.args[i] for g in group] for i in range(3))
+    metas = [{k: v for k, v in g.meta.items() if k in ("val", "tensor_meta")} for g in group]
+    operation = torch.ops.zerocompile.gather_unit
+    if len(group) == 1:
+        one = graph.call_function(operation.one, (sources[0], handles[0], sizes[0], training, False))
+        one.meta.update(metas[0])
+        return one, [one]
+    unit = graph.call_function(operation.default, (sources, handles, flatten(sizes), training, False))  # type: ignore[arg-type]
+    unit.meta["val"] = [meta["val"] for meta in metas]
+    fulls = [graph.call_function(operator.getitem, (unit, i)) for i in range(len(group))]
+    for full, meta in zip(fulls, metas, strict=True):
+        full.meta.update(meta)
+    return unit, fulls
+
+
+def _hand_over(graph: fx.Graph, grads: list[tuple[fx.Node, Any]]) -> None:
+    if grads:
+        _call(graph, torch.ops.zerocompile.reduce_unit_, [g for g, _ in grads], [h for _, h in grads])
+
+
 def _fence(graph: fx.Graph, pending: list[tuple[fx.Node, Any]], last: bool) -> None:
     grads, handles = [g for g, _ in pending], [h for _, h in pending]
-    _call(graph, torch.ops.zerocompile.reduce_fence_.default, grads, handles, last)
+    _call(graph, torch.ops.zerocompile.reduce_fence_, grads, handles, last)
 
 
 def _wait(graph: fx.Graph, group: list[fx.Node]) -> None:
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    first_use = min((u for g in group for u in g.users), key=position.__getitem__)
     training = any(g.meta.get(TRAINING, False) for g in group)
     sources, handles = [g.args[0] for g in group], [g.args[1] for g in group]
-    with graph.inserting_before(first_use):
-        _call(graph, torch.ops.zerocompile.wait_.default, sources, handles, training)
+    with graph.inserting_before(_first_use(graph, group)):
+        _call(graph, torch.ops.zerocompile.wait_, sources, handles, training)
     for gather, source in zip(group, sources, strict=True):
         gather.replace_all_uses_with(source)  # type: ignore[arg-type]
         graph.erase_node(gather)

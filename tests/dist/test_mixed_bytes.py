@@ -234,7 +234,7 @@ def _same(kind: str, micro: int, dtype: torch.dtype, cells: list[Any]) -> list[s
         ("plain", 1, BF16, [False, "blocks", "model"]),
         ("plain", 2, FP16, [False, "blocks"]),
         ("checkpointed", 1, BF16, ["blocks", MIXED]),
-        ("reader", 1, BF16, ["blocks", MIXED]),
+        pytest.param("reader", 1, BF16, ["blocks", MIXED], marks=pytest.mark.long),
         pytest.param("reader", 1, BF16, [False, "model"], marks=pytest.mark.long),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests import engines, models
-from tests.harness import Ranks
+from tests.harness import Ranks, Worlds
 
 
 def _other_units() -> None:
@@ -127,10 +127,10 @@ FOUND = {
 
 
 @pytest.mark.parametrize("where", ["validation", pytest.param("generation", marks=pytest.mark.long)])
-def test_ranks_with_more_forwards_raise(device: str, where: str, tmp_path: Path) -> None:
+def test_ranks_with_more_forwards_raise(all_worlds: Worlds, where: str, tmp_path: Path) -> None:
     """One batch or one forward more on one rank: no gather meets another one, and some rank says what is wrong.
     (With unequal numbers of training batches Lightning's own broadcast in each step waits, as under DDP.)"""
-    ranks = Ranks(2, device)
+    ranks = all_worlds.fresh(2)
     try:
         ranks.expect_error(_more_forwards, where, str(tmp_path), timeout=60)
     finally:

@@ -195,41 +195,64 @@ def test_a_function_that_calls_backward_in_its_forward(ranks: Ranks) -> None:
 # ---- Inductor ----
 
 
-def _inductor() -> tuple[float, list[int]]:
+def _inductor(cpp_wrapper: bool = False) -> tuple[float, list[int], list[str]]:
     """Weights, their gradients and the activations have one size, so that Inductor reuses memory; two windows.
 
-    Before each a forward, which has released a part of its values where the window opens.
+    Before each a forward, which has released a part of its values where the window opens. Returns the deviation, the
+    gathers of each window and the code.
     """
+    from torch._inductor.utils import run_and_get_code
+
     model, twin = SquareModel(), SquareModel()
     twin.load_state_dict(model.state_dict())
     data = torch.randn(2, 3, models.world(), 20, 20).to(models.device())  # [windows, backwards, ranks, rows, width]
-    with engines.engine(model, 3, backend="inductor", compile="model") as engine:
+    options = {"cpp_wrapper": True} if cpp_wrapper else {}
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        engines.engine(model, 3, backend="inductor", compile="model", options=options) as engine,
+    ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine.attach_optimizers([optimizer])
         gathers = []
-        for batches in data:
-            with engine.training_step():
-                outside = model(batches[0][models.rank()]).square().mean()
-                with engine.windows.open("step", None, None):
-                    before = engine.runtime.stats().gathers
-                    for batch in batches[1:]:
-                        engines.backward(engine, model(batch[models.rank()]).square().mean())
-                    gathers.append(engine.runtime.stats().gathers - before)
-                engines.backward(engine, outside)
-            optimizer.step()
+
+        def train() -> None:
+            for batches in data:
+                with engine.training_step():
+                    outside = model(batches[0][models.rank()]).square().mean()
+                    with engine.windows.open("step", None, None):
+                        before = engine.runtime.stats().gathers
+                        for batch in batches[1:]:
+                            engines.backward(engine, model(batch[models.rank()]).square().mean())
+                        gathers.append(engine.runtime.stats().gathers - before)
+                    engines.backward(engine, outside)
+                optimizer.step()
+
+        _, codes = run_and_get_code(train)
     optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.1)
     for batches in data:
         optimizer.zero_grad()
         for x in batches.flatten(0, 1):
             (twin(x).square().mean() / models.world()).backward()
         optimizer.step()
-    return models.deviation(model, twin), gathers
+    return models.deviation(model, twin), gathers, codes
 
 
 @pytest.mark.long
 def test_inductor_reuses_no_held_value(ranks: Ranks) -> None:
-    for deviation, gathers in ranks.run(_inductor, timeout=240):
+    for deviation, gathers, _ in ranks.run(_inductor, timeout=240):
         assert deviation <= 1e-5 and gathers == [0, 0]
+
+
+@pytest.mark.long
+def test_graphs_run_without_python(ranks: Ranks) -> None:
+    """Inductor's C++ wrapper calls our operators; from torch 2.12 on also those that return values."""
+    for deviation, gathers, codes in ranks.run(_inductor, cpp_wrapper=True, timeout=400):
+        assert deviation <= 1e-5 and gathers == [0, 0]
+        assert len(codes) == 2 and all("inductor_entry_impl" in code for code in codes)
+        # torch's C interface would lose the texts of our errors
+        assert not any("aoti_torch_call_dispatcher" in code for code in codes)
+        if torch.__version__ >= "2.12":
+            assert not any("PyObject_CallObject" in code for code in codes)
 
 
 # ---- with Lightning ----

@@ -1,0 +1,115 @@
+"""What the pass calls together, on graphs made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from lightning_zerocompile import extension
+from lightning_zerocompile.passes.lower import Lower
+
+BIG, HALF, SMALL = [1024, 1024], [600, 256], [10]  # 4 MiB, 0.6 MiB, 40 bytes in float32
+
+
+@pytest.fixture(scope="module")
+def operators() -> Any:
+    extension.load()
+    return torch.ops.zerocompile
+
+
+class Graph:
+    """A graph of gathers or of gradients, ``[size]`` each, in the order in which they are added."""
+
+    def __init__(self, operators: Any) -> None:
+        self.operators, self.graph, self.results = operators, fx.Graph(), list[fx.Node]()
+        self.names: dict[fx.Node, str] = {}  # of handles
+
+    def _placeholder(self, name: str, size: list[int]) -> fx.Node:
+        calls = [node for node in self.graph.nodes if node.op != "placeholder"]
+        with self.graph.inserting_before(calls[0] if calls else None):  # inputs come first
+            node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(size, device="meta")
+        return node
+
+    def _call(self, target: Any, *args: Any, size: list[int]) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = torch.empty(size, device="meta")
+        return node
+
+    def _handle(self, name: str) -> fx.Node:
+        handle = self._placeholder(f"handle_{name}", [1])
+        self.names[handle] = name
+        return handle
+
+    def use(self, name: str, size: list[int], resident: bool = True) -> None:
+        source = self._placeholder(f"source_{name}", size if resident else [0])
+        gathered = self._call(self.operators.gather.default, source, self._handle(name), size, size=size)
+        self.results.append(self._call(torch.ops.aten.relu.default, gathered, size=size))
+
+    def reduce(self, name: str, size: list[int]) -> None:
+        value, handle = self._placeholder(f"value_{name}", size), self._handle(name)
+        grad = self._call(torch.ops.aten.relu.default, value, size=size)
+        self.results.append(self._call(self.operators.reduce_grad.default, grad, handle, size=[1]))
+
+    def communicate(self) -> None:
+        value = self._placeholder("value", [4])
+        self._call(torch.ops._c10d_functional.all_reduce.default, value, "sum", "group", size=[4])
+
+    def lowered(self, operator: str) -> list[list[str]]:
+        """The parameters that each call of ``operator`` names; the graph is sound."""
+        self.graph.output(tuple(self.results))
+        Lower(regional=False)(self.graph)
+        calls = [n for n in self.graph.nodes if str(n.target).startswith(f"zerocompile.{operator}.")]
+        assert all((str(n.target).endswith(".one")) == isinstance(n.args[1], fx.Node) for n in calls)
+        handles = [n.args[1] if isinstance(n.args[1], (list, tuple)) else [n.args[1]] for n in calls]
+        return [[self.names[handle] for handle in group] for group in handles]
+
+
+def test_small_values_are_waited_for_with_what_is_used_before(operators: Any) -> None:
+    graph = Graph(operators)
+    for name, size in (("a", BIG), ("b", SMALL), ("c", SMALL), ("d", BIG), ("e", HALF), ("f", HALF), ("g", SMALL)):
+        graph.use(name, size)
+    assert graph.lowered("wait_") == [["a", "b", "c"], ["d", "e"], ["f", "g"]]
+
+
+def test_a_gather_in_between_parts_them(operators: Any) -> None:
+    graph = Graph(operators)
+    for name, resident in (("a", True), ("b", True), ("c", False), ("d", True)):
+        graph.use(name, SMALL, resident)
+    assert graph.lowered("wait_") == [["a", "b"], ["d"]]
+
+
+def test_a_backward_waits_once(operators: Any) -> None:
+    graph = Graph(operators)
+    for name in "abc":
+        graph.use(name, BIG)
+    graph.reduce("d", BIG)
+    assert graph.lowered("wait_") == [["a", "b", "c"]]
+
+
+def test_small_gradients_are_handed_over_with_the_next(operators: Any) -> None:
+    graph = Graph(operators)
+    for name, size in (("a", SMALL), ("b", SMALL), ("c", BIG), ("d", HALF), ("e", HALF), ("f", SMALL)):
+        graph.reduce(name, size)
+    assert graph.lowered("reduce_unit_") == [["a", "b", "c"], ["d", "e"], ["f"]]
+
+
+def test_no_gradient_is_kept_until_behind_a_collective(operators: Any) -> None:
+    graph = Graph(operators)
+    graph.reduce("a", SMALL)
+    graph.reduce("b", SMALL)
+    graph.communicate()
+    graph.reduce("c", SMALL)
+    graph.use("d", BIG, resident=False)
+    graph.reduce("e", SMALL)
+    assert graph.lowered("reduce_unit_") == [["a", "b"], ["c"], ["e"]]
+
+
+def test_the_last_fence_names_all(operators: Any) -> None:
+    graph = Graph(operators)
+    for name, size in (("a", SMALL), ("b", BIG), ("c", SMALL)):
+        graph.reduce(name, size)
+    assert graph.lowered("reduce_fence_") == [["a", "b", "c"]]
