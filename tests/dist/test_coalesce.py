@@ -70,9 +70,11 @@ def _windows(stage: int, mode: str, gather: str) -> dict[str, Any]:
         engine.attach_optimizers([optimizer])
         for numbers in micros:
             profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
-            with engine.training_step(), profiler, engine.windows.open(gather, None, None):
-                _backwards(engine, data, numbers)
-                held.append(engine.runtime.core.deferred_bytes())
+            with engine.training_step(), profiler:
+                with engine.windows.open(gather, None, None):
+                    _backwards(engine, data, numbers)
+                    held.append(engine.runtime.core.deferred_bytes())
+                engine.settle()  # while gloo's threads still record, the profiler may lose all other events
             seen.append(_traffic(profiler))
             held.append(engine.runtime.core.deferred_bytes())
             resident = engine.runtime.core.resident_units()
