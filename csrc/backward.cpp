@@ -210,22 +210,4 @@ void Runtime::contributed(const std::vector<int64_t>& indices) {
   latest_.reset();
 }
 
-// The compiler may reuse these gradients' memory from here on, unless the graph ends here (then our reference keeps
-// it). What is on its way is waited for on the stream, what is not started is copied.
-void Runtime::fence(const std::vector<int64_t>& indices, bool last) {
-  if (last) return;
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (auto i : indices) {
-    auto& p = parameter(i);
-    if (p.grad.defined() && !p.grad_owned) {
-      p.grad = p.grad.clone();
-      p.grad_owned = true;
-      if (units_[p.unit].ready) units_[p.unit].ready = mark(device_);
-    }
-    for (auto& reduction : in_flight_) {
-      if (reduction.unit == p.unit) await(reduction);
-    }
-  }
-}
-
 }  // namespace zerocompile

@@ -259,22 +259,18 @@ void Runtime::need(const std::vector<int64_t>& indices, const std::vector<at::Sc
 }
 
 std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, const std::vector<at::ScalarType>& dtypes,
-                                 bool expects_grad, bool reuses_memory) {
+                                 bool expects_grad) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   need(indices, dtypes, expects_grad);
   std::vector<Tensor> values;
   for (size_t k = 0; k < indices.size(); ++k) {
     const auto& p = parameter(indices[k]);
-    const bool shared = held_ || units_[p.unit].lent || p.read_eagerly;  // others may still read it: [Note: held units]
-    const bool casts = p.value.scalar_type() != dtypes[k];
-    values.push_back(casts                     ? p.value.to(dtypes[k])
-                     : shared && reuses_memory ? p.value.clone()
-                                               : p.value.alias());
+    values.push_back(p.value.scalar_type() != dtypes[k] ? p.value.to(dtypes[k]) : p.value.alias());
   }
   return values;
 }
 
-// The graph's last use of these values is behind it. `last`: the graph ends here; otherwise it may reuse their memory.
+// The graph's last use of these values is behind it. `last`: the graph ends here.
 void Runtime::release(const std::vector<int64_t>& indices, bool last) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto i : indices) {
@@ -293,7 +289,7 @@ void Runtime::release(const std::vector<int64_t>& indices, bool last) {
 
 // [Note: held units] Within a window no parameter changes, so at stage 3 one gather of each unit can serve all of its
 // forwards and backwards. All units are gathered when the window opens, in their fixed order: then nothing is gathered
-// inside, and ranks may run different numbers of backwards. A graph that reuses a value's memory gets a copy.
+// inside, and ranks may run different numbers of backwards.
 void Runtime::hold() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");

@@ -120,16 +120,15 @@ std::vector<at::ScalarType> dtypes_of(at::TensorList tensors) {
   return dtypes;
 }
 
-std::vector<Tensor> gather_unit(at::TensorList sources, at::TensorList handles, at::IntArrayRef, bool expects_grad,
-                                bool reuses_memory) {
+std::vector<Tensor> gather_unit(at::TensorList sources, at::TensorList handles, at::IntArrayRef, bool expects_grad) {
   TORCH_CHECK(sources.size() == handles.size(), "zerocompile: gather_unit takes one handle per source");
   auto uses = find_all(handles);
-  return uses.runtime->use(uses.parameters, dtypes_of(sources), expects_grad, reuses_memory);
+  return uses.runtime->use(uses.parameters, dtypes_of(sources), expects_grad);
 }
 
-Tensor gather_one(const Tensor& source, const Tensor& handle, at::IntArrayRef, bool expects_grad, bool reuses_memory) {
+Tensor gather_one(const Tensor& source, const Tensor& handle, at::IntArrayRef, bool expects_grad) {
   auto [runtime, parameter] = find(handle);
-  return runtime->use({parameter}, {source.scalar_type()}, expects_grad, reuses_memory).front();
+  return runtime->use({parameter}, {source.scalar_type()}, expects_grad).front();
 }
 
 void wait_(at::TensorList fulls, at::TensorList handles, bool expects_grad) {
@@ -167,11 +166,8 @@ void reduce_one_(const Tensor& grad, const Tensor& handle, at::OptionalIntArrayR
   runtime->contributed({parameter});
 }
 
-void reduce_fence_(at::TensorList grads, at::TensorList handles, bool last) {
-  TORCH_CHECK(grads.size() == handles.size(), "zerocompile: reduce_fence_ takes one handle per gradient");
-  auto uses = find_all(handles);
-  uses.runtime->fence(uses.parameters, last);
-}
+// Says to the compiler alone that it may not have written to the gradients' memory.
+void reduce_fence_(at::TensorList) {}
 
 // ---- eager ----
 
@@ -237,17 +233,14 @@ TORCH_LIBRARY(zerocompile, m) {
   m.def("gather(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
   m.def("gather_cast(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
   m.def("reduce_grad(Tensor grad, Tensor handle) -> Tensor", tags);
-  m.def(
-      "gather_unit(Tensor[] sources, Tensor[] handles, int[] sizes, bool expects_grad, bool reuses_memory) -> Tensor[]",
-      tags);
+  m.def("gather_unit(Tensor[] sources, Tensor[] handles, int[] sizes, bool expects_grad) -> Tensor[]", tags);
   m.def("wait_(Tensor(a!)[] fulls, Tensor[] handles, bool expects_grad) -> ()", tags);
   m.def("release_(Tensor(a!)[] fulls, Tensor[] handles, bool last) -> ()", tags);
   m.def("reduce_unit_(Tensor(a!)[] grads, Tensor[] handles) -> ()", tags);
-  m.def("reduce_fence_(Tensor(a!)[] grads, Tensor[] handles, bool last) -> ()", tags);
+  m.def("reduce_fence_(Tensor(a!)[] grads) -> ()", tags);
   // For a single parameter: calls cost less without lists. `unused` is never given: it keeps Inductor's C++ wrapper from
   // torch's C interface, which would lose the texts of our errors.
-  m.def("gather_unit.one(Tensor source, Tensor handle, int[] size, bool expects_grad, bool reuses_memory) -> Tensor",
-        tags);
+  m.def("gather_unit.one(Tensor source, Tensor handle, int[] size, bool expects_grad) -> Tensor", tags);
   m.def("wait_.one(Tensor(a!) full, Tensor handle, bool expects_grad, int[]? unused=None) -> ()", tags);
   m.def("release_.one(Tensor(a!) full, Tensor handle, bool last, int[]? unused=None) -> ()", tags);
   m.def("reduce_unit_.one(Tensor(a!) grad, Tensor handle, int[]? unused=None) -> ()", tags);

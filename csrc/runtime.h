@@ -163,7 +163,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void close(int64_t unit);
   void need(const std::vector<int64_t>& parameters, const std::vector<at::ScalarType>& dtypes, bool expects_grad);
   std::vector<Tensor> use(const std::vector<int64_t>& parameters, const std::vector<at::ScalarType>& dtypes,
-                          bool expects_grad, bool reuses_memory);
+                          bool expects_grad);
   void release(const std::vector<int64_t>& parameters, bool last);
   void hold();
   void let_go(bool raised);
@@ -190,7 +190,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // reduction
   void contribute(int64_t parameter, Tensor grad, bool from_graph, bool shared = false);
   void contributed(const std::vector<int64_t>& parameters);
-  void fence(const std::vector<int64_t>& parameters, bool last);
   void arm();
   void backward_ended();
   void finish_backward();

@@ -73,7 +73,7 @@ class Counted(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         return self.inner.uuid()
 
 
-def inductor_options(config: Config, lower: CustomGraphPass) -> dict[str, Any]:
+def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> dict[str, Any]:
     """Inductor's configuration: the mode's, the user's on top, ours last; passes of the user run before ours."""
     import torch._inductor.config as inductor
 
@@ -85,6 +85,8 @@ def inductor_options(config: Config, lower: CustomGraphPass) -> dict[str, Any]:
         theirs = options.get(slot) or getattr(inductor, slot)
         options[slot] = ours if theirs is None else Composed(theirs, ours)
     options["reorder_for_peak_memory"] = False  # it would move the starts that the passes placed
+    if not regional:
+        options["allow_buffer_reuse"] = False  # see [Note: memory of shared buffers]
     options["triton.cudagraphs"] = False  # a replay would pass the runtime by, whatever the environment asks for
     return options
 
@@ -92,7 +94,7 @@ def inductor_options(config: Config, lower: CustomGraphPass) -> dict[str, Any]:
 def make_backend(config: Config, stats: CompileStats, regional: bool) -> Callable[..., Any]:
     """The backend that torch.compile calls with each of Dynamo's graphs; ``regional`` as in :class:`Lower`."""
     lower = Counted(Lower(regional), stats)
-    run = _inductor(config, lower) if config.backend == "inductor" else _aot_eager(lower)
+    run = _inductor(config, lower, regional) if config.backend == "inductor" else _aot_eager(lower)
 
     def zerocompile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
         reject_writes(module)
@@ -106,10 +108,12 @@ def make_backend(config: Config, stats: CompileStats, regional: bool) -> Callabl
     return zerocompile
 
 
-def _inductor(config: Config, lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
+def _inductor(
+    config: Config, lower: CustomGraphPass, regional: bool
+) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
     from torch._inductor.compile_fx import compile_fx
 
-    options = inductor_options(config, lower)
+    options = inductor_options(config, lower, regional)
     return lambda module, inputs: compile_fx(module, inputs, config_patches=options)
 
 

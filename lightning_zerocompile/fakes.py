@@ -38,11 +38,11 @@ def register() -> None:
         return torch.empty_like(handle)
 
     def gather_unit(
-        sources: Sequence[Tensor], handles: Sequence[Tensor], sizes: Sequence[int], expects_grad: bool, reuses: bool
+        sources: Sequence[Tensor], handles: Sequence[Tensor], sizes: Sequence[int], expects_grad: bool
     ) -> list[Tensor]:
         return [s.new_empty(size) for s, size in zip(sources, unflatten(sizes), strict=True)]
 
-    def gather_one(source: Tensor, handle: Tensor, size: Sequence[int], expects_grad: bool, reuses: bool) -> Tensor:
+    def gather_one(source: Tensor, handle: Tensor, size: Sequence[int], expects_grad: bool) -> Tensor:
         return source.new_empty(size)
 
     for fake in (gather, gather_cast, reduce_grad, gather_unit):

@@ -3,14 +3,18 @@
 ``gather``       -> ``gather_unit`` ("needed from here"), ``release_`` ("not needed any more")     [lifetime: one use]
                     (``gather_cast`` too: its source has the dtype of the cast)
                  -> the resident value itself behind ``wait_``                                     [lifetime: one step]
-``reduce_grad``  -> ``reduce_unit_`` ("these gradients are here"), ``reduce_fence_`` ("their memory may be reused")
+``reduce_grad``  -> ``reduce_unit_`` ("these gradients are here"), ``reduce_fence_`` ("nobody has overwritten them")
 
 Each call costs the host some microseconds: what is small goes along with a neighbour, and a single parameter has
 overloads without lists.
 
 [Note: memory of shared buffers] Inductor plans memory by what it sees in the graph. A gathered value is shared with
-the runtime, a gradient is read by a collective that runs on: each is therefore an argument, declared mutable, of a
-later operator, and until then Inductor neither reuses nor overwrites its memory.
+the runtime and with other graphs, a gradient is read by a collective that runs on. So each is an argument, declared
+mutable, of an operator behind its last use: until there Inductor neither reuses nor overwrites its memory. A region's
+values and gradients are such arguments at its end. A graph that is not one region gives them up earlier, while the
+runtime may still share them: it is compiled without reuse of buffers (``allow_buffer_reuse``), so what it gives up is
+freed, not written to. Only a gradient that the graph itself reads, too, is kept until the end, since Inductor may put
+such a reader behind the operator, and a reader may write in place.
 
 The pass depends on nothing but the graph and its own configuration: no rank, no identity (they are the handles'
 values), no communication. So a compile cache that ranks share always holds the right graph.
@@ -48,7 +52,9 @@ def _is_resident(gather: fx.Node) -> bool:
     return _shape(source) == list(size)
 
 
-def _returns_alias(node: fx.Node) -> bool:
+def _returns_alias(node: Any) -> bool:
+    if node.target is operator.getitem:  # one of several views, such as those of a split
+        return _returns_alias(node.args[0])
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
@@ -62,6 +68,19 @@ def _aliases(node: fx.Node) -> set[fx.Node]:
                 found.add(user)
                 stack.append(user)
     return found
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """What uses the node or a view of it."""
+    aliases = _aliases(node)
+    return {user for alias in aliases for user in alias.users} - aliases
+
+
+def _base(node: Any) -> fx.Node:
+    """What the node is a view of, or itself."""
+    while _returns_alias(node):
+        node = node.all_input_nodes[0]
+    return node  # type: ignore[no-any-return]
 
 
 def _call(graph: fx.Graph, operation: Any, tensors: list[Any], handles: list[Any], *args: bool) -> None:
@@ -78,9 +97,8 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
     gradients are handed over when it ends; otherwise each parameter is gathered at its first use and each gradient
     is handed over where it is produced."""
 
-    def __init__(self, regional: bool, fence_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, regional: bool) -> None:
         self.regional = regional
-        self.fence_bytes = fence_bytes
 
     def __call__(self, graph: fx.Graph) -> None:
         self._lower_gathers(graph)
@@ -88,7 +106,7 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         graph.lint()
 
     def uuid(self) -> bytes:
-        return _SOURCE + f"regional={self.regional} fence_bytes={self.fence_bytes}".encode()
+        return _SOURCE + f"regional={self.regional}".encode()
 
     # ---- gathers ----
 
@@ -123,29 +141,24 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         handles = [g.args[1] for g in group]
         training = any(g.meta.get(TRAINING, False) for g in group)
         with graph.inserting_before(_first_use(graph, group)):
-            unit, fulls = _gather(graph, group, training)
+            fulls = _gather(graph, group, training)
         for gather, full in zip(group, fulls, strict=True):
             gather.replace_all_uses_with(full)
             graph.erase_node(gather)
-        unit.update_arg(4, self._release(graph, fulls, handles))
+        self._release(graph, fulls, handles)
 
-    def _release(self, graph: fx.Graph, fulls: list[fx.Node], handles: list[Any]) -> bool:
-        """Returns whether the graph may reuse the values' memory before it ends."""
+    def _release(self, graph: fx.Graph, fulls: list[fx.Node], handles: list[Any]) -> None:
         output = _output(graph)
         if self.regional:
             with graph.inserting_before(output):
                 _call(graph, torch.ops.zerocompile.release_, fulls, handles, True)
-            return False
-        reuses = False
+            return
         position = _positions(graph)
         for full, handle in zip(fulls, handles, strict=True):
-            users = {user for alias in _aliases(full) for user in alias.users}
-            last_use = max(users, key=position.__getitem__)
+            last_use = max(_aliases(full) | _readers(full), key=position.__getitem__)
             last = last_use is output
             with graph.inserting_before(output) if last else graph.inserting_after(last_use):
                 _call(graph, torch.ops.zerocompile.release_, [full], [handle], last)
-            reuses = reuses or not last
-        return reuses
 
     # ---- reductions ----
 
@@ -162,36 +175,27 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         grads = [(_sum(graph, nodes), handle, nodes[-1]) for handle, nodes in in_order]
         if self.regional:
             with graph.inserting_before(_output(graph)):
-                tensors, handles = [g for g, _, _ in grads], [h for _, h, _ in grads]
-                _call(graph, torch.ops.zerocompile.reduce_unit_, tensors, handles)
-                _call(graph, torch.ops.zerocompile.reduce_fence_, tensors, handles, True)
+                _hand_over(graph, [(grad, handle) for grad, handle, _ in grads])
+            _fence(graph, [grad for grad, _, _ in grads])
         else:
             self._reduce_where_produced(graph, grads)
         for node in reversed(dummies):
             graph.erase_node(node)
+        also_read = [] if self.regional else _also_read([grad for grad, _, _ in grads])
+        if also_read:
+            _fence(graph, also_read)
 
     def _reduce_where_produced(self, graph: fx.Graph, grads: list[tuple[fx.Node, Any, fx.Node]]) -> None:
-        pending: list[tuple[fx.Node, Any]] = []  # handed over, or waiting for a neighbour, since the last fence
-        waiting: list[tuple[fx.Node, Any]] = []
-        size = 0
+        waiting: list[tuple[fx.Node, Any]] = []  # for a neighbour
         meetings = _meetings(graph)
         for number, (grad, handle, anchor) in enumerate(grads):
-            nbytes = _bytes(grad)
             following = grads[number + 1][2] if number + 1 < len(grads) else anchor
-            with graph.inserting_before(anchor):
-                if size + nbytes > self.fence_bytes and pending:
+            waiting.append((grad, handle))
+            enough = sum(_bytes(g) for g, _ in waiting) >= _SMALL
+            if enough or following is anchor or meetings[anchor] != meetings[following]:
+                with graph.inserting_before(anchor):
                     _hand_over(graph, waiting)
-                    _fence(graph, pending, last=False)
-                    pending, waiting, size = [], [], 0
-                waiting.append((grad, handle))
-                enough = sum(_bytes(g) for g, _ in waiting) >= _SMALL
-                if enough or following is anchor or meetings[anchor] != meetings[following]:
-                    _hand_over(graph, waiting)
-                    waiting = []
-            pending.append((grad, handle))
-            size += nbytes
-        with graph.inserting_before(_output(graph)):
-            _fence(graph, pending, last=True)
+                waiting = []
 
 
 def _bytes(node: fx.Node) -> int:
@@ -244,31 +248,40 @@ def _with_neighbours(graph: fx.Graph, gathers: list[fx.Node], others: list[fx.No
     return groups
 
 
-def _gather(graph: fx.Graph, group: list[fx.Node], training: bool) -> tuple[fx.Node, list[fx.Node]]:
-    """The call, whose last argument is still to come, and the nodes of the values."""
+def _gather(graph: fx.Graph, group: list[fx.Node], training: bool) -> list[fx.Node]:
     sources, handles, sizes = ([g.args[i] for g in group] for i in range(3))
     metas = [{k: v for k, v in g.meta.items() if k in ("val", "tensor_meta")} for g in group]
     operation = torch.ops.zerocompile.gather_unit
     if len(group) == 1:
-        one = graph.call_function(operation.one, (sources[0], handles[0], sizes[0], training, False))
+        one = graph.call_function(operation.one, (sources[0], handles[0], sizes[0], training))
         one.meta.update(metas[0])
-        return one, [one]
-    unit = graph.call_function(operation.default, (sources, handles, flatten(sizes), training, False))  # type: ignore[arg-type]
+        return [one]
+    unit = graph.call_function(operation.default, (sources, handles, flatten(sizes), training))  # type: ignore[arg-type]
     unit.meta["val"] = [meta["val"] for meta in metas]
     fulls = [graph.call_function(operator.getitem, (unit, i)) for i in range(len(group))]
     for full, meta in zip(fulls, metas, strict=True):
         full.meta.update(meta)
-    return unit, fulls
+    return fulls
 
 
 def _hand_over(graph: fx.Graph, grads: list[tuple[fx.Node, Any]]) -> None:
-    if grads:
-        _call(graph, torch.ops.zerocompile.reduce_unit_, [g for g, _ in grads], [h for _, h in grads])
+    _call(graph, torch.ops.zerocompile.reduce_unit_, [g for g, _ in grads], [h for _, h in grads])
 
 
-def _fence(graph: fx.Graph, pending: list[tuple[fx.Node, Any]], last: bool) -> None:
-    grads, handles = [g for g, _ in pending], [h for _, h in pending]
-    _call(graph, torch.ops.zerocompile.reduce_fence_, grads, handles, last)
+def _also_read(grads: list[fx.Node]) -> list[fx.Node]:
+    """Gradients that the graph itself reads, or other parts of the same memory: the last reader might write to them."""
+    ours = torch.ops.zerocompile.reduce_unit_
+    return [
+        grad
+        for grad in grads
+        if any(getattr(reader.target, "overloadpacket", None) is not ours for reader in _readers(_base(grad)))
+    ]
+
+
+def _fence(graph: fx.Graph, grads: list[fx.Node]) -> None:
+    with graph.inserting_before(_output(graph)):
+        node = graph.call_function(torch.ops.zerocompile.reduce_fence_.default, (grads,))
+    node.meta["val"] = None
 
 
 def _wait(graph: fx.Graph, group: list[fx.Node]) -> None:

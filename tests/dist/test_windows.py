@@ -192,7 +192,7 @@ def _half_released() -> int:
         with engine.training_step():
             both = [weight.handle, bias.handle]
             sources = [weight.source, bias.source]
-            values = torch.ops.zerocompile.gather_unit(sources, both, [3, 4, 3], False, True)
+            values = torch.ops.zerocompile.gather_unit(sources, both, [3, 4, 3], False)
             torch.ops.zerocompile.release_(values[:1], both[:1], False)
             torch.ops.zerocompile.release_(values[1:], both[1:], True)
             del values

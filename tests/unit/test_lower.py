@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -108,8 +110,40 @@ def test_no_gradient_is_kept_until_behind_a_collective(operators: Any) -> None:
     assert graph.lowered("reduce_unit_") == [["a", "b"], ["c"], ["e"]]
 
 
-def test_the_last_fence_names_all(operators: Any) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fence_names_what_the_graph_reads_itself(operators: Any, late: bool) -> None:
+    """Also in part; the last reader might write to it. Nothing else is kept until the end of the graph."""
     graph = Graph(operators)
-    for name, size in (("a", SMALL), ("b", BIG), ("c", SMALL)):
-        graph.reduce(name, size)
-    assert graph.lowered("reduce_fence_") == [["a", "b", "c"]]
+    for name in "abc":
+        graph.reduce(name, BIG)
+    (grad,) = graph.results[1].all_input_nodes[:1]
+    with nullcontext() if late else graph.graph.inserting_after(grad):
+        half = graph._call(torch.ops.aten.slice.Tensor, grad, 0, 0, 512, size=[512, 1024])
+    with graph.graph.inserting_after(half):
+        graph.results.append(graph._call(torch.ops.aten.relu.default, half, size=[512, 1024]))
+    assert graph.lowered("reduce_unit_") == [["a"], ["b"], ["c"]]
+    (fence,) = (n for n in graph.graph.nodes if n.target is operators.reduce_fence_.default)
+    assert list(fence.args[0]) == [grad]
+
+
+def test_what_nobody_else_reads_needs_no_fence(operators: Any) -> None:
+    graph = Graph(operators)
+    for name in "abc":
+        graph.reduce(name, BIG)
+    turned = graph._call(torch.ops.aten.permute.default, graph.results[1].all_input_nodes[0], [1, 0], size=BIG)
+    graph.results[1].update_arg(0, turned)  # as autograd hands over what a matmul has computed
+    turned.append(graph.results[1])
+    graph.lowered("reduce_unit_")
+    assert not any(n.target is operators.reduce_fence_.default for n in graph.graph.nodes)
+
+
+def test_a_value_is_released_behind_the_last_use_of_its_parts(operators: Any) -> None:
+    graph = Graph(operators)
+    graph.use("a", BIG, resident=False)
+    gathered = graph.results.pop().args[0]
+    parts = graph._call(torch.ops.aten.split.Tensor, gathered, 512, size=BIG)
+    part = graph._call(operator.getitem, parts, 1, size=[512, 1024])
+    use = graph._call(torch.ops.aten.relu.default, part, size=[512, 1024])
+    graph.results.append(graph._call(torch.ops.aten.relu.default, use, size=[512, 1024]))
+    assert graph.lowered("release_") == [["a"]]
+    assert str(use.next.target) == "zerocompile.release_.one"

@@ -27,12 +27,12 @@ def _arguments(engine: Any, name: str) -> tuple[Any, ...]:
         "gather": (slots[0].source, slots[0].handle, list(slots[0].size)),
         "gather_cast": (slots[0].source.to(torch.bfloat16), slots[0].handle, list(slots[0].size)),
         "reduce_grad": (full[0], handles[0]),
-        "gather_unit": ([slots[0].source, slots[1].source.to(torch.bfloat16)], handles, sizes, False, False),
+        "gather_unit": ([slots[0].source, slots[1].source.to(torch.bfloat16)], handles, sizes, False),
         "wait_": (full, handles, False),
         "release_": (full, handles, True),
         "reduce_unit_": (full, handles),
-        "reduce_fence_": (full, handles, True),
-        "gather_unit.one": (slots[0].source.to(torch.bfloat16), handles[0], list(slots[0].size), False, False),
+        "reduce_fence_": (full,),
+        "gather_unit.one": (slots[0].source.to(torch.bfloat16), handles[0], list(slots[0].size), False),
         "wait_.one": (full[0], handles[0], False),
         "release_.one": (full[0], handles[0], True),
         "reduce_unit_.one": (full[0], handles[0]),
@@ -93,9 +93,7 @@ def _identities() -> dict[str, Any]:
     values = [gather(slot.source, slot.handle, slot.size).detach().clone() for slot in (a, b)]
     apart = [float((value - slot.master.full_tensor()).abs().max()) for value, slot in zip(values, (a, b), strict=True)]
     with pytest.raises(RuntimeError, match="two strategies"):
-        torch.ops.zerocompile.gather_unit(
-            [a.source, b.source], [a.handle, b.handle], flatten([a.size, b.size]), False, False
-        )
+        torch.ops.zerocompile.gather_unit([a.source, b.source], [a.handle, b.handle], flatten([a.size, b.size]), False)
     one.unshard()
     with pytest.raises(RuntimeError, match="torn down"):
         gather(a.source, a.handle, a.size)
