@@ -166,7 +166,7 @@ void reduce_one_(const Tensor& grad, const Tensor& handle, at::OptionalIntArrayR
   runtime->contributed({parameter});
 }
 
-// Says to the compiler alone that it may not have written to the gradients' memory.
+// For the compiler alone: what takes a gradient here keeps it from writing to that memory before.
 void reduce_fence_(at::TensorList) {}
 
 // ---- eager ----

@@ -3,7 +3,7 @@
 ``gather``       -> ``gather_unit`` ("needed from here"), ``release_`` ("not needed any more")     [lifetime: one use]
                     (``gather_cast`` too: its source has the dtype of the cast)
                  -> the resident value itself behind ``wait_``                                     [lifetime: one step]
-``reduce_grad``  -> ``reduce_unit_`` ("these gradients are here"), ``reduce_fence_`` ("nobody has overwritten them")
+``reduce_grad``  -> ``reduce_unit_`` ("these gradients are here"), ``reduce_fence_`` ("not overwritten before here")
 
 Each call costs the host some microseconds: what is small goes along with a neighbour, and a single parameter has
 overloads without lists.
@@ -13,8 +13,9 @@ the runtime and with other graphs, a gradient is read by a collective that runs 
 mutable, of an operator behind its last use: until there Inductor neither reuses nor overwrites its memory. A region's
 values and gradients are such arguments at its end. A graph that is not one region gives them up earlier, while the
 runtime may still share them: it is compiled without reuse of buffers (``allow_buffer_reuse``), so what it gives up is
-freed, not written to. Only a gradient that the graph itself reads, too, is kept until the end, since Inductor may put
-such a reader behind the operator, and a reader may write in place.
+freed, not written to. Only the memory of a gradient that the graph itself reads, too, is kept until the end: Inductor
+may turn its last reader into one that works in place. A gradient that others may hold as well, since the graph returns
+it or was given it, is handed over as a copy, as AccumulateGrad does.
 
 The pass depends on nothing but the graph and its own configuration: no rank, no identity (they are the handles'
 values), no communication. So a compile cache that ranks share always holds the right graph.
@@ -148,17 +149,15 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         self._release(graph, fulls, handles)
 
     def _release(self, graph: fx.Graph, fulls: list[fx.Node], handles: list[Any]) -> None:
-        output = _output(graph)
         if self.regional:
-            with graph.inserting_before(output):
+            with graph.inserting_before(_output(graph)):
                 _call(graph, torch.ops.zerocompile.release_, fulls, handles, True)
             return
         position = _positions(graph)
         for full, handle in zip(fulls, handles, strict=True):
             last_use = max(_aliases(full) | _readers(full), key=position.__getitem__)
-            last = last_use is output
-            with graph.inserting_before(output) if last else graph.inserting_after(last_use):
-                _call(graph, torch.ops.zerocompile.release_, [full], [handle], last)
+            with graph.inserting_after(last_use):
+                _call(graph, torch.ops.zerocompile.release_, [full], [handle], False)
 
     # ---- reductions ----
 
@@ -172,11 +171,11 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
             by_handle.setdefault(node.args[1], []).append(node)
         position = _positions(graph)
         in_order = sorted(by_handle.items(), key=lambda one: position[one[1][-1]])
-        grads = [(_sum(graph, nodes), handle, nodes[-1]) for handle, nodes in in_order]
+        grads = [(_own(graph, _sum(graph, nodes), nodes[-1]), handle, nodes[-1]) for handle, nodes in in_order]
         if self.regional:
             with graph.inserting_before(_output(graph)):
                 _hand_over(graph, [(grad, handle) for grad, handle, _ in grads])
-            _fence(graph, [grad for grad, _, _ in grads])
+            _fence(graph, [_base(grad) for grad, _, _ in grads])
         else:
             self._reduce_where_produced(graph, grads)
         for node in reversed(dummies):
@@ -269,19 +268,34 @@ def _hand_over(graph: fx.Graph, grads: list[tuple[fx.Node, Any]]) -> None:
 
 
 def _also_read(grads: list[fx.Node]) -> list[fx.Node]:
-    """Gradients that the graph itself reads, or other parts of the same memory: the last reader might write to them."""
+    """The memory of those gradients that the graph reads itself, in whole or in part."""
     ours = torch.ops.zerocompile.reduce_unit_
     return [
-        grad
-        for grad in grads
-        if any(getattr(reader.target, "overloadpacket", None) is not ours for reader in _readers(_base(grad)))
+        base
+        for base in map(_base, grads)
+        if any(getattr(reader.target, "overloadpacket", None) is not ours for reader in _readers(base))
     ]
 
 
-def _fence(graph: fx.Graph, grads: list[fx.Node]) -> None:
+def _fence(graph: fx.Graph, memory: list[fx.Node]) -> None:
     with graph.inserting_before(_output(graph)):
-        node = graph.call_function(torch.ops.zerocompile.reduce_fence_.default, (grads,))
+        node = graph.call_function(torch.ops.zerocompile.reduce_fence_.default, (list(dict.fromkeys(memory)),))
     node.meta["val"] = None
+
+
+def _own(graph: fx.Graph, grad: fx.Node, anchor: fx.Node) -> fx.Node:
+    """The gradient, or, before ``anchor``, a copy of one that is not the graph's alone."""
+    base = _base(grad)
+    if base.op != "placeholder" and _output(graph) not in _readers(base):
+        return grad
+    with graph.inserting_before(anchor):
+        return _copy(graph, grad)
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta.update({k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")})
+    return copy
 
 
 def _wait(graph: fx.Graph, group: list[fx.Node]) -> None:
@@ -302,8 +316,7 @@ def _copy_what_is_returned(graph: fx.Graph, gathers: list[fx.Node]) -> None:
             if output not in alias.users:
                 continue
             with graph.inserting_before(output):
-                copy = graph.call_function(torch.ops.aten.clone.default, (alias,))
-                copy.meta.update({k: v for k, v in alias.meta.items() if k in ("val", "tensor_meta")})
+                copy = _copy(graph, alias)
             output.replace_input_with(alias, copy)
 
 

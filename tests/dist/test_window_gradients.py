@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -218,6 +219,35 @@ def test_a_gradient_that_its_function_keeps_is_copied(ranks: Ranks) -> None:
     for stage in (1, 3):
         for deviation, clones in ranks.run(_buffered, stage):
             assert deviation <= 1e-6 and clones == 0
+
+
+class Moved(nn.Module):
+    """The gradient of its parameter is also that of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.by).sin()
+
+
+def _moved(stage: int, compile: Any) -> float:
+    """The gradient of the input is zeroed while that of the parameter waits."""
+    with pairs.pair(stage, lambda: nn.Sequential(Moved()), compile=compile) as (engine, twin, _):
+        x = pairs.mine(0).requires_grad_()
+        with engine.training_step(), engine.windows.open("auto", None, None):
+            engines.backward(engine, pairs.loss(engine.model, x))
+            assert x.grad is not None
+            x.grad.zero_()
+        pairs.gradients(twin, pairs.on_all(0))
+        return pairs.grad_deviation(engine, twin)
+
+
+@pytest.mark.parametrize("compile", [False, "model"])
+def test_a_gradient_that_the_graph_returns_is_copied(ranks: Ranks, compile: Any) -> None:
+    for stage in STAGES:
+        assert max(ranks.run(_moved, stage, compile)) <= 1e-6, stage
 
 
 class Recomputed(nn.Module):

@@ -126,6 +126,35 @@ def test_a_fence_names_what_the_graph_reads_itself(operators: Any, late: bool) -
     assert list(fence.args[0]) == [grad]
 
 
+def test_a_fence_names_the_memory_and_not_a_view_of_it(operators: Any) -> None:
+    graph = Graph(operators)
+    graph.reduce("a", BIG)
+    memory = graph.results[0].all_input_nodes[0]
+    with graph.graph.inserting_after(memory):
+        seen = graph._call(torch.ops.aten.view_as_complex.default, memory, size=BIG)
+    graph.results[0].update_arg(0, seen)
+    graph.results.append(graph._call(torch.ops.aten.relu.default, memory, size=BIG))
+    graph.lowered("reduce_unit_")
+    (fence,) = (n for n in graph.graph.nodes if n.target is operators.reduce_fence_.default)
+    assert list(fence.args[0]) == [memory]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["returned", "given"])
+def test_a_gradient_that_others_may_hold_is_copied(operators: Any, given: bool) -> None:
+    graph = Graph(operators)
+    graph.reduce("a", BIG)
+    graph.reduce("b", BIG)
+    grad = graph.results[0].all_input_nodes[0]
+    if given:
+        graph.results[0].update_arg(0, grad.all_input_nodes[0])
+    else:
+        graph.results.append(graph._call(torch.ops.aten.permute.default, grad, [1, 0], size=BIG))
+    graph.lowered("reduce_unit_")
+    calls = [n for n in graph.graph.nodes if n.target is operators.reduce_unit_.one]
+    copied = [call.args[0].target is torch.ops.aten.clone.default for call in calls]
+    assert copied == [True, False]
+
+
 def test_what_nobody_else_reads_needs_no_fence(operators: Any) -> None:
     graph = Graph(operators)
     for name in "abc":
