@@ -228,8 +228,7 @@ void Runtime::forward_saw(int64_t index, int64_t version) {
   parameter(index).forward_version = version;
 }
 
-// A graph needs values from here on. Those that live for one use are kept until its `release`, so that their memory is
-// not reused while they are shared.
+// A graph needs values from here on. Those that live for one use stay gathered until its `release`.
 void Runtime::need(const std::vector<int64_t>& indices, const std::vector<at::ScalarType>& dtypes, bool expects_grad) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto now = phase();

@@ -85,8 +85,8 @@ def _base(node: Any) -> fx.Node:
 
 
 def _call(graph: fx.Graph, operation: Any, tensors: list[Any], handles: list[Any], *args: bool) -> None:
-    """The operator's overload for one parameter, if it has that and there is one."""
-    if len(tensors) == 1 and "one" in operation.overloads():
+    """The operator, by its overload for one parameter if there is one."""
+    if len(tensors) == 1:
         node = graph.call_function(operation.one, (tensors[0], handles[0], *args))
     else:
         node = graph.call_function(operation.default, (tensors, handles, *args))
@@ -175,14 +175,14 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         if self.regional:
             with graph.inserting_before(_output(graph)):
                 _hand_over(graph, [(grad, handle) for grad, handle, _ in grads])
-            _fence(graph, [_base(grad) for grad, _, _ in grads])
         else:
             self._reduce_where_produced(graph, grads)
         for node in reversed(dummies):
             graph.erase_node(node)
-        also_read = [] if self.regional else _also_read([grad for grad, _, _ in grads])
-        if also_read:
-            _fence(graph, also_read)
+        memory = dict.fromkeys(_base(grad) for grad, _, _ in grads)  # two may be views of one
+        kept = [base for base in memory if self.regional or _is_read(base)]
+        if kept:
+            _fence(graph, kept)
 
     def _reduce_where_produced(self, graph: fx.Graph, grads: list[tuple[fx.Node, Any, fx.Node]]) -> None:
         waiting: list[tuple[fx.Node, Any]] = []  # for a neighbour
@@ -195,6 +195,11 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
                 with graph.inserting_before(anchor):
                     _hand_over(graph, waiting)
                 waiting = []
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    """What describes its value."""
+    return {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
 
 
 def _bytes(node: fx.Node) -> int:
@@ -249,7 +254,7 @@ def _with_neighbours(graph: fx.Graph, gathers: list[fx.Node], others: list[fx.No
 
 def _gather(graph: fx.Graph, group: list[fx.Node], training: bool) -> list[fx.Node]:
     sources, handles, sizes = ([g.args[i] for g in group] for i in range(3))
-    metas = [{k: v for k, v in g.meta.items() if k in ("val", "tensor_meta")} for g in group]
+    metas = [_meta(g) for g in group]
     operation = torch.ops.zerocompile.gather_unit
     if len(group) == 1:
         one = graph.call_function(operation.one, (sources[0], handles[0], sizes[0], training))
@@ -267,19 +272,15 @@ def _hand_over(graph: fx.Graph, grads: list[tuple[fx.Node, Any]]) -> None:
     _call(graph, torch.ops.zerocompile.reduce_unit_, [g for g, _ in grads], [h for _, h in grads])
 
 
-def _also_read(grads: list[fx.Node]) -> list[fx.Node]:
-    """The memory of those gradients that the graph reads itself, in whole or in part."""
+def _is_read(memory: fx.Node) -> bool:
+    """Whether the graph itself reads a gradient's memory, in whole or in part."""
     ours = torch.ops.zerocompile.reduce_unit_
-    return [
-        base
-        for base in map(_base, grads)
-        if any(getattr(reader.target, "overloadpacket", None) is not ours for reader in _readers(base))
-    ]
+    return any(getattr(reader.target, "overloadpacket", None) is not ours for reader in _readers(memory))
 
 
 def _fence(graph: fx.Graph, memory: list[fx.Node]) -> None:
     with graph.inserting_before(_output(graph)):
-        node = graph.call_function(torch.ops.zerocompile.reduce_fence_.default, (list(dict.fromkeys(memory)),))
+        node = graph.call_function(torch.ops.zerocompile.reduce_fence_.default, (memory,))
     node.meta["val"] = None
 
 
@@ -294,7 +295,7 @@ def _own(graph: fx.Graph, grad: fx.Node, anchor: fx.Node) -> fx.Node:
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-    copy.meta.update({k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")})
+    copy.meta.update(_meta(node))
     return copy
 
 

@@ -196,7 +196,7 @@ def test_a_function_that_calls_backward_in_its_forward(ranks: Ranks) -> None:
 
 
 def _inductor(cpp_wrapper: bool = False) -> tuple[float, list[int], list[str]]:
-    """Weights, their gradients and the activations have one size, so that Inductor reuses memory; two windows.
+    """Weights, their gradients and the activations have one size, so that Inductor wants to reuse memory; two windows.
 
     Before each a forward, which has released a part of its values where the window opens. Returns the deviation, the
     gathers of each window and the code.
