@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.shard import sharded_if_full
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _full_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: 
     rank_zero = torch.distributed.get_rank() == 0
     for name, value in state_dict.items():
         if name.startswith(prefix) and isinstance(value, DTensor):
-            whole = value.full_tensor().detach()
+            whole = full_value(value)
             state_dict[name] = whole.to("cpu", copy=True) if rank_zero else torch.empty(0, dtype=whole.dtype)
 
 

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_zerocompile import files, sharded_checkpoint
 from lightning_zerocompile.background import Background, run, settle
 from lightning_zerocompile.files import AtomicCheckpointIO
+from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.optim import sees_whole_values
 from lightning_zerocompile.shard import shard_like
 from lightning_zerocompile.sharded_checkpoint import together
@@ -264,7 +265,7 @@ def _full(value: Any, keep: bool) -> Any:
         return value
     if value.device.type != value.device_mesh.device_type:  # behind a fit, when Lightning has moved states to the CPU
         value = value.to(value.device_mesh.device_type)
-    local, whole = value.to_local(), value.full_tensor().detach()
+    local, whole = value.to_local(), full_value(value)
     if not keep:
         return torch.empty(0, dtype=whole.dtype)
     shared = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()

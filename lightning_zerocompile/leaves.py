@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zerocompile import random_numbers
+from lightning_zerocompile.full_values import full_value
 
 SLOT = "_zerocompile_slot"
 
@@ -275,7 +276,9 @@ def _whole(value: Any) -> Any:
     if isinstance(value, Master):
         slot = value.__dict__[SLOT]()
         return value if slot is None else slot.read(value)
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):
+        return value.full_tensor() if value.requires_grad else full_value(value)
+    return value
 
 
 def _refuse_hook(master: Tensor, *_: Any, **__: Any) -> NoReturn:

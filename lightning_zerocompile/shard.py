@@ -22,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_zerocompile import leaves
+from lightning_zerocompile.full_values import full_value
 
 SLOTS = "_zerocompile_slots"
 TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, (source, handle, size)
@@ -344,7 +345,7 @@ def unshard(model: nn.Module) -> None:
         for name, slot in module.__dict__.get(SLOTS, {}).items():
             if slot not in full:
                 value = slot.master.detach()
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                whole = full_value(value) if isinstance(value, DTensor) else value
                 full[slot] = nn.Parameter(whole.to("cpu"), requires_grad=slot.master.requires_grad)
                 attributes = {n: v for n, v in vars(slot.master).items() if n not in ("_is_param", leaves.SLOT)}
                 full[slot].__dict__.update(attributes)

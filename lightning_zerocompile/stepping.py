@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_zerocompile import leaves
+from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.optim import plain_step, remedy, sees_whole_values
 from lightning_zerocompile.shard import local_part, shard_like, spec_like
 
@@ -245,7 +246,7 @@ def _same(left: Any, right: Any) -> bool:
 def _value(value: Any, whole: bool) -> Any:
     if not isinstance(value, DTensor):
         return value
-    return value.full_tensor().detach() if whole else value._local_tensor
+    return full_value(value) if whole else value._local_tensor
 
 
 def _store(entry: dict[str, Any], new: dict[str, Any], master: Tensor, value: Tensor, whole: bool) -> None:

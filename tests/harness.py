@@ -28,12 +28,27 @@ from typing import Any
 import pytest
 import torch
 
+FAILED = ("error", "died", "hangs")
 GRACE = 15.0  # seconds that the other ranks get after one has failed
 IMPORTED = ["pytest", "tests.zoo", "tests.engines", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"]
 
 
 class RankError(AssertionError):
     """A rank raised, died or hung."""
+
+
+def _report(failures: dict[int, str]) -> str:
+    """Each rank's last words, the first to fail first, and then all that they said."""
+    last = {rank: text if text.startswith(("died", "hangs")) else _last_words(text) for rank, text in failures.items()}
+    lines = [f"rank {rank}: {text[:2000]}" for rank, text in last.items()]
+    return "\n".join(lines + [f"all of rank {rank}:\n{text}" for rank, text in failures.items()])
+
+
+def _last_words(text: str) -> str:
+    """The exception of a formatted traceback: what follows its last indented line of code."""
+    lines = text.strip().splitlines()
+    code = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1)
+    return "\n".join(lines[code + 1 :]) or text
 
 
 def _free_port() -> int:
@@ -85,7 +100,7 @@ def _serve(
     sys.path[:] = paths
     handle = open(stacks, "w")  # noqa: SIM115 - stays open for the handler
     faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
-    faulthandler.enable()  # a rank that a signal kills says where it was
+    faulthandler.enable(file=handle)  # a rank that a signal kills says where it was
     torch.set_num_threads(1)
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}
     import torch.distributed as dist
@@ -139,6 +154,7 @@ class Ranks:
         Raises:
             RankError: with the traceback of the first rank that failed, or the stacks of all that hang.
         """
+        __tracebackhide__ = True
         self._start()
         for pipe in self._pipes:
             pipe.send((body, args, kwargs))
@@ -183,9 +199,9 @@ class Ranks:
         self._collect(timeout=120.0)
 
     def _collect(self, timeout: float) -> list[Any]:
-        answers: dict[int, Any] = {}
+        __tracebackhide__ = True  # what the ranks say counts, not this code
+        answers: dict[int, Any] = {}  # in the order in which the ranks answered
         deadline = time.monotonic() + timeout
-        failed = died = False
         while len(answers) < self.world:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -196,20 +212,24 @@ class Ranks:
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    died = True
-                    self._processes[rank].join(GRACE)  # a dump of its memory takes time
-                    answers[rank] = ("error", f"rank {rank} died with exit code {self._processes[rank].exitcode}")
-                if answers[rank][0] == "error" and not failed:
-                    failed = True
+                    answers[rank] = ("died", self._obituary(rank))
+                if answers[rank][0] in FAILED:
                     deadline = min(deadline, time.monotonic() + GRACE)
-        errors = [f"rank {rank}:\n{a[1]}" for rank, a in sorted(answers.items()) if a[0] == "error"]
-        hanging = [rank for rank in range(self.world) if rank not in answers]
-        errors += [f"rank {rank} hangs after {timeout:.0f} s:\n{self._dump(rank)}" for rank in hanging]
-        if hanging or died:
+        for rank in range(self.world):
+            if rank not in answers:
+                answers[rank] = ("hangs", f"hangs after {timeout:.0f} s:\n{self._dump(rank)}")
+        failed = {rank: answer for rank, answer in answers.items() if answer[0] in FAILED}
+        if any(kind != "error" for kind, _ in failed.values()):
             self.close(kill=True)
-        if errors:
-            raise RankError("\n".join(errors))
+        if failed:
+            raise RankError(_report({rank: text for rank, (_, text) in failed.items()}))
         return [answers[rank][1] if isinstance(answers[rank], tuple) else None for rank in range(self.world)]
+
+    def _obituary(self, rank: int) -> str:
+        """How a dead rank ended, and where it was if a signal killed it."""
+        process = self._processes[rank]
+        process.join(GRACE)  # a dump of its memory takes time
+        return f"died with exit code {process.exitcode}\n{self._stacks[rank].read_text()[-6000:]}"
 
     def _dump(self, rank: int) -> str:
         pid = self._processes[rank].pid

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.full_values import full_value
 from tests import engines, models
 
 LR = 0.25
@@ -45,7 +46,7 @@ def on_all(*numbers: int) -> dict[int, list[int]]:
 
 
 def grads(model: nn.Module) -> list[Tensor | None]:
-    return [p.grad.full_tensor().clone() if p.grad is not None else None for p in model.parameters()]  # type: ignore[operator]
+    return [full_value(p.grad).clone() if p.grad is not None else None for p in model.parameters()]
 
 
 @contextlib.contextmanager
@@ -67,7 +68,7 @@ def pair(stage: int, make: Callable[[], nn.Module] = small, **options: Any) -> I
 def deviation(engine: Engine, twin: nn.Module) -> float:
     """Of parameters, where the sharded model is still sharded; collective."""
     pairs = zip(engine.model.parameters(), twin.parameters(), strict=True)
-    return max((a.full_tensor() - b).abs().max().item() for a, b in pairs)  # type: ignore[attr-defined]
+    return max((full_value(a) - b).abs().max().item() for a, b in pairs)
 
 
 def grad_deviation(engine: Engine, twin: nn.Module) -> float:

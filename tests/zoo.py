@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.full_values import full_value
 from tests import models
 
 WIDTH = 6
@@ -359,7 +360,7 @@ class Net(L.LightningModule):
 
 def whole(value: Tensor) -> Tensor:
     """A plain copy of a tensor or of all shards of one."""
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+    return (full_value(value) if isinstance(value, DTensor) else value).detach().cpu().clone()
 
 
 Gradients = dict[str, Tensor | None]

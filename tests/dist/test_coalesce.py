@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.full_values import full_value
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -130,7 +131,7 @@ def _exact(stage: int) -> list[Tensor]:
                     x = torch.arange(12.0, device=models.device()).view(2, 6) % (3 + k) + models.rank()
                     model(x).sum().backward()
                     engine.after_backward()
-            found.append([p.grad.full_tensor().cpu() for p in model.parameters()])  # type: ignore[union-attr]
+            found.append([full_value(p.grad).cpu() for p in model.parameters()])
         finally:
             engine.abandon()
     assert all(g.abs().max() > 0 for g in found[0])
@@ -199,7 +200,7 @@ def _sometimes(stage: int) -> tuple[float, list[bool]]:
         with engine.training_step(), engine.windows.open("step", None, None):
             for late in (False, True):
                 model(x, models.rank(), late).square().mean().backward()
-        grads = {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
+        grads = {n: None if p.grad is None else full_value(p.grad) for n, p in model.named_parameters()}
     finally:
         engine.abandon()
     for rank in range(models.world()):
@@ -267,7 +268,7 @@ def _summed(dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> floa
         with engine.training_step(), engine.windows.open("auto", None, dtype):
             for number in (256.0, *[1.0] * 7):
                 model(number).backward()
-        return float(next(model.parameters()).grad.full_tensor()[0])  # type: ignore[union-attr]
+        return float(full_value(next(model.parameters()).grad)[0])
     finally:
         engine.abandon()
 

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from lightning_zerocompile.full_values import full_value
 from tests import models
 from tests.dist.test_checkpoint import Saved
 from tests.dist.test_sharded_checkpoint import Look, _another, _differences, _fit, _strategy
@@ -81,7 +82,7 @@ class Full(L.Callback):
 
     def _look(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.state = {
-            name: [v.detach().full_tensor().clone() for v in (p, state["exp_avg"], state["exp_avg_sq"])]
+            name: [full_value(v.detach()).clone() for v in (p, state["exp_avg"], state["exp_avg_sq"])]
             for name, p in module.named_parameters()
             if (state := trainer.optimizers[0].state.get(p))
         }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.full_values import full_value
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -26,7 +27,7 @@ def _distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 
 def _masters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.full_tensor() for name, p in model.state_dict().items()}
+    return {name: full_value(p) for name, p in model.state_dict().items()}
 
 
 def _write(values: dict[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_zerocompile.full_values import full_value
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -107,7 +108,7 @@ def _gradients(
             raise AssertionError(f"{engine.runtime.stats()} with compile={scope!r}")
         dtypes = {name: (p.grad.dtype, p.dtype) for name, p in model.named_parameters()}
         whole = {
-            name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu()
+            name: (full_value(p.grad) if isinstance(p.grad, DTensor) else p.grad).cpu()
             for name, p in model.named_parameters()
         }
     return whole, dtypes, reduced

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.optim import ELEMENTWISE, PER_PARAMETER
 from tests import engines, models
 from tests.dist.test_grad_dtype import BF16, F32, RAW, Whole
@@ -85,7 +86,7 @@ def _torchs(kind: type[Optimizer], values: list[Tensor], grads: list[Tensor]) ->
 
 
 def _full(tensor: Any) -> Tensor:
-    return tensor.full_tensor().detach().clone()
+    return full_value(tensor).detach().clone()
 
 
 def _state(optimizer: Optimizer) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.scaling import ShardedGradScaler
 from tests import engines, models
 from tests.dist.test_lifetime import Partitions
@@ -92,7 +93,7 @@ def _step(engine: Any, model: Any, which: str) -> list[str]:
         loss = model(torch.ones(1, device=models.device()), rows).sum()
         engines.backward(engine, scaler.scale(loss))
     partitions.note()
-    weight, scalar = parameters[0].grad.full_tensor(), parameters[1].grad.full_tensor()
+    weight, scalar = full_value(parameters[0].grad), full_value(parameters[1].grad)
     infinite = torch.zeros(4, 2, dtype=torch.bool)
     if which != "finite":
         infinite[-1 if which == "last row" else 0, 0] = True
@@ -122,7 +123,7 @@ def _large_mean() -> list[float]:
         with engine.training_step():
             rows = torch.full((4, 2), 4e4, device=models.device())
             engines.backward(engine, model(torch.ones(1, device=models.device()), rows).sum())
-        return [p.grad.full_tensor().float().item() for p in model.parameters() if p.dim() == 0]
+        return [full_value(p.grad).float().item() for p in model.parameters() if p.dim() == 0]
 
 
 def test_a_mean_of_scalars_that_fits_is_finite(ranks: Ranks) -> None:

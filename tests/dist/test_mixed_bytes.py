@@ -22,6 +22,7 @@ from lightning_zerocompile.casts import STEPS, forward_of
 from lightning_zerocompile.compile import REGION
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.full_values import full_value
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -75,7 +76,7 @@ def _train(engine: Engine, steps: int, micro: int = 1, dtype: torch.dtype = BF16
 
 
 def _masters(engine: Engine) -> dict[str, Tensor]:
-    return {n: p.full_tensor().clone() for n, p in engine.model.state_dict().items()}
+    return {n: full_value(p).clone() for n, p in engine.model.state_dict().items()}
 
 
 def _differ(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile import ZeroCompileStrategy, shard
 from lightning_zerocompile.checkpoint import Checkpoints
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.failures import CommunicationError
 from lightning_zerocompile.files import AtomicCheckpointIO
+from lightning_zerocompile.full_values import full_value
 from tests import engines, models
 from tests.dist.test_errors import _works
 from tests.harness import Ranks
@@ -307,20 +308,20 @@ class _OnDevice(Tensor):
 
 
 def _one_by_one() -> tuple[list[str], int]:
-    model, full_tensor, events = models.ByteModel(), DTensor.full_tensor, []
+    model, events = models.ByteModel(), []
 
-    def noted(self: DTensor, **options: Any) -> Tensor:
-        whole = full_tensor(self, **options).as_subclass(_OnDevice)
+    def noted(value: DTensor) -> Tensor:
+        whole = full_value(value).as_subclass(_OnDevice)
         whole.events = events
         events.append("whole")
         return whole
 
     engine = engines.make_engine(model, 3, compile=False)
-    DTensor.full_tensor = noted  # type: ignore[method-assign]
+    shard.full_value = noted
     try:
         engine.unshard()
     finally:
-        DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
+        shard.full_value = full_value
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in model.parameters())
     return events, len(list(model.parameters()))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.full_values import full_value
 from tests import engines, models
 from tests.dist.test_coalesce import STAGES, _reference
 from tests.harness import Ranks
@@ -24,7 +25,7 @@ def _misused(stage: int) -> dict[str, str]:
     """What each misuse says; after each the next step is right."""
     engine = _engine(stage)
     twin = models.ByteModel()
-    twin.load_state_dict({n: p.full_tensor() for n, p in engine.model.named_parameters()})  # type: ignore[attr-defined]
+    twin.load_state_dict({n: full_value(p) for n, p in engine.model.named_parameters()})
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.5)
     engine.attach_optimizers([optimizer])
     data, messages = models.Batches(models.rank()), {}

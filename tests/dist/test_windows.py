@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
+from lightning_zerocompile.full_values import full_value
 from tests import engines, models, pairs
 from tests.dist.test_routes import Routed
 from tests.harness import Ranks
@@ -115,7 +116,7 @@ def _early_sums(dtype: torch.dtype | None) -> tuple[list[float], list[torch.dtyp
             for number in (256.0, *[1.0] * 8):
                 engines.backward(engine, engine.model(number))
         grads = [p.grad for p in engine.model.parameters()]
-        return [float(g.full_tensor().flatten()[0]) for g in grads], [g.dtype for g in grads]  # type: ignore[union-attr]
+        return [float(full_value(g).flatten()[0]) for g in grads], [g.dtype for g in grads]
 
 
 def test_what_is_reduced_early_is_summed_in_the_windows_dtype(ranks: Ranks) -> None:

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.full_values import full_value
 from tests.harness import Worlds
 
 pytestmark = pytest.mark.gpu
@@ -112,7 +113,7 @@ def _reduced(stage: int, scope: Any, copy_engine: bool) -> tuple[list[float], in
             with engine.training_step():
                 engine.model(by_rank[dist.get_rank()]).backward()
                 engine.after_backward()
-            grads = {name: p.grad.full_tensor() for name, p in engine.model.named_parameters()}
+            grads = {name: full_value(p.grad) for name, p in engine.model.named_parameters()}
             errors.append(max(float((grads[n] / times - m).abs().max() / m.abs().max()) for n, m in means.items()))
     stats = engine.runtime.stats()
     engine.abandon()
