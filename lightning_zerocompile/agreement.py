@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 # thousand kernels, and what waits there for a slower rank's collective is behind the first of them.
 SERIES = 256
 HAS_LEFT = "which has ended:"  # in every error of a rank that waits for one that is gone
+_NONE = "zerocompile/none"  # what the store answers if there is no message; it is never stored
 _LEFT = "left"  # the topic under which a rank says why it has ended
 _LOOK, _PAUSE = 1.0, 5e-3  # seconds: how often a rank that waits looks whether the other has ended; between two looks
 
@@ -64,13 +65,14 @@ class Agreement:
         """A message, if it is there within ``seconds`` (0: now)."""
         key, store = self._key(topic, rank), self._store()
         start = time.monotonic()
-        while not store.check([key]):  # its own wait would write a warning each time that it ends without a message
+        # One round trip, where `check` and `get` (which waits first) take three; and the store's own wait would write
+        # a warning each time that it ends without a message.
+        while (message := store.compare_set(key, _NONE, _NONE).decode()) == _NONE:
             waited = time.monotonic() - start
             if waited >= seconds:
                 return None
             time.sleep(min(_PAUSE, waited / 4 + 1e-4))
-        message: str = store.get(key).decode()
-        return message
+        return str(message)
 
     def leave(self, reason: str) -> None:
         """Tells the others that this rank ends, and why; does not block on them and does not raise."""

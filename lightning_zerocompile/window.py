@@ -54,7 +54,7 @@ class Windows:
         self.is_open = True
         self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
         self._core.set_deferred(True)
-        before = self._runtime.stats()
+        before = self._core.stats()
         raised = True
         try:
             if held:
@@ -75,7 +75,7 @@ class Windows:
             self._core.set_window(None, -1)
             if held:
                 self._core.let_go(raised)
-        now = self._runtime.stats()
+        now = self._core.stats()
         mine = {}  # what ranks that run different numbers of backwards must not differ in
         if self._gathers_at_use and not held:
             mine["gathers"] = now.gathers - before.gathers

@@ -39,8 +39,10 @@ class RankError(AssertionError):
 
 def _report(failures: dict[int, str]) -> str:
     """Each rank's last words, the first to fail first, and then all that they said."""
-    last = {rank: text if text.startswith(("died", "hangs")) else _last_words(text) for rank, text in failures.items()}
-    lines = [f"rank {rank}: {text[:2000]}" for rank, text in last.items()]
+    lines = []
+    for rank, text in failures.items():
+        words = text if text.startswith(("died", "hangs")) else f"raised {_last_words(text)}"
+        lines.append(f"rank {rank} {words[:4000]}")
     return "\n".join(lines + [f"all of rank {rank}:\n{text}" for rank, text in failures.items()])
 
 
