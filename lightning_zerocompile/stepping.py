@@ -48,7 +48,7 @@ class ExactScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
-            args = (args[0].full_tensor(),)
+            args = (full_value(args[0]),)
         return func(*args, **(kwargs or {}))
 
 

@@ -144,7 +144,7 @@ def _accumulated(cells: list[tuple[int, Any]]) -> list[str]:
         full = sum(4 * p.numel() for p in model.parameters())
         with engines.engine(model, stage, compile=scope) as engine:
             parameters = list(model.parameters())
-            rows = [(-(-p.shape[0] // models.world()), p[0].numel()) if p.dim() else (1, 1) for p in parameters]
+            rows = [(-(-p.shape[0] // models.world()), p.shape[1:].numel()) if p.dim() else (1, 1) for p in parameters]
             exact = sum(4 * count * numel for count, numel in rows)
             optimizer = torch.optim.SGD(parameters, lr=0.5)
             engine.attach_optimizers([optimizer])
