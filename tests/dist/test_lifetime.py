@@ -81,7 +81,9 @@ def _gone(cells: list[tuple[int, Any]]) -> list[str]:
                     problems.append(f"{stage} {scope}: {before} bytes before the backward of step {number}, {how}")
                 _step_with(engine, model, data[number])
                 size = partitions.note()
-                exact = sum(4 * -(-p.shape[0] // models.world()) * p.shape[1:].numel() if p.dim() else 4 for p in parameters)
+                exact = sum(
+                    4 * -(-p.shape[0] // models.world()) * p.shape[1:].numel() if p.dim() else 4 for p in parameters
+                )
                 if size != exact or engine.runtime.core.deferred_bytes():
                     problems.append(f"{stage} {scope}: partition of {size} bytes, shards have {exact}")
                 HOW[how](engine, model, optimizer, data[number])
