@@ -161,12 +161,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("check_backward_ended", &Runtime::check_backward_ended, Release())
       .def("frozen_gradients", &Runtime::frozen_gradients, Release())
       .def("drop_gradient", &Runtime::drop_gradient, Release())
-      .def("deferred_gradient",
-           [](Runtime& self, int64_t parameter) -> std::optional<Tensor> {
-             auto grad = self.deferred_gradient(parameter);
-             return grad.defined() ? std::optional<Tensor>(grad) : std::nullopt;
+      .def("unbound_gradient",
+           [](Runtime& self, int64_t parameter) -> std::optional<std::pair<Tensor, bool>> {
+             auto found = self.unbound_gradient(parameter);
+             return found.first.defined() ? std::optional(std::move(found)) : std::nullopt;
            },
            Release())
+      .def("lend_gradients", &Runtime::lend_gradients, Release())
+      .def("release_gradients", &Runtime::release_gradients, Release())
+      .def("any_other_dtype", &Runtime::any_other_dtype, Release())
       .def("flush", &Runtime::flush, Release())
       .def("drop_gradients", &Runtime::drop_gradients, Release())
       .def("deferred_bytes", &Runtime::deferred_bytes, Release())

@@ -84,29 +84,10 @@ void Runtime::drop_reductions() {
   in_flight_.clear();
 }
 
-// What the reduced gradient is added to: that of earlier in the window, or master.grad as we bound it, if the optimizer
-// has not dropped it since.
-Tensor Runtime::existing_grad(Parameter& p) {
-  if (p.early.defined() || early_) return p.early;
-  const auto& outer = p.master.grad();
-  if (!outer.defined()) return {};
-  auto bound_outer = p.bound_outer.lock();
-  auto bound_local = p.bound_local.lock();
-  if (!bound_outer || !bound_local || bound_outer.get() != outer.unsafeGetTensorImpl()) return {};
-  return Tensor(std::move(bound_local));
-}
-
 // Of the reduced gradient: what is bound; what is reduced early is summed as the window's gradients are.
 at::ScalarType Runtime::kept_dtype(const Parameter& p) const {
   const auto bound = p.bound_dtype.value_or(communicated_dtype(p));
   return early_ && sum_dtype_.has_value() && at::isFloatingType(bound) ? *sum_dtype_ : bound;
-}
-
-void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto& p = parameter(index);
-  p.bound_outer = WeakTensor(outer.getIntrusivePtr());
-  p.bound_local = WeakTensor(local.getIntrusivePtr());
 }
 
 // Reduces the unit: every trainable parameter of it, in the unit's order, zeros for one without a gradient here.
@@ -345,17 +326,6 @@ void Runtime::reduce_everything() {
   for (auto& p : parameters_) p.contributed = p.grad.defined();  // one that is frozen now waits until it is not
   for (auto& u : units_) u.reduced = false;
   bind_reduced(used);
-}
-
-// A parameter that has a gradient on no rank keeps None.
-void Runtime::bind_reduced(const std::vector<char>& used) {
-  auto reduced = std::exchange(reduced_, {});
-  std::erase_if(reduced, [&](const auto& one) { return !used[one.first] || parameters_[one.first].early.defined(); });
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    auto& p = parameters_[i];
-    if (p.early.defined()) reduced.emplace_back(i, std::exchange(p.early, {}).to(kept_dtype(p)));
-  }
-  if (bind_ != nullptr && !reduced.empty()) bind_(std::move(reduced));
 }
 
 }  // namespace zerocompile

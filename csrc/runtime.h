@@ -74,6 +74,7 @@ struct Parameter : ParameterSpec {
   Count eager_outstanding = std::make_shared<std::atomic<int64_t>>(0);  // reads whose gradient is still to come
   int64_t graph_outstanding = 0;  // uses in forward graphs whose backward graph is still to come
   int64_t forward_version = -1;   // see [Note: stale backward]
+  Tensor unread;             // the reduced one, this rank's rows: see [Note: unread gradients]
   WeakTensor bound_outer{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   WeakTensor bound_local{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
 
@@ -210,7 +211,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop_gradient(int64_t parameter);
   std::vector<std::string> frozen_gradients() const;
   int64_t deferred_bytes() const;
+  std::pair<Tensor, bool> unbound_gradient(int64_t parameter);
   void bound(int64_t parameter, const Tensor& outer, const Tensor& local);
+  std::vector<int64_t> lend_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values);
+  void release_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values);
+  bool any_other_dtype() const;
   Count outstanding_reads(int64_t parameter);
   void forget_outstanding();
 

@@ -80,8 +80,10 @@ Tensor Runtime::deferred_gradient(int64_t index) {
 
 void Runtime::drop_gradient(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!pending_ || backward_) return;
+  if (shut_down_) return;
   auto& p = parameter(index);
+  p.unread.reset();
+  if (!pending_ || backward_) return;
   p.grad.reset();
   p.early.reset();
   p.grad_owned = p.contributed = false;

@@ -69,6 +69,9 @@ class Engine:
         if device.type != "cpu":  # NCCL connects the ranks at first use and blocks the host: here all ranks are
             dist.all_reduce(torch.zeros(1, device=device), group=reductions)
         self.runtime = Runtime(mesh, device, config, gathers, reductions)
+        self._stepper = UnitStepper(
+            self.runtime.units_in_order, self._unit_written, self._kept, self.runtime.core, config.whole_values
+        )
         self._hooks: dict[Optimizer, list[Any]] = {}
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
         try:
@@ -85,9 +88,6 @@ class Engine:
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
         self._was_in_step = False
         self._shared: set[Tensor] = set()  # masters in more than one optimizer
-        self._stepper = UnitStepper(
-            self.runtime.units_in_order, self._unit_written, self._keeps_gradient, config.whole_values
-        )
         self._stepping: list[Optimizer] = []  # twice, where a subclass's step calls its parent's, which has the hooks
         self._through_lightning = False
 
@@ -237,8 +237,12 @@ class Engine:
         """
         self.runtime.core.finish_backward()
         self.reduce_pending(f"{type(optimizer).__name__}.step()")
-        check_gradients(optimizer, self._taken)
+        self._check_gradients(optimizer)
         self.settle()
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        if self.runtime.core.any_other_dtype():
+            check_gradients(optimizer, self._taken)
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepping.append(optimizer)
@@ -265,6 +269,7 @@ class Engine:
         for handles in self._hooks.values():
             for handle in handles:
                 handle.remove()
+        self._stepper.forget()
         self._hooks, self._taken = {}, set()
         known = {slot.master for slot in self.runtime.slots}
         for number, optimizer in enumerate(optimizers):
@@ -291,7 +296,7 @@ class Engine:
         def settled() -> Any:
             result = closure()
             self.reduce_pending(f"{type(optimizer).__name__}.step()")
-            check_gradients(optimizer, self._taken)
+            self._check_gradients(optimizer)
             self.settle()  # a hook between backward and step may have written to weights
             return result
 
@@ -309,15 +314,16 @@ class Engine:
         self.runtime.core.forget_outstanding()
         self._release_gradients(masters_of(optimizer))
 
-    def _keeps_gradient(self, master: Tensor) -> bool:
-        """Behind a step; another optimizer that holds the parameter may step on the same gradient."""
-        return self.config.keep_gradients or master in self._shared
+    def _kept(self, masters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those whose gradient stays behind a step; another optimizer that holds the parameter may step on it."""
+        if self.config.keep_gradients:
+            return masters
+        return [master for master in masters if master in self._shared] if self._shared else []
 
     def _release_gradients(self, masters: Sequence[Tensor]) -> None:
-        with leaves.plain():
-            for master in masters:
-                if not self._keeps_gradient(master):
-                    master.grad = None
+        kept = set(self._kept(masters))
+        released = [leaves.index_of(master) for master in masters if master not in kept]
+        self.runtime.core.release_gradients(released, [])
 
     def _unit_written(self, unit: int) -> None:
         self._stepped_by_unit = True
@@ -380,6 +386,7 @@ class Engine:
         destroy one on this rank would fail what another still does with it, and hide the exception it is to raise.
         """
         self.attach_optimizers([])
+        self.runtime.bind_gradients()
         if self.manages(self.model):
             remove_regions(self.model)
             shard.remove(self.model)

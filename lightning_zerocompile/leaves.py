@@ -217,6 +217,21 @@ def master_of(value: Tensor) -> Tensor:
     return value.__dict__[SLOT].master if isinstance(value, Gathered) else value
 
 
+def index_of(master: Tensor) -> int:
+    """The runtime's number of a master.
+
+    Raises:
+        RuntimeError: it is none, or its strategy was torn down.
+    """
+    slot = master.__dict__[SLOT]() if isinstance(master, Master) else None
+    if slot is None:
+        raise RuntimeError(
+            f"An optimizer holds a parameter of shape {tuple(master.shape)} that is not one of the sharded model. Add "
+            "only what `parameters()` of the model yields now."
+        )
+    return slot.index  # type: ignore[no-any-return]
+
+
 def adopt(master: Tensor, slot: Any) -> None:
     """Makes a DTensor the master that the weak reference ``slot`` leads to."""
     master.__class__ = Master  # type: ignore[assignment, unused-ignore]
@@ -293,10 +308,19 @@ def _get_data(master: Tensor) -> Tensor:
     return data
 
 
-def _get_grad(master: Tensor) -> Tensor | None:
+def gradient_of(master: Tensor) -> Tensor | None:
+    """``master.grad``, which may have to be made first; inside :data:`plain`, where the attribute knows of no other."""
     grad: Tensor | None = Tensor.grad.__get__(master)  # type: ignore[union-attr, attr-defined, unused-ignore]
+    if grad is not None or not isinstance(master, Master):
+        return grad
     slot = master.__dict__[SLOT]()  # no search: an optimizer asks each parameter, several times a step
-    return slot.core.deferred_gradient(slot.index) if grad is None and slot is not None else grad
+    if slot is None:
+        return None
+    found = slot.core.unbound_gradient(slot.index)
+    if found is None:
+        return None
+    value, reduced = found
+    return slot.bind_gradient(value) if reduced else value  # type: ignore[no-any-return]
 
 
 def _set_grad(master: Tensor, value: Tensor | None) -> None:
@@ -380,7 +404,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _refuse_hook,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
+    Tensor.grad.__get__: gradient_of,  # type: ignore[union-attr, attr-defined, unused-ignore]
     Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
     Tensor.grad.__delete__: _delete_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
     _GRAD_DTYPE.__set__: _set_grad_dtype,

@@ -127,17 +127,18 @@ def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:
     with leaves.plain():
         for number, group in enumerate(optimizer.param_groups):
             for master in group["params"]:
-                if master.grad is None or master.grad.dtype == master.dtype:
+                grad = leaves.gradient_of(master)
+                if grad is None or grad.dtype == master.dtype:
                     continue
-                combination = (optimizer, number, master.dim(), master.dtype, master.grad.dtype)
+                combination = (optimizer, number, master.dim(), master.dtype, grad.dtype)
                 if combination in taken:
                     continue
-                error = _trial(optimizer, group, master, master.grad.dtype)
+                error = _trial(optimizer, group, master, grad.dtype)
                 if error is not None and _trial(optimizer, group, master, master.dtype) is None:
                     slot = getattr(master, leaves.SLOT, lambda: None)()
                     raise RuntimeError(
                         f"{type(optimizer).__name__} cannot update parameter `{slot.name if slot else '?'}`, which is "
-                        f"kept in {master.dtype}, from a gradient in {master.grad.dtype} (torch: {error}). Nothing was "
+                        f"kept in {master.dtype}, from a gradient in {grad.dtype} (torch: {error}). Nothing was "
                         "updated. Leave the parameter's `grad_dtype` at its default, or set it (or the strategy's "
                         "`master_dtype`) so that both are the same; or use an optimizer that takes both, such as SGD."
                     ) from error

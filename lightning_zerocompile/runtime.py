@@ -273,12 +273,14 @@ class Runtime:
     # ---- gradients ----
 
     def _bind(self, reduced: list[tuple[int, Tensor | None]]) -> None:
-        """Binds local gradients (rows of the step's flat partitions) to the masters, or adds them to what is bound;
-        ``None``: the runtime has added it already. Then the user's post-accumulate hooks run, as FSDP2 runs them."""
+        """Adds local gradients (rows of the step's flat partitions) to a ``grad`` that is not ours, if there is
+        something to add; then the user's post-accumulate hooks run, as FSDP2 runs them."""
         with torch.no_grad(), leaves.plain():
             for index, local in reduced:
-                if local is not None:
-                    self._bind_one(index, local)
+                master = self.slots[index].master
+                if local is not None and master.grad is not None:
+                    spec = spec_like(master, local.dtype)
+                    master.grad.add_(DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]
             masters = [self.slots[index].master for index, _ in reduced]
             hooks = [(m, hook) for m in masters for hook in (m._post_accumulate_grad_hooks or {}).values()]
         before, self.moment.in_step = self.moment.in_step, False
@@ -289,15 +291,11 @@ class Runtime:
         finally:
             self.moment.in_step = before
 
-    def _bind_one(self, index: int, local: Tensor) -> None:
-        master = self.slots[index].master
-        assert isinstance(master, DTensor)
-        grad = DTensor(local, spec_like(master, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
-        if master.grad is not None:
-            master.grad.add_(grad)
-        else:
-            master.grad = grad
-            self.core.bound(index, grad, grad._local_tensor)
+    def bind_gradients(self) -> None:
+        """Makes all reduced gradients those of the masters, for when they outlive the runtime."""
+        with leaves.plain():
+            for slot in self.slots:
+                leaves.gradient_of(slot.master)
 
     def pass_mark(self, what: str) -> None:
         """Called where every rank comes in the same order, with the same gathers behind it; see ``Comparisons.mark``.

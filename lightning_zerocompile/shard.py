@@ -86,6 +86,17 @@ class Slot:
         """Freezes or unfreezes the parameter, from the next forward on."""
         self.master.requires_grad_(value)
 
+    def bind_gradient(self, local: Tensor) -> Tensor:
+        """Makes ``local``, this rank's rows of the reduced gradient, the master's ``grad``.
+
+        See [Note: unread gradients] in csrc/gradients.cpp.
+        """
+        with torch.inference_mode(False), torch.no_grad(), leaves.plain():
+            grad = DTensor(local, spec_like(self.master, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+            self.master.grad = grad
+        self.core.bound(self.index, grad, grad._local_tensor)
+        return grad
+
     def like_master(self, value: Any) -> Any:
         """A full tensor of the parameter's size as this rank's shard of it; anything else as it is."""
         if (

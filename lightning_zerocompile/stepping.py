@@ -22,9 +22,13 @@ an optimizer is not given whole values unasked: unit by unit, what it computes o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, optim
@@ -82,13 +86,82 @@ def on_shards(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Call
         ) from error
 
 
+class Gradients(Protocol):
+    """What the runtime does with the reduced gradients of parameters, by their numbers."""
+
+    def lend_gradients(self, parameters: Sequence[int], values: Sequence[Tensor]) -> list[int]: ...
+
+    def release_gradients(self, parameters: Sequence[int], values: Sequence[Tensor]) -> None: ...
+
+
+@dataclass
+class _Round:
+    """What is updated together.
+
+    Attributes:
+        units: their numbers.
+        masters: the optimizer's parameters in them, with the ``numbers`` that the runtime knows them by.
+        groups: the optimizer's group of each.
+        values: the local part of each, [<=rows, ...].
+    """
+
+    units: list[int]
+    masters: list[Tensor]
+    numbers: list[int]
+    groups: list[int]
+    values: list[Tensor]
+
+
+class _Plan:
+    """The rounds of an optimizer, made from its groups' parameters; used as long as nothing of that changes.
+
+    ``together``: units are updated together until their shards have so many elements; 0: each alone, also without any.
+    """
+
+    def __init__(self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int) -> None:
+        self.together, self._order, self._sizes = together, [unit for unit, _ in units], [len(one) for one in lists]
+        self.masters = list(chain.from_iterable(lists))
+        self.numbers = [leaves.index_of(master) for master in self.masters]
+        self._values = [_value(master, whole=False) for master in self.masters]
+        group_of = {master: group for group, parameters in enumerate(lists) for master in parameters}
+        number_of = dict(zip(self.masters, self.numbers, strict=True))
+        self.rounds: list[_Round] = []
+        started, numel = _Round([], [], [], [], []), 0
+        for unit, members in units:
+            mine = [master for master in members if master in group_of]
+            if not mine:
+                continue
+            values = [_value(master, whole=False) for master in mine]
+            numel += sum(value.numel() for value in values)
+            started.units.append(unit)
+            started.masters += mine
+            started.numbers += [number_of[master] for master in mine]
+            started.groups += [group_of[master] for master in mine]
+            started.values += values
+            if numel >= together:  # how many there are here says nothing of other ranks
+                self.rounds.append(started)
+                started, numel = _Round([], [], [], [], []), 0
+        if started.units:
+            self.rounds.append(started)
+
+    def fits(self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int) -> bool:
+        return (
+            together == self.together
+            and [unit for unit, _ in units] == self._order
+            and [len(one) for one in lists] == self._sizes
+            and all(map(is_, chain.from_iterable(lists), self.masters))
+            and all(map(is_, map(attrgetter("_local_tensor"), self.masters), self._values))
+        )
+
+
 class UnitStepper:
     """Updates an optimizer's parameters unit by unit.
 
     Args:
         units: masters of each unit, in the order in which the next forward needs them.
         updated: called with a unit's number when its masters are written.
-        keeps_gradient: whether a master's ``grad`` stays.
+        kept: those masters of a list whose ``grad`` stays.
+        gradients: where the reduced gradients are.
         whole_values: names of the user's optimizers that see whole values.
         together: units are updated together until their shards have so many elements, by a fused Adam or AdamW: those
             that are not fused make temporary values of all that they update.
@@ -98,12 +171,18 @@ class UnitStepper:
         self,
         units: Callable[[], Sequence[tuple[int, Sequence[Tensor]]]],
         updated: Callable[[int], None],
-        keeps_gradient: Callable[[Tensor], bool],
+        kept: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        gradients: Gradients,
         whole_values: Sequence[str],
         together: int = _TOGETHER,
     ) -> None:
-        self._units, self._updated, self._keeps_gradient = units, updated, keeps_gradient
+        self._units, self._updated, self._kept, self._gradients = units, updated, kept, gradients
         self._whole_values, self.together = whole_values, together
+        self._plans = WeakKeyDictionary[Optimizer, _Plan]()
+
+    def forget(self) -> None:
+        """Lets go of all parameters."""
+        self._plans.clear()
 
     @contextmanager
     def around(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
@@ -114,16 +193,15 @@ class UnitStepper:
         def run() -> Any:
             result = closure()
             lists = [group["params"] for group in optimizer.param_groups]
-            masters = [master for parameters in lists for master in parameters]
+            plan = self._plan(optimizer, lists)
             with leaves.plain():
-                kept.update({master: master.grad for master in masters if self._keeps_gradient(master)})
+                kept.update({master: leaves.gradient_of(master) for master in self._kept(plan.masters)})
                 try:
-                    options[:] = self._step(optimizer, lists)
+                    options[:] = self._step(optimizer, plan)
                 finally:
                     for group, parameters in zip(optimizer.param_groups, lists, strict=True):
                         group["params"] = parameters
-                    for master in masters:
-                        master.grad = None
+                    self._gradients.release_gradients(plan.numbers, [])
             return result
 
         try:
@@ -135,69 +213,63 @@ class UnitStepper:
         for group, new in zip(optimizer.param_groups, options, strict=False):
             group.update(new)  # the step that found nothing to do has counted, too
 
+    def _plan(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> _Plan:
+        fused = type(optimizer) in _TAKES_ANY_STATE and all(group.get("fused") for group in optimizer.param_groups)
+        together, units = self.together if fused else 1, self._units()
+        if sees_whole_values(optimizer, self._whole_values):  # which are communicated: in one order on all ranks
+            together, units = 0, sorted(units, key=itemgetter(0))  # ... whose forwards may differ
+        plan = self._plans.get(optimizer)
+        if plan is None or not plan.fits(lists, units, together):
+            plan = self._plans[optimizer] = _Plan(lists, units, together)
+        return plan
+
     @torch.no_grad()
-    def _step(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> list[dict[str, Any]]:
+    def _step(self, optimizer: Optimizer, plan: _Plan) -> list[dict[str, Any]]:
         """Returns the groups' options after the step."""
-        group_of = {master: number for number, parameters in enumerate(lists) for master in parameters}
         update, whole = plain_step(optimizer), sees_whole_values(optimizer, self._whole_values)
         options = _Options(optimizer)
-        fused = type(optimizer) in _TAKES_ANY_STATE and all(group.get("fused") for group in optimizer.param_groups)
-        for units, masters in self._rounds(group_of, whole, self.together if fused else 1):
-            mine = [(master, _value(master, whole)) for master in masters]
+        for one in plan.rounds:
+            values = [_value(master, whole) for master in one.masters] if whole else one.values
             options.restore()
             for group in optimizer.param_groups:
                 group["params"] = []
-            for master, value in mine:
-                optimizer.param_groups[group_of[master]]["params"].append(value)
-            self._update(optimizer, mine, update, whole)
-            options.note({group_of[master] for master in masters})
-            for unit in units:
+            for number, value in zip(one.groups, values, strict=True):
+                optimizer.param_groups[number]["params"].append(value)
+            self._update(optimizer, one, values, update, whole)
+            options.note(set(one.groups))
+            for unit in one.units:
                 self._updated(unit)
         return options.after
 
-    def _rounds(
-        self, chosen: Container[Tensor], whole: bool, together: int
-    ) -> Iterator[tuple[list[int], list[Tensor]]]:
-        """Units that are updated together, and their masters among the ``chosen``. Whole values are communicated: in
-        one order on all ranks, whose forwards may differ."""
-        units, masters, numel = list[int](), list[Tensor](), 0
-        for unit, members in sorted(self._units(), key=lambda unit: unit[0]) if whole else self._units():
-            mine = [master for master in members if master in chosen]
-            if not mine:
-                continue
-            units.append(unit)
-            masters += mine
-            numel += sum(_value(master, whole=False).numel() for master in mine)
-            if whole or numel >= together:  # how many there are here says nothing of other ranks
-                yield units, masters
-                units, masters, numel = [], [], 0
-        if units:
-            yield units, masters
-
     def _update(
-        self, optimizer: Optimizer, mine: list[tuple[Tensor, Tensor]], update: Callable[[], Any], whole: bool
+        self, optimizer: Optimizer, one: _Round, values: list[Tensor], update: Callable[[], Any], whole: bool
     ) -> None:
-        """Of some units: the optimizer sees plain tensors, gradients and state; local ones, or the whole ones."""
+        """The optimizer sees plain tensors, gradients and state; local ones, or the whole ones."""
+        pairs = list(zip(one.masters, values, strict=True))
         state = optimizer.state
         optimizer.state = defaultdict(dict)
-        for master, value in mine:
-            if master.grad is not None:
-                value.grad_dtype = master.grad.dtype
-                value.grad = _value(master.grad, whole)
-            if master in state:
-                optimizer.state[value] = {name: _value(kept, whole) for name, kept in state[master].items()}
+        for master, value in pairs:
+            entry = state.get(master)
+            if entry is not None:
+                optimizer.state[value] = {name: _value(kept, whole) for name, kept in entry.items()}
+        others = range(len(pairs)) if whole else self._gradients.lend_gradients(one.numbers, values)
+        for position in others:
+            master, value = pairs[position]
+            grad = leaves.gradient_of(master)
+            if grad is not None:
+                value.grad_dtype = grad.dtype
+                value.grad = _value(grad, whole)
         try:
             update()
         finally:
             new_state, optimizer.state = optimizer.state, state
-            for master, value in mine:
-                value.grad = None
+            for master, value in pairs:
                 if whole and isinstance(master, DTensor):
                     master._local_tensor.copy_(local_part(value, master.device_mesh))
-                if value in new_state:
-                    _store(state[master], new_state[value], master, value, whole)
-                if not self._keeps_gradient(master):
-                    master.grad = None
+                new = new_state.get(value)
+                if new is not None:
+                    _store(state[master], new, master, value, whole)
+            self._gradients.release_gradients(one.numbers, values)
 
 
 class _Options:

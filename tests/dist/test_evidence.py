@@ -356,6 +356,7 @@ class Mutation(L.Callback):
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.hits = 0
+        self.dropped: list[Any] = []
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         runtime = trainer.strategy.engine.runtime  # type: ignore[attr-defined]
@@ -363,14 +364,12 @@ class Mutation(L.Callback):
             runtime.core.set_gradient_divisor(1.0)
             self.hits = 1
         elif self.kind == "unit":
-            bind, dropped = runtime._bind, runtime.unit_of["model.layers.1"]
+            self.dropped = [slot for slot in runtime.slots if slot.name.startswith("model.layers.1.")]
 
-            def without_unit(reduced: list[tuple[int, Tensor]]) -> None:
-                kept = [(i, grad) for i, grad in reduced if runtime._unit_of_slot[i] != dropped]
-                self.hits += len(reduced) - len(kept)
-                bind(kept)
-
-            runtime._bind = without_unit
+    def on_after_backward(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for slot in self.dropped:
+            self.hits += slot.master.grad is not None
+            slot.master.grad = None
 
     def on_before_backward(self, trainer: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
         if self.kind == "rank" and models.rank() == 1:

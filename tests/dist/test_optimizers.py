@@ -128,9 +128,9 @@ def _updated_in_rounds(together: int, fused: bool = True) -> tuple[list[Tensor],
         engine._stepper.together = together
         update = engine._stepper._update
 
-        def watched(optimizer: Any, mine: Any, *rest: Any) -> None:
-            sizes.append(len(mine))
-            update(optimizer, mine, *rest)
+        def watched(optimizer: Any, one: Any, *rest: Any) -> None:
+            sizes.append(len(one.masters))
+            update(optimizer, one, *rest)
 
         engine._stepper._update = watched  # type: ignore[method-assign]
         for number in range(3):

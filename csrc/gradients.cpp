@@ -1,0 +1,117 @@
+// Reduced gradients: where they are until an optimizer takes them.
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "runtime.h"
+
+namespace zerocompile {
+
+namespace {
+
+// Whether the user has hooks on the accumulated gradient; they may all have been removed again.
+bool has_hooks(const Tensor& master) {
+  return torch::autograd::impl::get_autograd_meta(master) != nullptr &&
+         torch::autograd::impl::post_acc_grad_hooks(master) != nullptr;
+}
+
+}  // namespace
+
+// [Note: unread gradients] A DTensor costs the host 10 us, an optimizer of ours needs none, and a model may have
+// thousands of parameters. So a reduced gradient is a plain tensor here until somebody reads the master's `grad`: then
+// it becomes the DTensor that is bound there, and what is reduced later is added to it through its local part.
+
+// What the reduced gradient is added to: that of earlier in the window, the unread one, or master.grad as we bound it,
+// if the optimizer has not dropped it since.
+Tensor Runtime::existing_grad(Parameter& p) {
+  if (p.early.defined() || early_) return p.early;
+  if (p.unread.defined()) return p.unread;
+  const auto& outer = p.master.grad();
+  if (!outer.defined()) return {};
+  auto bound_outer = p.bound_outer.lock();
+  auto bound_local = p.bound_local.lock();
+  if (!bound_outer || !bound_local || bound_outer.get() != outer.unsafeGetTensorImpl()) return {};
+  return Tensor(std::move(bound_local));
+}
+
+// A parameter that has a gradient on no rank keeps None. The callback hears of those whose `grad` is somebody else's,
+// with what is to be added to it, and of those with hooks.
+void Runtime::bind_reduced(const std::vector<char>& used) {
+  at::NoGradGuard no_grad;
+  std::vector<ReducedGrad> heard;
+  const auto bind = [&](int64_t index, Tensor rows) {
+    auto& p = parameters_[index];
+    if (rows.defined() && p.unread.defined()) {
+      p.unread.add_(rows);
+      rows.reset();
+    } else if (rows.defined() && !p.master.grad().defined()) {
+      p.unread = std::move(rows);
+      rows.reset();
+    }
+    if (rows.defined() || has_hooks(p.master)) heard.emplace_back(index, std::move(rows));
+  };
+  for (auto& [index, rows] : std::exchange(reduced_, {})) {
+    if (used[index] && !parameters_[index].early.defined()) bind(index, std::move(rows));
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    auto& p = parameters_[i];
+    if (p.early.defined()) bind(static_cast<int64_t>(i), std::exchange(p.early, {}).to(kept_dtype(p)));
+  }
+  if (bind_ != nullptr && !heard.empty()) bind_(std::move(heard));
+}
+
+// What `grad` is of a master that has none bound, and whether it is the reduced one, which is given away and is to be
+// bound; otherwise this rank's own sum, which waits. The caller may write to either.
+std::pair<Tensor, bool> Runtime::unbound_gradient(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (shut_down_) return {};
+  auto& p = parameter(index);
+  if (p.unread.defined()) return {std::exchange(p.unread, {}), true};
+  return {deferred_gradient(index), false};
+}
+
+void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  auto& p = parameter(index);
+  p.bound_outer = WeakTensor(outer.getIntrusivePtr());
+  p.bound_local = WeakTensor(local.getIntrusivePtr());
+}
+
+// `values`: local parts that an optimizer is to update; each gets the gradient of its parameter. Returns the positions
+// of those whose `grad` is not ours.
+std::vector<int64_t> Runtime::lend_gradients(const std::vector<int64_t>& indices, const std::vector<Tensor>& values) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(indices.size() == values.size(), "zerocompile: a value for each parameter");
+  std::vector<int64_t> others;
+  for (size_t k = 0; k < indices.size(); ++k) {
+    auto& p = parameter(indices[k]);
+    auto grad = existing_grad(p);
+    if (grad.defined()) values[k].mutable_grad() = std::move(grad);
+    else if (p.master.grad().defined()) others.push_back(static_cast<int64_t>(k));
+  }
+  return others;
+}
+
+// Nobody holds a gradient of these parameters, as far as it is ours to say.
+void Runtime::release_gradients(const std::vector<int64_t>& indices, const std::vector<Tensor>& values) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (const auto& value : values) value.mutable_grad().reset();
+  for (auto index : indices) {
+    auto& p = parameter(index);
+    p.unread.reset();
+    p.master.mutable_grad().reset();
+  }
+}
+
+// Whether a reduced gradient has another dtype than its master.
+bool Runtime::any_other_dtype() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
+    const auto& grad = p.unread.defined() ? p.unread : p.master.grad();
+    return grad.defined() && grad.scalar_type() != p.master.scalar_type();
+  });
+}
+
+}  // namespace zerocompile

@@ -1,0 +1,192 @@
+"""Reduced gradients that nobody has read are no tensors of Python's; once somebody reads them, they are the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_zerocompile import leaves
+from lightning_zerocompile.full_values import full_value
+from tests import engines, models
+from tests.harness import Ranks
+
+EAGER: dict[str, Any] = {"compile": False}
+
+
+def _bound(model: nn.Module) -> int:
+    """How many masters hold a gradient of Python's."""
+    with leaves.plain():
+        return sum(p.grad is not None for p in model.parameters())
+
+
+def _apart(model: nn.Module, gradients: list[Tensor]) -> float:
+    pairs = zip(model.parameters(), gradients, strict=True)
+    return max(float((full_value(p.grad) - grad).abs().max()) for p, grad in pairs)
+
+
+def _twins() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = models.ByteModel()
+    return model, copy.deepcopy(model).to(models.device())
+
+
+def _backward(engine: Any, model: nn.Module, number: int) -> None:
+    with engine.training_step():
+        engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[number]))
+
+
+def _steps(stage: int, kind: Callable[..., torch.optim.Optimizer]) -> tuple[list[int], float, float]:
+    model, twin = _twins()
+    start = copy.deepcopy(twin)
+    ours, seen = kind(model.parameters()), []
+    with engines.engine(model, stage, **EAGER) as engine:
+        ours = kind(model.parameters())
+        engine.attach_optimizers([ours])
+        for number in range(3):
+            _backward(engine, model, number)
+            seen.append(_bound(model))
+            engine.step(ours, lambda: seen.append(_bound(model)))
+            assert all(p.grad is None for p in model.parameters())
+    theirs = kind(twin.parameters())
+    for number in range(3):
+        theirs.zero_grad()
+        engines.mean_backward(twin, number)
+        theirs.step()
+    twin.cpu()
+    return seen, models.deviation(model, twin), models.deviation(start.cpu(), twin)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.5)
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, fused=True)
+
+
+@pytest.mark.parametrize("kind", [_sgd, _adamw])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_makes_none(ranks: Ranks, stage: int, kind: Any) -> None:
+    """From the backward to the end of the step no gradient becomes a DTensor; what is trained is the reference's."""
+    for seen, apart, moved in ranks.run(_steps, stage, kind):
+        assert seen == [0] * 6
+        assert apart < 1e-6 < 1e-3 < moved
+
+
+def _reads(stage: int) -> dict[str, Any]:
+    model, twin = _twins()
+    results: dict[str, Any] = {}
+    with engines.engine(model, stage, **EAGER) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        engine.attach_optimizers([optimizer])
+        parameters = list(model.parameters())
+        _backward(engine, model, 0)
+        engines.mean_backward(twin, 0)
+        _backward(engine, model, 1)  # is added to what nobody has read
+        engines.mean_backward(twin, 1)
+        results["unread"] = _bound(model)
+        first = [p.grad for p in parameters]
+        results["same"] = all(p.grad is grad for p, grad in zip(parameters, first, strict=True))
+        results["kind"] = all(type(grad) is DTensor for grad in first)
+        results["read"] = _bound(model)
+        results["summed"] = _apart(model, [p.grad for p in twin.parameters()])
+        _backward(engine, model, 2)  # is added to what somebody has
+        engines.mean_backward(twin, 2)
+        results["still"] = all(p.grad is grad for p, grad in zip(parameters, first, strict=True))
+        results["added"] = _apart(model, [p.grad for p in twin.parameters()])
+        parameters[0].grad.mul_(2)
+        next(twin.parameters()).grad.mul_(2)
+        engine.step(optimizer, lambda: None)
+        torch.optim.SGD(twin.parameters(), lr=0.3).step()
+        results["dropped"] = all(p.grad is None for p in parameters)
+    results["stepped"] = models.deviation(model, twin.cpu())
+    return results
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_read_makes_one(ranks: Ranks, stage: int) -> None:
+    """Once read it is one DTensor, to which later backwards add and which the optimizer takes."""
+    for results in ranks.run(_reads, stage):
+        apart = {name: results.pop(name) for name in ("summed", "added", "stepped")}
+        assert max(apart.values()) < 1e-6, apart
+        read = results.pop("read")
+        assert read > 0 and results == {"unread": 0, "same": True, "kind": True, "still": True, "dropped": True}
+
+
+def _ways() -> list[str]:
+    model, twin = _twins()
+    problems = []
+    with engines.engine(model, 1, **EAGER) as engine:
+        parameters, reference = list(model.parameters()), list(twin.parameters())
+
+        def fresh() -> None:
+            for p in (*parameters, *reference):
+                p.grad = None
+            _backward(engine, model, 0)
+            engines.mean_backward(twin, 0)
+
+        def check(what: str, apart: float) -> None:
+            if not apart < 1e-6:
+                problems.append(f"{what}: {apart}")
+
+        fresh()
+        with torch.inference_mode():
+            assert parameters[0].grad is not None
+        _backward(engine, model, 1)
+        engines.mean_backward(twin, 1)
+        check("inference mode", _apart(model, [p.grad for p in reference]))
+        fresh()
+        parameters[0].grad = None  # nobody has read it
+        reference[0].grad = None
+        if parameters[0].grad is not None:
+            problems.append("a gradient that was set to None")
+        _backward(engine, model, 1)
+        engines.mean_backward(twin, 1)
+        check("set to None", _apart(model, [p.grad for p in reference]))
+        fresh()
+        parameters[0].grad = torch.zeros_like(parameters[0])  # somebody else's
+        reference[0].grad = torch.zeros_like(reference[0])
+        _backward(engine, model, 1)
+        engines.mean_backward(twin, 1)
+        check("replaced", _apart(model, [p.grad for p in reference]))
+        fresh()
+        with torch.no_grad():
+            nn.utils.clip_grad_norm_(parameters, 0.01)
+            nn.utils.clip_grad_norm_(reference, 0.01)
+        check("clipped", _apart(model, [p.grad for p in reference]))
+        fresh()
+        heard: list[int] = []
+        handle = parameters[1].register_post_accumulate_grad_hook(lambda p: heard.append(p.grad.shape[0]))
+        _backward(engine, model, 1)
+        handle.remove()
+        _backward(engine, model, 1)
+        if heard != [parameters[1].shape[0]]:
+            problems.append(f"a hook heard {heard}")
+    return problems
+
+
+def test_ways_to_meet_one(ranks: Ranks) -> None:
+    """Replacements, hooks, clipping and inference mode see what they would see of a gradient that is bound."""
+    for problems in ranks.run(_ways):
+        assert problems == [], "\n".join(problems)
+
+
+def _abandoned() -> tuple[bool, bool]:
+    model, _ = _twins()
+    engine = engines.make_engine(model, 3, **EAGER)
+    _backward(engine, model, 0)
+    engine.abandon()
+    grads = [p.grad for p in model.parameters()]
+    return all(type(grad) is DTensor for grad in grads), any(bool(g._local_tensor.any()) for g in grads)  # type: ignore[union-attr]
+
+
+def test_a_failure_leaves_them(ranks: Ranks) -> None:
+    """What was reduced before a failure can be looked at behind it."""
+    for bound, filled in ranks.run(_abandoned):
+        assert bound and filled
