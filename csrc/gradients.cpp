@@ -63,13 +63,13 @@ void Runtime::bind_reduced(const std::vector<char>& used) {
 }
 
 // What `grad` is of a master that has none bound, and whether it is the reduced one, which is given away and is to be
-// bound; otherwise this rank's own sum, which waits. The caller may write to either.
-std::pair<Tensor, bool> Runtime::unbound_gradient(int64_t index) {
+// bound; otherwise, if asked for, this rank's own sum, which waits. The caller may write to either.
+std::pair<Tensor, bool> Runtime::unbound_gradient(int64_t index, bool waiting) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return {};
   auto& p = parameter(index);
   if (p.unread.defined()) return {std::exchange(p.unread, {}), true};
-  return {deferred_gradient(index), false};
+  return {waiting ? deferred_gradient(index) : Tensor(), false};
 }
 
 void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {

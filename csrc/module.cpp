@@ -162,8 +162,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("frozen_gradients", &Runtime::frozen_gradients, Release())
       .def("drop_gradient", &Runtime::drop_gradient, Release())
       .def("unbound_gradient",
-           [](Runtime& self, int64_t parameter) -> std::optional<std::pair<Tensor, bool>> {
-             auto found = self.unbound_gradient(parameter);
+           [](Runtime& self, int64_t parameter, bool waiting) -> std::optional<std::pair<Tensor, bool>> {
+             auto found = self.unbound_gradient(parameter, waiting);
              return found.first.defined() ? std::optional(std::move(found)) : std::nullopt;
            },
            Release())

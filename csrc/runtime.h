@@ -211,7 +211,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop_gradient(int64_t parameter);
   std::vector<std::string> frozen_gradients() const;
   int64_t deferred_bytes() const;
-  std::pair<Tensor, bool> unbound_gradient(int64_t parameter);
+  std::pair<Tensor, bool> unbound_gradient(int64_t parameter, bool waiting);
   void bound(int64_t parameter, const Tensor& outer, const Tensor& local);
   std::vector<int64_t> lend_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values);
   void release_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values);

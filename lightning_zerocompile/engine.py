@@ -322,7 +322,7 @@ class Engine:
 
     def _release_gradients(self, masters: Sequence[Tensor]) -> None:
         kept = set(self._kept(masters))
-        released = [leaves.index_of(master) for master in masters if master not in kept]
+        released = [leaves.index_of(leaves.master_of(master)) for master in masters if master not in kept]
         self.runtime.core.release_gradients(released, [])
 
     def _unit_written(self, unit: int) -> None:

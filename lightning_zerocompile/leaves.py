@@ -308,19 +308,26 @@ def _get_data(master: Tensor) -> Tensor:
     return data
 
 
-def gradient_of(master: Tensor) -> Tensor | None:
-    """``master.grad``, which may have to be made first; inside :data:`plain`, where the attribute knows of no other."""
+def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
+    """The reduced gradient of a master, which may have to be bound first; for use inside :data:`plain`.
+
+    ``waiting``: if there is none, this rank's own full sum, which waits to be reduced.
+    """
     grad: Tensor | None = Tensor.grad.__get__(master)  # type: ignore[union-attr, attr-defined, unused-ignore]
     if grad is not None or not isinstance(master, Master):
         return grad
     slot = master.__dict__[SLOT]()  # no search: an optimizer asks each parameter, several times a step
     if slot is None:
         return None
-    found = slot.core.unbound_gradient(slot.index)
+    found = slot.core.unbound_gradient(slot.index, waiting)
     if found is None:
         return None
     value, reduced = found
     return slot.bind_gradient(value) if reduced else value  # type: ignore[no-any-return]
+
+
+def _get_grad(master: Tensor) -> Tensor | None:
+    return gradient_of(master, waiting=True)
 
 
 def _set_grad(master: Tensor, value: Tensor | None) -> None:
@@ -404,7 +411,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _refuse_hook,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.grad.__get__: gradient_of,  # type: ignore[union-attr, attr-defined, unused-ignore]
+    Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
     Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
     Tensor.grad.__delete__: _delete_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
     _GRAD_DTYPE.__set__: _set_grad_dtype,

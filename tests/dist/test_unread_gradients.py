@@ -190,3 +190,32 @@ def test_a_failure_leaves_them(ranks: Ranks) -> None:
     """What was reduced before a failure can be looked at behind it."""
     for bound, filled in ranks.run(_abandoned):
         assert bound and filled
+
+
+def _waits() -> tuple[bool, float]:
+    model, twin = _twins()
+    with engines.engine(model, 1, keep_gradients=True, **EAGER) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine.attach_optimizers([optimizer])
+        parameter, reference = next(model.parameters()), next(twin.parameters())
+        with engine.accumulation():
+            _backward(engine, model, 0)
+        parameter.requires_grad_(False)
+        _backward(engine, model, 1)  # what was summed of the frozen one waits
+        engine.step(optimizer, lambda: None)
+        with leaves.plain():
+            bound = parameter.grad is not None
+        parameter.requires_grad_(True)
+        for p in list(model.parameters())[1:]:
+            p.grad = None
+        _backward(engine, model, 2)
+        for number in (0, 2):
+            engines.mean_backward(twin, number)
+        apart = float((full_value(parameter.grad) - reference.grad).abs().max())
+    return bound, apart
+
+
+def test_what_waits_is_not_taken_for_one(ranks: Ranks) -> None:
+    """A step that keeps gradients leaves alone what a frozen parameter's rank has summed and not reduced."""
+    for bound, apart in ranks.run(_waits):
+        assert not bound and apart < 1e-6
