@@ -135,7 +135,7 @@ class Engine:
         if not (self.windows.is_open or self.windows.in_accumulation):
             self.budget.spend()
         self.runtime.casts.begin_step()
-        modules = list(self.model.modules())
+        modules = shard.modules_of(self.model)
         shard.refresh_all(self.model, modules)
         self._broadcast_buffers(modules)
         with self.runtime.forward(), self._user_code():
@@ -146,7 +146,7 @@ class Engine:
         """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
         self.runtime.pass_mark(f"{what} step")
         if fitting:
-            self._broadcast_buffers(self.model.modules())
+            self._broadcast_buffers(shard.modules_of(self.model))
         raised = True
         try:
             with self.runtime.forward(), self._user_code():
@@ -175,8 +175,8 @@ class Engine:
 
         In the reductions' group: in that of the gathers, the forward would wait for all that the optimizer has started.
         """
-        found = (buffer for module in modules for buffer in module._buffers.values())
-        buffers = [b.detach() for b in dict.fromkeys(found) if b is not None and b.numel() > 0]
+        found = dict.fromkeys(buffer for module in modules if module._buffers for buffer in module._buffers.values())
+        buffers = [b.detach() for b in found if b is not None and b.numel() > 0]
         if buffers and self.runtime.mesh.size() > 1:
             dist._broadcast_coalesced(self._own_groups[-1], buffers, 250 * 2**20, 0)  # type: ignore[attr-defined]
 

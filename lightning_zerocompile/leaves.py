@@ -34,7 +34,8 @@ SLOT = "_zerocompile_slot"
 plain = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors like any other, at no cost
 
 _PROPERTIES = ("__get__", "__set__", "__delete__")
-_GRAD_DTYPE: Any = Tensor.grad_dtype  # the property; its stub is that of the value
+_GRAD: Any = Tensor.grad  # the property; its stub is that of the value
+_GRAD_DTYPE: Any = Tensor.grad_dtype
 _COMPUTED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _DESCRIBING = frozenset(  # answered by the shard's DTensor
     {
@@ -95,6 +96,24 @@ class Master(DTensor):
                     f"`{name}` mixes parameter `{slot.name}`, of which this rank holds a shard, with full tensors. "
                     "Do it inside `with strategy.full_parameters(module) as values:`, which gives full values by name."
                 ) from error
+
+    # Optimizers ask every parameter several times a step; by `__torch_function__` that takes five times as long.
+    @property  # type: ignore[override, misc, unused-ignore]
+    def grad(self) -> Tensor | None:
+        with plain():
+            return gradient_of(self, waiting=True)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with plain():
+            slot = self.__dict__[SLOT]()
+            if slot is not None:
+                slot.core.drop_gradient(slot.index)
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def __tensor_flatten__(self) -> Any:
         if torch._guards.TracingContext.try_get() is not None:
@@ -313,7 +332,7 @@ def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
 
     ``waiting``: if there is none, this rank's own full sum, which waits to be reduced.
     """
-    grad: Tensor | None = Tensor.grad.__get__(master)  # type: ignore[union-attr, attr-defined, unused-ignore]
+    grad: Tensor | None = _GRAD.__get__(master)
     if grad is not None or not isinstance(master, Master):
         return grad
     slot = master.__dict__[SLOT]()  # no search: an optimizer asks each parameter, several times a step
@@ -326,19 +345,14 @@ def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
     return slot.bind_gradient(value) if reduced else value  # type: ignore[no-any-return]
 
 
-def _get_grad(master: Tensor) -> Tensor | None:
-    return gradient_of(master, waiting=True)
+def bound_gradient(master: Tensor) -> Tensor | None:
+    """What is bound to a master, and no other gradient; for use inside :data:`plain`."""
+    return _GRAD.__get__(master)  # type: ignore[no-any-return]
 
 
-def _set_grad(master: Tensor, value: Tensor | None) -> None:
-    slot = master.__dict__[SLOT]()
-    if slot is not None:
-        slot.core.drop_gradient(slot.index)
-    master.grad = value
-
-
-def _delete_grad(master: Tensor) -> None:
-    _set_grad(master, None)
+def bind_gradient(master: Tensor, grad: Tensor | None) -> None:
+    """Binds ``grad`` to a master and drops no other gradient; for use inside :data:`plain`."""
+    _GRAD.__set__(master, grad)
 
 
 def _set_data(master: Tensor, value: Tensor) -> None:
@@ -411,9 +425,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _refuse_hook,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
-    Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
-    Tensor.grad.__delete__: _delete_grad,  # type: ignore[union-attr, attr-defined, unused-ignore]
     _GRAD_DTYPE.__set__: _set_grad_dtype,
     Tensor.__iter__: _iterate,
     torch.autograd.grad: _grad,

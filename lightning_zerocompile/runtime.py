@@ -278,9 +278,10 @@ class Runtime:
         with torch.no_grad(), leaves.plain():
             for index, local in reduced:
                 master = self.slots[index].master
-                if local is not None and master.grad is not None:
+                grad = leaves.bound_gradient(master)
+                if local is not None and grad is not None:
                     spec = spec_like(master, local.dtype)
-                    master.grad.add_(DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]
+                    grad.add_(DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]
             masters = [self.slots[index].master for index, _ in reduced]
             hooks = [(m, hook) for m in masters for hook in (m._post_accumulate_grad_hooks or {}).values()]
         before, self.moment.in_step = self.moment.in_step, False

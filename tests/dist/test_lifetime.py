@@ -48,9 +48,8 @@ class Partitions:
     def note(self) -> int:
         """Remembers what is bound now; the bytes of its storages."""
         with leaves.plain():  # without what waits for the end of an accumulation
-            for parameter in self._parameters:
-                leaves.gradient_of(parameter)
-            gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
+            bound = [leaves.gradient_of(parameter) for parameter in self._parameters]
+            gradients = [_local(gradient) for gradient in bound if gradient is not None]
         storages = {gradient.untyped_storage().data_ptr(): gradient.untyped_storage() for gradient in gradients}
         self._seen += [weakref.ref(gradient) for gradient in gradients]
         return sum(s.nbytes() for s in storages.values())

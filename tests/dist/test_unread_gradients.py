@@ -22,7 +22,7 @@ EAGER: dict[str, Any] = {"compile": False}
 def _bound(model: nn.Module) -> int:
     """How many masters hold a gradient of Python's."""
     with leaves.plain():
-        return sum(p.grad is not None for p in model.parameters())
+        return sum(leaves.bound_gradient(p) is not None for p in model.parameters())
 
 
 def _apart(model: nn.Module, gradients: list[Tensor]) -> float:
@@ -204,7 +204,7 @@ def _waits() -> tuple[bool, float]:
         _backward(engine, model, 1)  # what was summed of the frozen one waits
         engine.step(optimizer, lambda: None)
         with leaves.plain():
-            bound = parameter.grad is not None
+            bound = leaves.bound_gradient(parameter) is not None
         parameter.requires_grad_(True)
         for p in list(model.parameters())[1:]:
             p.grad = None
