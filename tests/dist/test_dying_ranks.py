@@ -56,7 +56,8 @@ DEATHS = [
     pytest.param(1, "step", 1, ("in `validation_step`", "the gather of unit `model."), marks=RARE),
     pytest.param(1, "validation", 3, ("in `validation_step`", " unit `model."), marks=RARE),
     pytest.param(0, "forward", 1, ("in backward", "the reduction of unit `model."), marks=RARE),
-    pytest.param(0, "validation", 2, ("in `validation_step`", "rank 0, or torchrun's agent"), marks=RARE),
+    # no value is gathered there, so the other may have come to the mean of what it logs
+    pytest.param(0, "validation", 2, ("rank 0, or torchrun's agent",), marks=RARE),
 ]
 
 
