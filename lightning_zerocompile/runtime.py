@@ -23,7 +23,7 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
 from lightning_zerocompile.peers import first_failure, has_copy_engines, map_buffer
 from lightning_zerocompile.policy import Lifetime, Policy
-from lightning_zerocompile.shard import ClassCache, Moment, Slot, install, make_master, spec_like
+from lightning_zerocompile.shard import ClassCache, Moment, Slot, install, make_master, over_local
 from lightning_zerocompile.units import UnitPlan
 
 
@@ -280,8 +280,7 @@ class Runtime:
                 master = self.slots[index].master
                 grad = leaves.bound_gradient(master)
                 if local is not None and grad is not None:
-                    spec = spec_like(master, local.dtype)
-                    grad.add_(DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]
+                    grad.add_(over_local(local, master))
             masters = [self.slots[index].master for index, _ in reduced]
             hooks = [(m, hook) for m in masters for hook in (m._post_accumulate_grad_hooks or {}).values()]
         before, self.moment.in_step = self.moment.in_step, False

@@ -92,7 +92,7 @@ class Slot:
         See [Note: unread gradients] in csrc/gradients.cpp.
         """
         with torch.inference_mode(False), torch.no_grad(), leaves.plain():
-            grad = DTensor(local, spec_like(self.master, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+            grad = over_local(local, self.master)
             leaves.bind_gradient(self.master, grad)
         self.core.bound(self.index, grad, grad._local_tensor)
         return grad
@@ -219,13 +219,15 @@ def as_dtensor(local: Tensor, size: torch.Size | tuple[int, ...], mesh: DeviceMe
     return DTensor.from_local(local, mesh, placements_of(tuple(size)), run_check=False, shape=shape, stride=stride)
 
 
-def spec_like(master: Tensor, dtype: torch.dtype) -> DTensorSpec:
-    """The layout of ``master`` for a value of ``dtype``."""
+def over_local(local: Tensor, master: Tensor) -> DTensor:
+    """A DTensor over the memory of ``local``, [<=rows, ...], in the layout of ``master`` and the dtype of ``local``."""
     if not isinstance(master, DTensor):
-        raise TypeError("spec_like needs a sharded master")
-    if dtype == master.dtype:
-        return master._spec
-    return DTensorSpec(master.device_mesh, master.placements, TensorMeta(master.shape, master.stride(), dtype))
+        raise TypeError("over_local needs a sharded master")
+    spec = master._spec
+    if local.dtype != master.dtype:
+        meta = TensorMeta(master.shape, master.stride(), local.dtype)
+        spec = DTensorSpec(master.device_mesh, master.placements, meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def shard_like(full: Tensor, master: Tensor, dtype: torch.dtype | None = None) -> DTensor:

@@ -40,7 +40,7 @@ from typing_extensions import override
 from lightning_zerocompile import leaves
 from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.optim import plain_step, remedy, sees_whole_values
-from lightning_zerocompile.shard import local_part, shard_like, spec_like
+from lightning_zerocompile.shard import local_part, over_local, shard_like
 
 _TAKES_ANY_STATE = (optim.Adam, optim.AdamW)  # fused; SGD's takes only parameters that all have a momentum, or none
 _TOGETHER = 2**25  # elements: a device updates fewer in less time than the host needs for a call of the optimizer
@@ -124,7 +124,6 @@ class _Plan:
         self.numbers = [leaves.index_of(master) for master in self.masters]
         self._values = [_value(master, whole=False) for master in self.masters]
         group_of = {master: group for group, parameters in enumerate(lists) for master in parameters}
-        number_of = dict(zip(self.masters, self.numbers, strict=True))
         self.rounds: list[_Round] = []
         started, numel = _Round([], [], [], [], []), 0
         for unit, members in units:
@@ -135,7 +134,7 @@ class _Plan:
             numel += sum(value.numel() for value in values)
             started.units.append(unit)
             started.masters += mine
-            started.numbers += [number_of[master] for master in mine]
+            started.numbers += [leaves.index_of(master) for master in mine]
             started.groups += [group_of[master] for master in mine]
             started.values += values
             if numel >= together:  # how many there are here says nothing of other ranks
@@ -330,5 +329,5 @@ def _store(entry: dict[str, Any], new: dict[str, Any], master: Tensor, value: Te
         if shaped and isinstance(master, DTensor) and whole:
             kept = shard_like(kept, master, dtype=kept.dtype)
         elif shaped and isinstance(master, DTensor):
-            kept = DTensor(kept, spec_like(master, kept.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+            kept = over_local(kept, master)
         entry[name] = kept

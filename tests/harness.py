@@ -37,13 +37,13 @@ class RankError(AssertionError):
     """A rank raised, died or hung."""
 
 
-def _report(failures: dict[int, str]) -> str:
-    """Each rank's last words, the first to fail first, and then all that they said."""
+def _report(failures: dict[int, tuple[str, str]]) -> str:
+    """Each rank's last words, the first to fail first, and then all that they said; of each rank its kind and text."""
     lines = []
-    for rank, text in failures.items():
-        words = text if text.startswith(("died", "hangs")) else f"raised {_last_words(text)}"
+    for rank, (kind, text) in failures.items():
+        words = f"raised {_last_words(text)}" if kind == "error" else text
         lines.append(f"rank {rank} {words[:4000]}")
-    return "\n".join(lines + [f"all of rank {rank}:\n{text}" for rank, text in failures.items()])
+    return "\n".join(lines + [f"all of rank {rank}:\n{text}" for rank, (_, text) in failures.items()])
 
 
 def _last_words(text: str) -> str:
@@ -224,7 +224,7 @@ class Ranks:
         if any(kind != "error" for kind, _ in failed.values()):
             self.close(kill=True)
         if failed:
-            raise RankError(_report({rank: text for rank, (_, text) in failed.items()}))
+            raise RankError(_report(failed))
         return [answers[rank][1] if isinstance(answers[rank], tuple) else None for rank in range(self.world)]
 
     def _obituary(self, rank: int) -> str:

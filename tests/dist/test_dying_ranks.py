@@ -49,6 +49,8 @@ def _dies(victim: int, where: str, stage: int) -> None:
 
 
 RARE = pytest.mark.long
+# at stage 2 no value is gathered in a validation, so the survivor may have come to the mean of what it logs
+LATE_PHASES = ("in `validation_step`", "in the reduction of a logged value or of a decision")
 DEATHS = [
     (1, "backward", 1, ("in backward", "the reduction of unit `model.", "in backward number 4 failed on rank 0")),
     pytest.param(1, "backward", 3, ("in backward", "the gather of unit `model.", "in backward failed"), marks=RARE),
@@ -56,20 +58,23 @@ DEATHS = [
     pytest.param(1, "step", 1, ("in `validation_step`", "the gather of unit `model."), marks=RARE),
     pytest.param(1, "validation", 3, ("in `validation_step`", " unit `model."), marks=RARE),
     pytest.param(0, "forward", 1, ("in backward", "the reduction of unit `model."), marks=RARE),
-    # no value is gathered there, so the other may have come to the mean of what it logs
-    pytest.param(0, "validation", 2, ("rank 0, or torchrun's agent",), marks=RARE),
+    pytest.param(0, "validation", 2, (LATE_PHASES, "rank 0, or torchrun's agent"), marks=RARE),
 ]
 
 
 @pytest.mark.parametrize(("victim", "where", "stage", "texts"), DEATHS)
-def test_a_killed_rank(victim: int, where: str, stage: int, texts: tuple[str, ...]) -> None:
-    """The survivor says who it is, in which phase it was, and who is gone; within `timeout` (10 s) and a little."""
+def test_a_killed_rank(victim: int, where: str, stage: int, texts: tuple[str | tuple[str, ...], ...]) -> None:
+    """The survivor says who it is, in which phase it was, and who is gone; within `timeout` (10 s) and a little.
+
+    ``texts``: what it says; of several in one place, one.
+    """
     text = _expect(_dies, victim, where, stage)
     assert f"rank {victim} died with exit code 7" in text
     message = text[text.index("CommunicationError: after") :]
     assert f"rank {1 - victim} lost another rank in" in message and "ckpt_path" in message, text
     gone = "Rank 1 says nothing" if victim == 1 else "The store does not answer"
-    assert gone in message and all(part in message for part in texts), text
+    said = [any(one in message for one in ((part,) if isinstance(part, str) else part)) for part in texts]
+    assert gone in message and all(said), text
     assert int(message.split("after ")[1].split(" s:")[0]) < 20
 
 

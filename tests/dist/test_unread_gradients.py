@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_zerocompile import leaves
 from lightning_zerocompile.full_values import full_value
 from tests import engines, models
+from tests.dist.test_lifetime import _step_with
 from tests.harness import Ranks
 
 EAGER: dict[str, Any] = {"compile": False}
@@ -37,14 +38,13 @@ def _twins() -> tuple[nn.Module, nn.Module]:
 
 
 def _backward(engine: Any, model: nn.Module, number: int) -> None:
-    with engine.training_step():
-        engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[number]))
+    _step_with(engine, model, models.Batches(models.rank())[number])
 
 
 def _steps(stage: int, kind: Callable[..., torch.optim.Optimizer]) -> tuple[list[int], float, float]:
     model, twin = _twins()
     start = copy.deepcopy(twin)
-    ours, seen = kind(model.parameters()), []
+    seen: list[int] = []
     with engines.engine(model, stage, **EAGER) as engine:
         ours = kind(model.parameters())
         engine.attach_optimizers([ours])
