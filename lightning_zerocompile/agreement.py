@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,9 @@ SERIES = 256
 HAS_LEFT = "which has ended:"  # in every error of a rank that waits for one that is gone
 _NONE = "zerocompile/none"  # what the store answers if there is no message; it is never stored
 _LEFT = "left"  # the topic under which a rank says why it has ended
-_LOOK, _PAUSE = 1.0, 5e-3  # seconds: how often a rank that waits looks whether the other has ended; between two looks
+_FEW = 3  # ranks up to which each is asked by itself: the answers of all together take three requests
+_LOOK = 1.0  # seconds: how often a rank that waits looks whether the other has ended
+_SPIN, _PAUSE = 2e-3, 5e-3  # seconds: how long a rank asks again at once, as a short sleep takes long; then its sleep
 
 
 class Agreement:
@@ -32,7 +35,7 @@ class Agreement:
         self._ranks = dist.get_process_group_ranks(mesh.get_group())
         self._mine = dist.get_rank()
         self.others = [rank for rank in self._ranks if rank != self._mine]
-        self._name, self._timeout = name, timeout
+        self._name, self._timeout, self._few = name, timeout, _FEW
 
     def tell(self, topic: str, message: str) -> None:
         """Leaves ``message`` for whoever asks; never blocks on another rank."""
@@ -71,7 +74,7 @@ class Agreement:
             waited = time.monotonic() - start
             if waited >= seconds:
                 return None
-            time.sleep(min(_PAUSE, waited / 4 + 1e-4))
+            _rest(waited)
         return str(message)
 
     def leave(self, reason: str) -> None:
@@ -88,19 +91,48 @@ class Agreement:
         """:meth:`tell` for an endless series: message ``number`` takes the place of number ``number - SERIES``."""
         self.tell(f"{topic}/{number % SERIES}", f"{number}:{message}")
 
-    def ask_numbered(self, topic: str, number: int, rank: int) -> str | None:
-        """Message ``number`` of ``rank``; ``None`` if it did not come in time."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while time.monotonic() < deadline:
-            answer = self.ask(f"{topic}/{number % SERIES}", rank)
-            if answer is None:
-                return None
-            seen, _, message = answer.partition(":")
-            if int(seen) == number:
-                return message
-            self._check_there(rank)
-            time.sleep(1e-3)  # an older one: the rank has not come to this number
-        return None
+    def exchange_numbered(self, topic: str, number: int, message: str) -> dict[int, str | None]:
+        """Every rank's message ``number`` by global rank; None where it did not come in time."""
+        self.tell_numbered(topic, number, message)
+        heard = self.ask_numbered(topic, number, self.others)
+        return {rank: message if rank == self._mine else heard[rank] for rank in self._ranks}
+
+    def ask_numbered(self, topic: str, number: int, ranks: Sequence[int]) -> dict[int, str | None]:
+        """Message ``number`` of each of ``ranks``; ``None`` if it did not come in time.
+
+        Raises:
+            RuntimeError: one has ended meanwhile; the message says with what.
+        """
+        heard: dict[int, str | None] = {}
+        waiting = list(ranks)
+        start = looked = time.monotonic()
+        while True:
+            now = time.monotonic()
+            late = now - start >= self._timeout.total_seconds()
+            looks = late or now - looked >= _LOOK
+            answers = self._read([self._key(f"{topic}/{number % SERIES}", rank) for rank in waiting], each=looks)
+            for rank, answer in zip(waiting, answers, strict=True):
+                seen, _, message = answer.partition(":")
+                if seen == str(number):  # an older one: the rank has not come to this number
+                    heard[rank] = message
+            waiting = [rank for rank in waiting if rank not in heard]
+            if not waiting or late:
+                return {rank: heard.get(rank) for rank in ranks}
+            if looks:
+                looked = now
+                for rank in waiting:
+                    self._check_there(rank)
+            _rest(now - start)
+
+    def _read(self, keys: list[str], each: bool) -> list[str]:
+        """What the store has for each key; of more than a few (in three requests) nothing before all have something,
+        unless ``each`` is to be asked for by itself."""
+        store = self._store()
+        if each or len(keys) <= self._few or not store.has_extended_api():
+            return [store.compare_set(key, _NONE, _NONE).decode() for key in keys]
+        if not store.check(keys):
+            return [_NONE] * len(keys)
+        return [value.decode() for value in store.multi_get(keys)]
 
     def mark(self, topic: str, number: int, message: str) -> tuple[int, str]:
         """The rank that came to mark ``number`` first, and its message; never blocks on another rank."""
@@ -161,3 +193,8 @@ class Agreement:
     @staticmethod
     def _store() -> Any:
         return dist.distributed_c10d._get_default_store()
+
+
+def _rest(waited: float) -> None:
+    if waited > _SPIN:
+        time.sleep(min(_PAUSE, waited / 4))

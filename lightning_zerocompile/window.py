@@ -23,6 +23,7 @@ from lightning_zerocompile.runtime import Runtime
 
 Gathers = Literal["auto", "step", "use"]
 
+_TOPIC = "window"  # of the messages
 _SHARE_OF_FREE_MEMORY = 0.5  # what "auto" may fill with gathered parameters; the rest is for activations to come
 
 
@@ -48,7 +49,6 @@ class Windows:
         """See :meth:`ZeroCompileStrategy.coalesce_grad_reduction`."""
         self._check(gather, max_bytes, accumulate_dtype)
         self._number += 1
-        topic = self._topic(0)
         held = self._gathers_at_use and self._holds(gather, accumulate_dtype)
         waiting = set(self._core.frozen_gradients())  # of an accumulation that goes on when they are trained again
         self.is_open = True
@@ -67,7 +67,8 @@ class Windows:
             self._core.drop_gradients()  # no collective: the other ranks may not come to theirs
             with suppress(RuntimeError):  # of a store whose host has died
                 self._core.publish_order()  # others may wait for it in a backward, and hear of the error behind it
-                self._agreement.tell(topic, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+                failure = json.dumps({"error": f"{type(error).__name__}: {error}"})
+                self._agreement.tell_numbered(_TOPIC, self._number, failure)
             raise
         finally:
             self.is_open = False
@@ -83,7 +84,7 @@ class Windows:
             mine["backwards"] = now.backwards - before.backwards
         try:
             self._core.publish_order()
-            self._agree(topic, mine)
+            self._agree(mine)
             self._core.flush()
         except BaseException:  # another rank has dropped its gradients
             self._core.drop_gradients()
@@ -112,12 +113,12 @@ class Windows:
                 "a gradient, which could not be reduced. Freeze it before the window or behind it."
             )
 
-    def _agree(self, topic: str, mine: dict[str, int]) -> None:
+    def _agree(self, mine: dict[str, int]) -> None:
         """Raises if a rank is not at this window's end, or came to it in another way."""
         if self._world == 1:
             return
         where = f"at the end of window {self._number} of `coalesce_grad_reduction`"
-        for rank, message in self._agreement.exchange(self._topic(0), json.dumps(mine)).items():
+        for rank, message in self._agreement.exchange_numbered(_TOPIC, self._number, json.dumps(mine)).items():
             if message is None:
                 raise RuntimeError(
                     f"zerocompile: rank {dist.get_rank()} is {where}, but rank {rank} has not come to it within "
@@ -136,11 +137,6 @@ class Windows:
                     "parameters gathered at each use (stage 3), or with `max_bytes`, all ranks must run the same "
                     "forwards and backwards inside it; use gather='step', or stage 1 or 2, without `max_bytes`."
                 )
-        if self._number > 2:
-            self._agreement.forget(self._topic(2))  # everybody has read it: all came to a later one
-
-    def _topic(self, back: int) -> str:
-        return f"window/{self._number - back}"
 
     def _holds(self, gather: Gathers, sum_dtype: torch.dtype | None) -> bool:
         if gather != "auto":
