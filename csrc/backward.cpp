@@ -26,6 +26,9 @@ void Runtime::arm() {
     backward_ = true;
     outermost_ = task;
     pending_ = pending_ || deferred_;
+    await_gradients(-1);
+    retire(0);
+    again_ = false;
     next_reduction_ = 0;
     begun_.reset();  // what waits for the end of a window is older than its last backward
     if (!deferred_ && !device_.is_cpu()) begun_ = mark(device_);

@@ -9,15 +9,11 @@
 
 namespace zerocompile {
 
-namespace {
-
 // Whether the user has hooks on the accumulated gradient; they may all have been removed again.
 bool has_hooks(const Tensor& master) {
   return torch::autograd::impl::get_autograd_meta(master) != nullptr &&
          torch::autograd::impl::post_acc_grad_hooks(master) != nullptr;
 }
-
-}  // namespace
 
 // [Note: unread gradients] A DTensor costs the host 10 us, an optimizer of ours needs none, and a model may have
 // thousands of parameters. So a reduced gradient is a plain tensor here until somebody reads the master's `grad`: then
@@ -43,11 +39,8 @@ void Runtime::bind_reduced(const std::vector<char>& used) {
   std::vector<ReducedGrad> heard;
   const auto bind = [&](int64_t index, Tensor rows) {
     auto& p = parameters_[index];
-    if (rows.defined() && p.unread.defined()) {
-      p.unread.add_(rows);
-      rows.reset();
-    } else if (rows.defined() && !p.master.grad().defined()) {
-      p.unread = std::move(rows);
+    if (rows.defined() && !p.master.grad().defined()) {
+      p.unread = p.unread.defined() ? p.unread.add_(rows) : rows;
       rows.reset();
     }
     if (rows.defined() || has_hooks(p.master)) heard.emplace_back(index, std::move(rows));
@@ -68,7 +61,10 @@ std::pair<Tensor, bool> Runtime::unbound_gradient(int64_t index, bool waiting) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return {};
   auto& p = parameter(index);
-  if (p.unread.defined()) return {std::exchange(p.unread, {}), true};
+  if (p.unread.defined()) {
+    await_gradients(-1);
+    return {std::exchange(p.unread, {}), true};
+  }
   return {waiting ? deferred_gradient(index) : Tensor(), false};
 }
 
@@ -85,8 +81,11 @@ std::vector<int64_t> Runtime::lend_gradients(const std::vector<int64_t>& indices
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(indices.size() == values.size(), "zerocompile: a value for each parameter");
   std::vector<int64_t> others;
+  int64_t awaited = -1;
   for (size_t k = 0; k < indices.size(); ++k) {
     auto& p = parameter(indices[k]);
+    if (p.unit != awaited) await_gradients(p.unit);
+    awaited = p.unit;
     auto grad = existing_grad(p);
     if (grad.defined()) values[k].mutable_grad() = std::move(grad);
     else if (p.master.grad().defined()) others.push_back(static_cast<int64_t>(k));

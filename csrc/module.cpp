@@ -182,5 +182,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("eager_reads_of", &Runtime::eager_reads_of)
       .def("gathers_of", &Runtime::gathers_of)
       .def("set_gradient_divisor", &Runtime::set_gradient_divisor)
-      .def("set_prefetch", &Runtime::set_prefetch);
+      .def("set_prefetch", &Runtime::set_prefetch)
+      .def("set_merge_bytes", &Runtime::set_merge_bytes);
 }

@@ -121,21 +121,26 @@ void fill_rows(const std::vector<PeerMemory::Rows>& parameters) {
 // The masters' rows go to the gathered values and to the mapped memory.
 void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged) {
   std::vector<Kernels::Cast> casts;
-  std::vector<Rows> others;
-  std::vector<at::Tensor> targets, rows;
+  std::vector<at::Tensor> targets, sources;
+  std::vector<Rows> padded;
+  std::vector<at::Tensor> padded_targets, padded_rows;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& p = parameters[i];
     Kernels::Cast cast{p.master, p.rows, staged[i]};
-    if (kernels_ != nullptr && p.master.numel() == p.rows.numel() && Kernels::takes(cast)) {
+    if (p.master.numel() != p.rows.numel()) {
+      padded.push_back(p);
+      padded_targets.push_back(staged[i]);
+      padded_rows.push_back(p.rows);
+    } else if (kernels_ != nullptr && Kernels::takes(cast)) {
       casts.push_back(std::move(cast));
-      continue;
+    } else {
+      targets.insert(targets.end(), {p.own, staged[i]});
+      sources.insert(sources.end(), 2, p.master);
     }
-    others.push_back(p);
-    targets.push_back(staged[i]);
-    rows.push_back(p.rows);
   }
-  fill_rows(others);
-  if (!targets.empty()) at::_foreach_copy_(targets, rows);
+  if (!targets.empty()) at::_foreach_copy_(targets, sources);
+  fill_rows(padded);
+  if (!padded.empty()) at::_foreach_copy_(padded_targets, padded_rows);
   if (!casts.empty()) kernels_->cast(casts);
 }
 

@@ -70,16 +70,18 @@ void Runtime::launch_complete() {
     const auto& unit = units_[index];
     if (unit.reduced || !trainable(unit)) continue;
     if (!complete(unit)) return;
-    launch_reduction(index);
+    launch_reduction({index});
   }
 }
 
 // After a failure: waits for nobody, see [Note: abandoned communication].
 void Runtime::drop_reductions() {
-  reductions_dropped_ = reductions_dropped_ || !in_flight_.empty();
   for (auto& reduction : in_flight_) {
+    for (const auto& done : reduction.done) reductions_dropped_ = reductions_dropped_ || done.running();
     for (const auto& tensor : reduction.inputs) reduce_lane_.keep(tensor);
-    for (auto i : units_[reduction.unit].parameters) reduce_lane_.keep(existing_grad(parameters_[i]));
+    for (auto unit : reduction.units) {
+      for (auto i : units_[unit].parameters) reduce_lane_.keep(existing_grad(parameters_[i]));
+    }
   }
   in_flight_.clear();
 }
@@ -90,27 +92,39 @@ at::ScalarType Runtime::kept_dtype(const Parameter& p) const {
   return early_ && sum_dtype_.has_value() && at::isFloatingType(bound) ? *sum_dtype_ : bound;
 }
 
-// Reduces the unit: every trainable parameter of it, in the unit's order, zeros for one without a gradient here.
-void Runtime::launch_reduction(int64_t index) {
+// For messages and traces.
+std::string Runtime::names_of(const std::vector<int64_t>& units) const {
+  auto names = units_.at(units.front()).name;
+  for (size_t k = 1; k < units.size(); ++k) names += text("`, `", units_.at(units[k]).name);
+  return names;
+}
+
+// Reduces the units: every trainable parameter of them, in the units' order, zeros for one without a gradient here.
+void Runtime::launch_reduction(const std::vector<int64_t>& units) {
   at::NoGradGuard no_grad;
-  auto& unit = units_[index];
-  RECORD_USER_SCOPE(text("zerocompile: reduce ", unit.name));
+  RECORD_USER_SCOPE(text("zerocompile: reduce ", names_of(units)));
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, kept) dtypes
   std::vector<int64_t> replicated;
   Reduction reduction;
-  reduction.unit = index;
-  const bool just_now = complete(unit) && latest_ != nullptr && unit.ready == latest_;
-  if (!just_now) reduction.ready = unit.ready ? unit.ready : begun_;
-  for (auto i : unit.parameters) {
-    auto& p = parameters_[i];
-    if (!p.master.requires_grad()) continue;
-    if (!p.grad.defined()) p.raw_dtype = p.cast_grad ? p.grad_dtype : p.dtype;
-    const auto communicated = communicated_dtype(p);
-    if (p.replicated) replicated.push_back(i);
-    else groups[{communicated, kept_dtype(p)}].push_back(i);
+  reduction.units = units;
+  if (units.size() == 1) {
+    const auto& unit = units_[units.front()];
+    const bool just_now = complete(unit) && latest_ != nullptr && unit.ready == latest_;
+    if (!just_now) reduction.ready = unit.ready ? unit.ready : begun_;
   }
-  unit.reduced = true;
-  unit.ready.reset();
+  for (auto index : units) {
+    auto& unit = units_[index];
+    for (auto i : unit.parameters) {
+      auto& p = parameters_[i];
+      if (!p.master.requires_grad()) continue;
+      if (!p.grad.defined()) p.raw_dtype = p.cast_grad ? p.grad_dtype : p.dtype;
+      if (p.replicated) replicated.push_back(i);
+      else groups[{communicated_dtype(p), kept_dtype(p)}].push_back(i);
+    }
+    again_ = again_ || unit.reduced;
+    unit.reduced = true;
+    unit.ready.reset();
+  }
   if (!replicated.empty()) replicate_group(replicated, reduction);
   for (auto& [dtypes, group] : groups) reduce_group(group, reduction);
   in_flight_.push_back(std::move(reduction));
@@ -254,8 +268,49 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& redu
 void Runtime::retire(size_t keep) {
   if (device_.is_cpu() && keep > 0) return;
   while (in_flight_.size() > keep) {
+    if (!device_.is_cpu() && !in_flight_.front().done.empty()) last_retired_ = in_flight_.front().done.back();
     await(in_flight_.front());
     in_flight_.erase(in_flight_.begin());
+  }
+}
+
+// [Note: reductions behind a backward] The last units' reductions end long after the last kernel of the backward, on a
+// device, and the other units' update needs nothing of them. So they are left on their way, and the optimizer does not
+// begin with the units that the forward uses first, which are reduced last: whoever takes a unit's gradients
+// (`await_gradients`) orders its stream behind them. Others rely on the stream of the backward, so that one is ordered,
+// too: behind what is retired when the backward ends, behind what an optimizer takes then, and behind all as soon as
+// user code reads any gradient. What adds to a gradient that is bound already, is seen by hooks or is reduced in two
+// parts is waited for at once.
+bool Runtime::may_be_late() const {
+  if (device_.is_cpu() || again_) return false;
+  return std::none_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
+    return p.master.requires_grad() && (p.early.defined() || p.master.grad().defined() || has_hooks(p.master));
+  });
+}
+
+void Runtime::leave_in_flight() {
+  home_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  last_retired_.order(*home_);  // what was retired in the backward may have been so on another stream
+  for (auto& reduction : in_flight_) {
+    for (const auto& tensor : reduction.inputs) reduce_lane_.keep(tensor);
+    reduction.inputs.clear();
+    for (auto unit : reduction.units) {  // what an earlier backward has left is added to, and may be dropped meanwhile
+      for (auto i : units_[unit].parameters) reduce_lane_.keep(parameters_[i].unread);
+    }
+  }
+}
+
+// Of this unit, or (-1) of all.
+void Runtime::await_gradients(int64_t unit) {
+  if (in_flight_.empty() || !home_) return;
+  const auto here = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  for (auto& reduction : in_flight_) {
+    const auto& units = reduction.units;
+    if (unit >= 0 && std::find(units.begin(), units.end(), unit) == units.end()) continue;
+    for (auto& done : reduction.done) {
+      done.order(here);
+      if (here != *home_) done.order(*home_);
+    }
   }
 }
 
@@ -290,37 +345,74 @@ std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile)
   return flags;
 }
 
-// Units of which this rank has a gradient are reduced whatever the others have, up to the first that it has none of or
-// whose dtypes are not agreed.
-void Runtime::launch_contributed() {
+// [Note: merged reductions] Where a window closes nothing is left to hide a reduction behind, and a small one costs the
+// host more than the devices. So small units that follow each other are reduced together there, in runs of up to
+// `merge_bytes_`. A run depends on sizes alone and is launched as a whole, or, when all ranks know what each of them
+// has, without what nobody has: either way the collectives are the same on all ranks. Copies between devices take one
+// unit at a time: their buffers are no larger.
+std::vector<std::vector<int64_t>> Runtime::runs(bool merged) const {
+  std::vector<std::vector<int64_t>> runs;
+  int64_t bytes = 0;
   for (auto index : reduce_order_) {
-    const auto& unit = units_[index];
-    if (unit.reduced || !trainable(unit)) continue;
-    const bool any = std::any_of(unit.parameters.begin(), unit.parameters.end(),
-                                 [&](int64_t i) { return waits(parameters_[i]); });
-    const bool agreed = std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
-      return parameters_[i].cast_grad || !parameters_[i].master.requires_grad();
-    });
-    if (!any || !agreed) return;
-    launch_reduction(index);
+    if (!trainable(units_[index])) continue;
+    int64_t size = 0;
+    for (auto i : units_[index].parameters) {
+      const auto& p = parameters_[i];
+      size += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(p.dtype));
+    }
+    if (!merged || runs.empty() || bytes + size > merge_bytes_ || summing_peers_ != nullptr) {
+      runs.emplace_back();
+      bytes = 0;
+    }
+    runs.back().push_back(index);
+    bytes += size;
+  }
+  return runs;
+}
+
+// Units of which this rank has a gradient are reduced whatever the others have, up to the first run with one that it
+// has none of or whose dtypes are not agreed.
+void Runtime::launch_contributed(const std::vector<std::vector<int64_t>>& runs) {
+  for (const auto& run : runs) {
+    std::vector<int64_t> units;
+    for (auto index : run) {
+      const auto& unit = units_[index];
+      if (unit.reduced) continue;
+      const bool any = std::any_of(unit.parameters.begin(), unit.parameters.end(),
+                                   [&](int64_t i) { return waits(parameters_[i]); });
+      const bool agreed = std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
+        return parameters_[i].cast_grad || !parameters_[i].master.requires_grad();
+      });
+      if (!any || !agreed) return;
+      units.push_back(index);
+    }
+    if (!units.empty()) launch_reduction(units);
   }
 }
 
-void Runtime::reduce_everything() {
+// `merged`: see [Note: merged reductions].
+void Runtime::reduce_everything(bool merged) {
   at::NoGradGuard no_grad;
   agree_on_order();
-  const auto used = agree_on_used([this] { launch_contributed(); });
-  for (auto index : reduce_order_) {
-    auto& unit = units_[index];
-    bool wanted = false, late = false;
-    for (auto i : unit.parameters) {
-      const auto& p = parameters_[i];
-      wanted = wanted || (p.master.requires_grad() && used[i]);
-      late = late || waits(p);
+  const auto order = runs(merged);
+  const auto used = agree_on_used([&] { launch_contributed(order); });
+  for (const auto& run : order) {
+    std::vector<int64_t> units;
+    for (auto index : run) {
+      const auto& unit = units_[index];
+      bool wanted = false, late = false;
+      for (auto i : unit.parameters) {
+        const auto& p = parameters_[i];
+        wanted = wanted || (p.master.requires_grad() && used[i]);
+        late = late || waits(p);
+      }
+      if (wanted && (!unit.reduced || late)) units.push_back(index);
     }
-    if (wanted && (!unit.reduced || late)) launch_reduction(index);
+    if (!units.empty()) launch_reduction(units);
   }
-  retire(0);
+  if (may_be_late()) leave_in_flight();
+  else retire(0);
+  again_ = false;
   next_reduction_ = 0;
   pending_ = false;
   for (auto& p : parameters_) p.contributed = p.grad.defined();  // one that is frozen now waits until it is not

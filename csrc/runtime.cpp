@@ -135,7 +135,7 @@ void Runtime::await(Unit& unit) {
 }
 
 void Runtime::await(Reduction& reduction) {
-  const auto what = text("the reduction of unit `", units_.at(reduction.unit).name, "` in backward number ",
+  const auto what = text("the reduction of unit `", names_of(reduction.units), "` in backward number ",
                          stats_.backwards);
   for (auto& done : reduction.done) wait_for(done, device_, what, rank_);
 }

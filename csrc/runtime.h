@@ -110,9 +110,10 @@ struct Shard {
   int64_t gradient = -1;  // which of the collective's; -1: it has no elements
 };
 
-// A reduction on its way: it holds what the collective reads until the compute stream is behind it.
+// A reduction on its way: it holds what the collective reads until the compute stream is behind it, or until the
+// backward ends (see [Note: reductions behind a backward]).
 struct Reduction {
-  int64_t unit;
+  std::vector<int64_t> units;
   Ready ready;  // what it is ordered behind; null: all that the caller's stream holds
   std::vector<Tensor> inputs;
   std::vector<Pending> done;
@@ -228,6 +229,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   }
   void set_gradient_divisor(double divisor) { divisor_ = divisor; }
   void set_prefetch(int64_t distance) { prefetch_ = distance; }
+  void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
   int64_t world() const { return world_; }
   std::recursive_mutex& mutex() { return mutex_; }
 
@@ -271,8 +273,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(p.raw_dtype); }
   bool trainable(const Unit& unit) const;
   void launch_complete();
-  void launch_reduction(int64_t unit);
-  void launch_contributed();
+  std::string names_of(const std::vector<int64_t>& units) const;
+  void launch_reduction(const std::vector<int64_t>& units);
+  std::vector<std::vector<int64_t>> runs(bool merged) const;
+  void launch_contributed(const std::vector<std::vector<int64_t>>& runs);
   void reduce_group(const std::vector<int64_t>& group, Reduction& reduction);
   void reduce_by_collective(Lane::Launch& launch, const std::vector<int64_t>& group, const std::vector<Shard>& shards,
                             const std::vector<PeerMemory::Gradient>& gradients, const Tensor& partition, int64_t total,
@@ -280,11 +284,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void replicate_group(const std::vector<int64_t>& group, Reduction& reduction);
   std::vector<char> agree_on_used(const std::function<void()>& meanwhile);
   void drop_reductions();
-  void reduce_everything();
+  void reduce_everything(bool merged = false);
   void reduce_largest();
   void bind_reduced(const std::vector<char>& used);
   at::ScalarType kept_dtype(const Parameter& p) const;
   void retire(size_t keep);
+  bool may_be_late() const;
+  void leave_in_flight();
+  void await_gradients(int64_t unit);
   Tensor existing_grad(Parameter& p);
   void agree_on_order();
   static bool accumulating();
@@ -297,6 +304,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t world_ = 1, rank_ = 0;
   double divisor_ = 1;
   int64_t prefetch_ = 1;
+  int64_t merge_bytes_ = 0;  // see [Note: merged reductions]
   std::vector<Parameter> parameters_;
   std::vector<Unit> units_;
   bool gathers_in_backward_ = false;  // some unit lives for one use
@@ -342,10 +350,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<int64_t> reduce_order_;  // agreed by all ranks before the first reduction
   size_t next_reduction_ = 0;
   std::vector<Reduction> in_flight_;
+  std::optional<c10::Stream> home_;  // of the backward that left reductions, see [Note: reductions behind a backward]
+  Pending last_retired_;             // the last reduction that is not in flight any more
+  bool again_ = false;               // a unit was reduced a second time in the backward that runs
   bool reductions_dropped_ = false;  // some are on their way for which nobody waits
   std::vector<ReducedGrad> reduced_;
   bool shut_down_ = false;
 };
+
+bool has_hooks(const Tensor& master);
 
 // The one table that is global: a parameter's identity -> its runtime and index. Entries die with their runtime.
 struct Record {

@@ -48,6 +48,11 @@ class Pending {
     event_.reset();
   }
 
+  // Orders a device's stream behind it; that changes nothing for who waits.
+  void order(const c10::Stream& stream) const {
+    if (event_ != nullptr) event_->block(stream);
+  }
+
   bool any() const { return event_ != nullptr || !works_.empty() || !afterwards_.empty(); }
 
   // Whether something may still be on its way; it does not block.

@@ -39,7 +39,7 @@ void Runtime::reduce_largest() {
   for (const auto& [bytes, index] : sizes) {
     if (total <= max_deferred_bytes_) break;
     early_ = true;
-    launch_reduction(index);
+    launch_reduction({index});
     early_ = false;
     for (auto i : units_[index].parameters) parameters_[i].contributed = parameters_[i].grad.defined();
     units_[index].reduced = false;
@@ -62,7 +62,7 @@ void Runtime::check_backward_ended() const {
 void Runtime::flush() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   check_backward_ended();
-  reduce_everything();
+  reduce_everything(/*merged=*/true);
 }
 
 // This rank's own sum; an undefined tensor: nothing waits. The caller may write to it.

@@ -99,6 +99,7 @@ class Runtime:
         fakes.register()
         self.core: Any = self._extension.Runtime(gather_group.group_name, reduce_group.group_name, str(device))
         self.core.set_prefetch(config.prefetch)
+        self.core.set_merge_bytes(config.unit_bytes)
         self.slots: list[Slot] = []
         self.moment = Moment()
         self.unit_of: dict[str, int] = {}  # block name -> unit

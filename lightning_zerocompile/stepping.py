@@ -6,6 +6,10 @@ that unit, or to a few small ones), and takes the gradients away, so that the st
 nothing to do.
 DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter and without the overlap.
 
+On a device the reductions that end last are those of the units that the forward uses first, and the next forward waits
+for their gathers first. So the last quarter of the units is updated first, and gathered meanwhile; the others follow in
+the order of the forward (see [Note: reductions behind a backward] in csrc/reduce.cpp).
+
 [Note: whole values] Adafactor and Muon update a parameter from all of its rows. Such an optimizer sees whole
 parameters, gradients and states, one unit at a time, on every rank; afterwards each rank keeps its rows. So it computes
 what it computes under DDP, and memory is that of the shards plus one unit. State of another shape than its parameter's
@@ -22,9 +26,9 @@ an optimizer is not given whole values unasked: unit by unit, what it computes o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol
@@ -105,11 +109,11 @@ class _Round:
         values: the local part of each, [<=rows, ...].
     """
 
-    units: list[int]
-    masters: list[Tensor]
-    numbers: list[int]
-    groups: list[int]
-    values: list[Tensor]
+    units: list[int] = field(default_factory=list)
+    masters: list[Tensor] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
 
 
 class _Plan:
@@ -124,24 +128,26 @@ class _Plan:
         self.numbers = [leaves.index_of(master) for master in self.masters]
         self._values = [_value(master, whole=False) for master in self.masters]
         group_of = {master: group for group, parameters in enumerate(lists) for master in parameters}
-        self.rounds: list[_Round] = []
-        started, numel = _Round([], [], [], [], []), 0
+        mine = [(unit, [master for master in members if master in group_of]) for unit, members in units]
+        mine = [(unit, members) for unit, members in mine if members]
+        first = len(mine) - (len(mine) // 4 if together else 0)  # a number of units: the same on all ranks
+        self.rounds = [*self._rounds(mine[first:], group_of), *self._rounds(mine[:first], group_of)]
+
+    def _rounds(self, units: Sequence[tuple[int, list[Tensor]]], group_of: Mapping[Tensor, int]) -> Iterator[_Round]:
+        started, numel = _Round(), 0
         for unit, members in units:
-            mine = [master for master in members if master in group_of]
-            if not mine:
-                continue
-            values = [_value(master, whole=False) for master in mine]
+            values = [_value(master, whole=False) for master in members]
             numel += sum(value.numel() for value in values)
             started.units.append(unit)
-            started.masters += mine
-            started.numbers += [leaves.index_of(master) for master in mine]
-            started.groups += [group_of[master] for master in mine]
+            started.masters += members
+            started.numbers += [leaves.index_of(master) for master in members]
+            started.groups += [group_of[master] for master in members]
             started.values += values
-            if numel >= together:  # how many there are here says nothing of other ranks
-                self.rounds.append(started)
-                started, numel = _Round([], [], [], [], []), 0
+            if numel >= self.together:  # how many there are here says nothing of other ranks
+                yield started
+                started, numel = _Round(), 0
         if started.units:
-            self.rounds.append(started)
+            yield started
 
     def fits(self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int) -> bool:
         return (

@@ -95,13 +95,45 @@ def test_window_reduces_once(ranks: Ranks, stage: int, mode: str) -> None:
     for result in ranks.run(_windows, stage, mode, "step"):
         assert result["deviation"] <= 1e-6
         first = result["seen"][0]
-        assert all(seen["scatters"] == UNITS and seen["reduced"] == first["reduced"] for seen in result["seen"])
+        # all units are small, so one collective takes them
+        assert all(seen["scatters"] == 1 and seen["reduced"] == first["reduced"] for seen in result["seen"])
         assert first["reduced"] > 0 or ranks.device == "cuda"  # the profiler shows the sizes of gloo's transfers only
         # stages 1 and 2 gather after the optimizer, outside the window, but for the very first values
         assert [seen["gathers"] for seen in result["seen"]] == ([UNITS] * 5 if stage == 3 else [0] * 5)
         assert all(size > 0 for size in result["held"][::2]) and not any(result["held"][1::2])
         assert result["resident"] == []
         assert result["compiled"] == ((0, 0) if mode == "eager" else (1, 1))
+
+
+def _runs(stage: int, limit: int) -> tuple[float, int, int]:
+    """A window in which up to ``limit`` bytes are reduced together: how many collectives, and how many are expected."""
+    model, twin = models.ByteModel(), models.ByteModel()
+    twin.load_state_dict(model.state_dict())
+    data = models.Batches(models.rank())
+    with engines.engine(model, stage, compile=False, copy_engine=False) as engine:
+        engine.runtime.core.set_merge_bytes(limit)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        with engine.training_step(), engine.windows.open("step", None, None):
+            _backwards(engine, data, [0, 1])
+        runs, filled = 0, limit + 1
+        for _, masters in reversed(engine.runtime.units_in_order()):
+            size = sum(4 * master.numel() for master in masters)
+            runs, filled = (runs, filled + size) if filled + size <= limit else (runs + 1, size)
+        found = engine.runtime.stats().reductions - 1  # the 0-dim parameter has a collective of its own
+        optimizer.step()
+    _reference(twin, [[0, 1]])
+    return models.deviation(model, twin), found, runs
+
+
+@STAGES
+def test_small_units_are_reduced_together(ranks: Ranks, stage: int) -> None:
+    counts = []
+    for limit in (0, 4000, 2**26):
+        for deviation, found, expected in ranks.run(_runs, stage, limit):
+            assert deviation <= 1e-6 and found == expected, (limit, found)
+        counts.append(found)
+    assert UNITS == counts[0] > counts[1] > counts[2] == 1
 
 
 def test_gather_at_each_use(ranks: Ranks) -> None:

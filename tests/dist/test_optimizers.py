@@ -143,7 +143,7 @@ def _updated_in_rounds(together: int, fused: bool = True) -> tuple[list[Tensor],
 
 
 def _rounds_agree() -> tuple[list[bool], list[list[int]]]:
-    results = [_updated_in_rounds(together) for together in (1, 300, 10**9)]
+    results = [_updated_in_rounds(together) for together in (1, 100, 10**9)]
     shards = [result[0] for result in results]
     same = [all(map(torch.equal, shards[0], other)) for other in shards[1:]]
     assert len(_updated_in_rounds(10**9, fused=False)[1]) == len(results[0][1])  # its temporary values stay small
@@ -153,8 +153,43 @@ def _rounds_agree() -> tuple[list[bool], list[list[int]]]:
 def test_small_units_are_updated_together(ranks: Ranks) -> None:
     for same, (each, some, all_at_once) in ranks.run(_rounds_agree):
         assert same == [True, True]
-        assert len(each) > len(some) > len(all_at_once) == 1
+        assert len(each) > len(some) > len(all_at_once) == 2  # the last quarter, and the others
         assert sum(each) == sum(some) == sum(all_at_once)
+
+
+def _order(stage: int) -> list[tuple[str, int]]:
+    """What happens to each unit in a step: "update" or "gather", in the order of the forward (unit 0 is first)."""
+    model, seen = models.ByteModel(), list[tuple[str, int]]()
+    with engines.engine(model, stage, compile=False, unit_bytes=1) as engine:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine.attach_optimizers([optimizer])
+        data = models.Batches(models.rank())
+        engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+        stepper, places = engine._stepper, [unit for unit, _ in engine.runtime.units_in_order()]
+        update, written = stepper._update, stepper._updated
+
+        def watched(optimizer: Any, one: Any, *rest: Any) -> None:
+            seen.extend(("update", places.index(unit)) for unit in one.units)
+            update(optimizer, one, *rest)
+
+        def gathered(unit: int) -> None:
+            seen.append(("gather", places.index(unit)))
+            written(unit)
+
+        stepper._update, stepper._updated = watched, gathered  # type: ignore[method-assign]
+        with engine.training_step():
+            engines.backward(engine, engines.token_loss(model, data[1]))
+        engine.step(optimizer, lambda: None)
+    return seen
+
+
+def test_what_is_reduced_last_is_updated_last(ranks: Ranks) -> None:
+    """The forward's last quarter first; each unit is gathered as soon as it is updated."""
+    for seen in ranks.run(_order, 1):
+        count = len(seen) // 2
+        first = count - count // 4
+        assert 0 < first < count
+        assert seen == [(what, unit) for unit in [*range(first, count), *range(first)] for what in ("update", "gather")]
 
 
 def _late_unit(kind: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> float:

@@ -219,3 +219,46 @@ def test_what_waits_is_not_taken_for_one(ranks: Ranks) -> None:
     """A step that keeps gradients leaves alone what a frozen parameter's rank has summed and not reduced."""
     for bound, apart in ranks.run(_waits):
         assert not bound and apart < 1e-6
+
+
+class Doubled(nn.Module):
+    """Layers that are each read twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, 8]
+        for layer in [*self.layers, *self.layers]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _in_two_parts(stage: int) -> tuple[int, float]:
+    """A second backward through one graph: its first gradients seem to be all. Units reduced again, and the error."""
+    torch.manual_seed(0)
+    model, again, worst = Doubled(), 0, 0.0
+    twin = copy.deepcopy(model).to(models.device())
+    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(r)).to(models.device()) for r in range(9)]
+    with engines.engine(model, stage, **EAGER) as engine:
+        for step in range(3):
+            with engine.training_step():
+                y = model(data[models.world() * step + models.rank()])
+                for loss, retain in ((y.sum(), True), (y.square().mean(), False)):
+                    model.zero_grad()
+                    before = engine.runtime.stats().reductions
+                    engine.before_backward(loss)
+                    loss.backward(retain_graph=retain)
+                    engine.after_backward()
+                    again += engine.runtime.stats().reductions - before - len(engine.runtime.unit_of)
+            twin.zero_grad()
+            for rank in range(models.world()):
+                (twin(data[models.world() * step + rank]).square().mean() / models.world()).backward()
+            worst = max(worst, _apart(model, [p.grad for p in twin.parameters()]))
+    return again, worst
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_unit_that_is_reduced_in_two_parts(ranks: Ranks, stage: int) -> None:
+    for again, worst in ranks.run(_in_two_parts, stage):
+        assert again > 0 and worst <= 1e-6

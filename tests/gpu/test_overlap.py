@@ -86,3 +86,57 @@ def test_reductions_overlap_compute(worlds: Worlds, stage: int) -> None:
         assert shares["ReduceScatter"] > 0.7
         if stage == 3:
             assert shares["AllGather"] > 0.6
+
+
+class Headed(nn.Module):
+    """The unit that is used first, and reduced last, is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.layers = Stack().layers
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, width]
+        x = x + self.first(x)[:, :WIDTH]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _behind_backward(reads: bool) -> list[tuple[float, float]]:
+    """When each step's last reduction ends, and when its optimizer's first kernel begins."""
+    from torch.profiler import ProfilerActivity, profile
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    engine = Engine(Headed(), device, Config(stage=1, copy_engine=False), torch.bfloat16, "nccl")
+    optimizer = torch.optim.AdamW(engine.model.parameters(), lr=1e-3, fused=True)
+    engine.attach_optimizers([optimizer])
+    x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with engine.training_step():
+            engine.model(x).float().square().mean().backward()
+            engine.after_backward()
+        if reads:
+            assert all(p.grad is not None for p in engine.model.parameters())
+        engine.step(optimizer, lambda: None)
+
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        events = profiler.events()
+        updates = [begin for begin, _ in _spans(events, "FusedAdam")]
+        times.append((max(end for _, end in _spans(events, "ReduceScatter")), min(updates)))
+    return times
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_update_begins_before_the_last_reduction_ends(worlds: Worlds, reads: bool) -> None:
+    """With the units that are reduced already; not if the user has read all gradients before."""
+    for times in worlds(2).run(_behind_backward, reads, timeout=180):
+        assert all((update < reduced) is not reads for reduced, update in times), times

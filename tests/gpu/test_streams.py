@@ -124,6 +124,73 @@ def test_synchronized_statistics_and_an_unused_head(ranks: Ranks, stage: int, sc
         assert deviation <= 1e-5 and moved > 1e-3
 
 
+class Headed(nn.Module):
+    """The unit that is used first, and reduced last, is large: its reduction outlives the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 512 * WIDTH, bias=False)
+        self.rest = Deep(6)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH]
+        return self.rest(x + self.first(x).unflatten(1, (512, WIDTH)).sum(1) / 512)
+
+
+def _trained(twin: nn.Module, steps: int) -> list[Tensor]:
+    """DDP's training; the squared norms of each step's gradients."""
+    optimizer, norms = torch.optim.SGD(twin.parameters(), lr=0.1), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(models.world()):
+            (twin(_x(rank, step)).square().mean() / models.world()).backward()
+        norms.append(_norms(p.grad for p in twin.parameters()))
+        optimizer.step()
+    torch.cuda.synchronize()
+    return norms
+
+
+def _norms(grads: Any) -> Tensor:
+    return torch.stack([grad.double().square().sum() for grad in grads])
+
+
+def _streams(stage: int, reads: str, forward: str) -> tuple[float, float]:
+    """Who reads gradients, and where the forward ran: on "home", the stream of the backward, or on another ("side")."""
+    model, twin = Headed(), Headed()
+    twin.load_state_dict(model.state_dict())
+    expected, worst = _trained(twin.to(models.device()), 6), 0.0
+    inputs = [_x(models.rank(), step) for step in range(6)]
+    home, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    places = {"home": home, "side": side}
+    with engines.engine(model, stage, compile=False, timeout=TIMEOUT) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach_optimizers([optimizer])
+        for step in range(6):
+            side.wait_stream(home)
+            with engine.training_step():
+                with torch.cuda.stream(places[forward]):
+                    loss = model(inputs[step]).square().mean()
+                home.wait_stream(side)
+                engines.backward(engine, loss)
+            if reads:
+                side.wait_stream(home)
+                with torch.cuda.stream(places[reads]):
+                    norms = _norms(p.grad.to_local() for p in model.parameters())
+                    torch.distributed.all_reduce(norms)
+                home.wait_stream(side)
+                worst = max(worst, float(((norms - expected[step]) / expected[step]).abs().max()))
+            engine.step(optimizer, lambda: None)
+    return models.deviation(model, twin), worst
+
+
+@pytest.mark.parametrize("forward", ["home", "side"])
+@pytest.mark.parametrize("reads", ["", "home", "side"])
+def test_reductions_that_outlive_the_backward(ranks: Ranks, reads: str, forward: str) -> None:
+    """Whoever reads gradients waits for them, on any stream, and so does who comes after."""
+    for stage in (1, 3):
+        for deviation, worst in ranks.run(_streams, stage, reads, forward, timeout=150):
+            assert deviation <= 1e-6 and worst <= 1e-4, stage
+
+
 def _asserting(copy_engine: bool) -> None:
     model = nn.Sequential(nn.Embedding(8, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     with engines.engine(model, 3, compile=False, copy_engine=copy_engine, timeout=TIMEOUT) as engine:
