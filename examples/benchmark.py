@@ -5,7 +5,7 @@
 Every system trains the same model (random weights) with bf16 compute, bf16 gradient reduction and fp32 AdamW states,
 one sequence per GPU, in a process group of its own. One JSON line per row (null: not measured here):
 
-    seconds     median over the timed steps (device events from one step's begin to the next one's)
+    seconds     median over the timed steps (device events from one step's begin to the next one's), of the slowest rank
     x_limit     that, over the compute limit of the same run
     bound       seconds that the step's communication must take: the bytes that a rank must receive at this stage, over
                 the `bandwidth` (GB/s) of a large all-gather in the same process group

@@ -5,9 +5,9 @@
 The model is that of the discussion of DeepSpeed PR 7992: an MLP of 8 layers of 4096 x 4096 in bf16 (256 MiB), AdamW
 in bf16, N forwards and backwards of 64 rows before one optimizer step. One JSON line per row:
 
-    ms           median over the timed steps: N forwards and backwards, reductions, optimizer
+    ms           median over the timed steps, of the slowest rank: N forwards and backwards, reductions, optimizer
     bound_ms     N forwards and backwards of the plain module, gradients added up, one reduce-scatter of all of them and
-                 the optimizer on one rank's share, each measured alone and added
+                 the optimizer on one rank's share, each measured alone, in turns with the step, and added
     peak, window, after    MiB above what is allocated between steps: highest in the step before the optimizer, when the
                  last backward has ended, and when all gradients are reduced
     reductions, reduced_mib, gathers, gathered_mib    collectives of a step and the bytes of the full values in them
@@ -29,7 +29,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 WIDTH, LAYERS, ROWS = 4096, 8, 64
-WARM_UP, STEPS = 5, 20
+WARM_UP, STEPS, TURNS = 3, 10, 3
 MIB = 2**20
 
 
@@ -120,7 +120,7 @@ def ours(
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.engine import Engine
 
-    config = Config(stage=stage, compile=scope, dynamic=False, master_dtype=None, unit_bytes=WIDTH * WIDTH)
+    config = Config(stage=stage, compile=scope, dynamic=False, master_dtype=None)
     engine = Engine(Whole(build(device)), device, config, None, "nccl")
     optimizer = adamw(engine.model.parameters())
     engine.attach_optimizers([optimizer])
@@ -172,39 +172,52 @@ def fsdp2(
     return step, dict
 
 
-def milliseconds(action: Callable[[], None], repeats: int = STEPS) -> float:
-    """Median device time of ``action``."""
-    times = []
-    for number in range(WARM_UP + repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+def milliseconds(actions: Sequence[Callable[[], None]]) -> list[float]:
+    """Median device time of each action, of the slowest rank. They take turns, as the host's speed drifts."""
+    times: list[list[float]] = [[] for _ in actions]
+    for _ in range(TURNS):
+        for number, action in enumerate(actions):
+            times[number] += device_times(action)
+    medians = torch.tensor([statistics.median(each) for each in times], device="cuda")
+    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+    return medians.tolist()
+
+
+def device_times(action: Callable[[], None]) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    for _ in range(WARM_UP):
         action()
-        end.record()
-        if number >= WARM_UP:
-            times.append((begin, end))
+    for mark in marks[:-1]:
+        mark.record()
+        action()
+    marks[-1].record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in times)
+    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
 
 
-def bound(backwards: int, scope: str, device: torch.device) -> float:
-    """What a step must cost: see the module's text."""
+def bound(scope: str, device: torch.device) -> Callable[[list[Tensor]], list[Callable[[], None]]]:
+    """The parts of what a step must cost, for its batches: see the module's text."""
     model = build(device)
     compile_in_place(model, scope)
-    batches = inputs(backwards, device)
-
-    def compute() -> None:
-        for x in batches:
-            loss_of(model, x).backward()
-        for parameter in model.parameters():
-            parameter.grad = None
-
     numel = LAYERS * WIDTH * WIDTH
     full = torch.randn(numel, device=device, dtype=torch.bfloat16)
     part = nn.Parameter(torch.randn(numel // dist.get_world_size(), device=device, dtype=torch.bfloat16))
     part.grad = torch.empty_like(part)
     optimizer = adamw([part])
-    reduction = milliseconds(lambda: dist.reduce_scatter_tensor(part.grad, full))  # type: ignore[arg-type]
-    return milliseconds(compute) + reduction + milliseconds(lambda: optimizer.step() and None)
+
+    def compute(batches: list[Tensor]) -> None:
+        for x in batches:
+            loss_of(model, x).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def reduce() -> None:
+        dist.reduce_scatter_tensor(part.grad, full)  # type: ignore[arg-type]
+
+    def update() -> None:
+        optimizer.step()
+
+    return lambda batches: [functools.partial(compute, batches), reduce, update]
 
 
 def inputs(count: int, device: torch.device) -> list[Tensor]:
@@ -213,15 +226,16 @@ def inputs(count: int, device: torch.device) -> list[Tensor]:
 
 
 def rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    bounds = {(n, scope): bound(n, scope, device) for n in args.backwards for scope in args.compile}
     runs = [("zerocompile", ours, stage, scope) for scope in args.compile for stage in args.stages]
     runs += [("fsdp2", fsdp2, stage, "blocks") for stage in args.stages if stage > 1 and "blocks" in args.compile]
     for (system, make, stage, scope), coalesced in itertools.product(runs, (False, True)):
         torch._dynamo.reset()
         step, counts = make(stage, scope, coalesced, device, args)
+        parts_of = bound(scope, device)
         for backwards in args.backwards:
             memory, batches = Memory(on=False), inputs(backwards, device)
-            took, expected = milliseconds(functools.partial(step, batches, memory)), bounds[backwards, scope]
+            took, *parts = milliseconds([functools.partial(step, batches, memory), *parts_of(batches)])
+            expected = sum(parts)
             memory, before = Memory(on=True), counts()
             memory.start()
             step(batches, memory)
@@ -232,7 +246,7 @@ def rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, A
                 **{name: round(value) for name, value in memory.seen.items()},
                 **{name: round(value - before[name]) for name, value in counts().items()},
             }  # fmt: skip
-        del step, counts
+        del step, counts, parts_of
         torch.cuda.empty_cache()
 
 
