@@ -284,7 +284,7 @@ void Runtime::retire(size_t keep) {
 bool Runtime::may_be_late() const {
   if (device_.is_cpu() || again_) return false;
   return std::none_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
-    return p.master.requires_grad() && (p.early.defined() || p.master.grad().defined() || has_hooks(p.master));
+    return p.early.defined() || p.master.grad().defined() || has_hooks(p.master);
   });
 }
 

@@ -62,6 +62,8 @@ void Runtime::check_backward_ended() const {
 void Runtime::flush() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   check_backward_ended();
+  await_gradients(-1);  // of a backward before the window, if none was in it
+  retire(0);
   reduce_everything(/*merged=*/true);
 }
 

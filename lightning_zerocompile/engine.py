@@ -386,7 +386,8 @@ class Engine:
         destroy one on this rank would fail what another still does with it, and hide the exception it is to raise.
         """
         self.attach_optimizers([])
-        self.runtime.bind_gradients()
+        with contextlib.suppress(RuntimeError):  # of a device that has failed
+            self.runtime.bind_gradients()
         if self.manages(self.model):
             remove_regions(self.model)
             shard.remove(self.model)

@@ -201,8 +201,9 @@ def deviation(left: nn.Module, right: nn.Module) -> float:
     ours, theirs = dict(left.named_parameters()), dict(right.named_parameters())
     if ours.keys() != theirs.keys():
         raise AssertionError(f"parameter names differ: {sorted(ours.keys() ^ theirs.keys())}")
-    return max(
-        (ours[n].detach().cpu().double() - theirs[n].detach().cpu().double()).abs().max().item()
+    apart = [
+        (ours[n].detach().cpu().double() - theirs[n].detach().cpu().double()).abs().max()
         for n in ours
         if ours[n].numel()
-    )
+    ]
+    return float(torch.stack(apart).max())  # NaN if there is one

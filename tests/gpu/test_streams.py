@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests import engines, models
 from tests.harness import Ranks, Worlds
 
 pytestmark = pytest.mark.gpu
-WIDTH, TIMEOUT = 256, timedelta(seconds=60)
+WIDTH, TIMEOUT, LR = 256, timedelta(seconds=60), 0.01
 
 
 class Wide(nn.Module):
@@ -131,55 +132,73 @@ class Headed(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, 512 * WIDTH, bias=False)
         self.rest = Deep(6)
+        for layer in self.rest.layers:
+            layer.gated = False
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH]
-        return self.rest(x + self.first(x).unflatten(1, (512, WIDTH)).sum(1) / 512)
+        return self.rest(x + self.first(x).unflatten(1, (512, WIDTH)).sum(1) / 16)
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum() / 4
+
+
+def _norms(grads: Iterable[Tensor]) -> Tensor:
+    return torch.stack([grad.double().square().sum() for grad in grads])
 
 
 def _trained(twin: nn.Module, steps: int) -> list[Tensor]:
     """DDP's training; the squared norms of each step's gradients."""
-    optimizer, norms = torch.optim.SGD(twin.parameters(), lr=0.1), []
+    trained = [p for name, p in twin.named_parameters() if "gate" not in name]
+    optimizer, norms = torch.optim.SGD(trained, lr=LR), []
     for step in range(steps):
         optimizer.zero_grad()
         for rank in range(models.world()):
-            (twin(_x(rank, step)).square().mean() / models.world()).backward()
-        norms.append(_norms(p.grad for p in twin.parameters()))
+            (_loss(twin, _x(rank, step)) / models.world()).backward()
+        norms.append(_norms(p.grad for p in trained if p.grad is not None))
         optimizer.step()
-    torch.cuda.synchronize()
     return norms
 
 
-def _norms(grads: Any) -> Tensor:
-    return torch.stack([grad.double().square().sum() for grad in grads])
+def _streams(stage: int, reads: str, forward: str) -> tuple[float, float, float]:
+    """Who reads gradients, and where the forward ran: on "home", the stream of the backward, or on another ("side").
 
-
-def _streams(stage: int, reads: str, forward: str) -> tuple[float, float]:
-    """Who reads gradients, and where the forward ran: on "home", the stream of the backward, or on another ("side")."""
-    model, twin = Headed(), Headed()
-    twin.load_state_dict(model.state_dict())
-    expected, worst = _trained(twin.to(models.device()), 6), 0.0
-    inputs = [_x(models.rank(), step) for step in range(6)]
+    Returns:
+        How far the parameters are from DDP's, how far these moved at least, and the largest relative error of a norm.
+    """
+    torch.manual_seed(0)
+    model, twin, start = Headed(), Headed(), Headed()
+    for other in (twin, start):
+        other.load_state_dict(model.state_dict())
+    expected = _trained(twin.to(models.device()), 4)
+    worst = torch.zeros((), dtype=torch.float64, device=models.device())
+    inputs = [_x(models.rank(), step) for step in range(4)]
     home, side = torch.cuda.current_stream(), torch.cuda.Stream()
     places = {"home": home, "side": side}
     with engines.engine(model, stage, compile=False, timeout=TIMEOUT) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained = [p for name, p in model.named_parameters() if "gate" not in name]
+        optimizer = torch.optim.SGD(trained, lr=LR)
         engine.attach_optimizers([optimizer])
-        for step in range(6):
+        for step in range(4):
             side.wait_stream(home)
             with engine.training_step():
                 with torch.cuda.stream(places[forward]):
-                    loss = model(inputs[step]).square().mean()
+                    loss = _loss(model, inputs[step])
                 home.wait_stream(side)
+                if models.rank() == 1:
+                    torch.cuda._sleep(10**8)  # cycles: the other rank's reductions wait for that
                 engines.backward(engine, loss)
             if reads:
                 side.wait_stream(home)
                 with torch.cuda.stream(places[reads]):
-                    norms = _norms(p.grad.to_local() for p in model.parameters())
+                    norms = _norms(p.grad.to_local() for p in trained)
                     torch.distributed.all_reduce(norms)
                 home.wait_stream(side)
-                worst = max(worst, float(((norms - expected[step]) / expected[step]).abs().max()))
+                worst = torch.maximum(worst, ((norms - expected[step]) / expected[step]).abs().max())
             engine.step(optimizer, lambda: None)
-    return models.deviation(model, twin), worst
+    pairs = zip(twin.named_parameters(), start.parameters(), strict=True)
+    moved = min(float((p.cpu() - q).abs().max()) for (name, p), q in pairs if "gate" not in name)
+    return models.deviation(model, twin), moved, float(worst)
 
 
 @pytest.mark.parametrize("forward", ["home", "side"])
@@ -187,8 +206,8 @@ def _streams(stage: int, reads: str, forward: str) -> tuple[float, float]:
 def test_reductions_that_outlive_the_backward(ranks: Ranks, reads: str, forward: str) -> None:
     """Whoever reads gradients waits for them, on any stream, and so does who comes after."""
     for stage in (1, 3):
-        for deviation, worst in ranks.run(_streams, stage, reads, forward, timeout=150):
-            assert deviation <= 1e-6 and worst <= 1e-4, stage
+        for deviation, moved, worst in ranks.run(_streams, stage, reads, forward, timeout=150):
+            assert moved > 1e-3 and deviation <= 1e-5 and worst <= 1e-4, stage
 
 
 def _asserting(copy_engine: bool) -> None:
