@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -66,16 +65,19 @@ class Agreement:
 
     def _wait(self, topic: str, rank: int, seconds: float) -> str | None:
         """A message, if it is there within ``seconds`` (0: now)."""
-        key, store = self._key(topic, rank), self._store()
-        start = time.monotonic()
-        # One round trip, where `check` and `get` (which waits first) take three; and the store's own wait would write
-        # a warning each time that it ends without a message.
-        while (message := store.compare_set(key, _NONE, _NONE).decode()) == _NONE:
+        key, start = self._key(topic, rank), time.monotonic()
+        while (message := self._look(key)) == _NONE:
             waited = time.monotonic() - start
             if waited >= seconds:
                 return None
             _rest(waited)
-        return str(message)
+        return message
+
+    def _look(self, key: str) -> str:
+        """What the store has for a key now, or ``_NONE``."""
+        # One round trip, where `check` and `get` (which waits first) take three; and the store's own wait would write
+        # a warning each time that it ends without a message.
+        return str(self._store().compare_set(key, _NONE, _NONE).decode())
 
     def leave(self, reason: str) -> None:
         """Tells the others that this rank ends, and why; does not block on them and does not raise."""
@@ -94,17 +96,17 @@ class Agreement:
     def exchange_numbered(self, topic: str, number: int, message: str) -> dict[int, str | None]:
         """Every rank's message ``number`` by global rank; None where it did not come in time."""
         self.tell_numbered(topic, number, message)
-        heard = self.ask_numbered(topic, number, self.others)
+        heard = self.ask_numbered(topic, number)
         return {rank: message if rank == self._mine else heard[rank] for rank in self._ranks}
 
-    def ask_numbered(self, topic: str, number: int, ranks: Sequence[int]) -> dict[int, str | None]:
-        """Message ``number`` of each of ``ranks``; ``None`` if it did not come in time.
+    def ask_numbered(self, topic: str, number: int) -> dict[int, str | None]:
+        """The others' messages ``number`` by global rank; ``None`` where it did not come in time.
 
         Raises:
             RuntimeError: one has ended meanwhile; the message says with what.
         """
         heard: dict[int, str | None] = {}
-        waiting = list(ranks)
+        waiting = self.others
         start = looked = time.monotonic()
         while True:
             now = time.monotonic()
@@ -117,7 +119,7 @@ class Agreement:
                     heard[rank] = message
             waiting = [rank for rank in waiting if rank not in heard]
             if not waiting or late:
-                return {rank: heard.get(rank) for rank in ranks}
+                return {rank: heard.get(rank) for rank in self.others}
             if looks:
                 looked = now
                 for rank in waiting:
@@ -129,7 +131,7 @@ class Agreement:
         unless ``each`` is to be asked for by itself."""
         store = self._store()
         if each or len(keys) <= self._few or not store.has_extended_api():
-            return [store.compare_set(key, _NONE, _NONE).decode() for key in keys]
+            return [self._look(key) for key in keys]
         if not store.check(keys):
             return [_NONE] * len(keys)
         return [value.decode() for value in store.multi_get(keys)]

@@ -92,7 +92,7 @@ class Comparisons:
         self._agreement.tell_numbered("used", exchange, used)
         if not asks:
             return used
-        for rank, theirs in self._agreement.ask_numbered("used", exchange, self._agreement.others).items():
+        for rank, theirs in self._agreement.ask_numbered("used", exchange).items():
             if theirs is None:
                 raise self._agreement.silent(rank, f"has ended backward number {exchange}")
             used = "".join(map(max, used, theirs))

@@ -46,7 +46,7 @@ def _series(name: str, few: int) -> tuple[list[dict[int, Any]], Counter[str]]:
     agreement.tell_numbered("last", 0, str(rank))
     dist.barrier()
     agreement.requests.clear()
-    heard.append(agreement.ask_numbered("last", 0, agreement.others))
+    heard.append(agreement.ask_numbered("last", 0))
     return heard, agreement.requests
 
 
