@@ -26,8 +26,7 @@ void Runtime::arm() {
     backward_ = true;
     outermost_ = task;
     pending_ = pending_ || deferred_;
-    await_gradients(-1);
-    retire(0);
+    await_reductions();
     again_ = false;
     next_reduction_ = 0;
     begun_.reset();  // what waits for the end of a window is older than its last backward
@@ -44,6 +43,26 @@ void Runtime::arm() {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), alive = std::move(alive)] {
     if (auto self = weak.lock()) self->backward_ended();
   });
+}
+
+// [Note: entry of backward] Whether a backward reads weights differs between a graph, which may recompute, and eager
+// code: so neither decides that the units of a region are gathered; the first gradient of one of its results does, on
+// every rank. `compiled`: the region's name, if it is a graph.
+void Runtime::watch_backward(const Tensor& result, std::vector<int64_t> units, std::string compiled) {
+  result.register_hook([weak = weak_from_this(), units = std::move(units), compiled = std::move(compiled)](
+                           const Tensor&) {
+    if (auto self = weak.lock()) self->enter_backward(units, compiled);
+  });
+}
+
+void Runtime::enter_backward(const std::vector<int64_t>& units, const std::string& compiled) {
+  TORCH_CHECK(compiled.empty() || !at::GradMode::is_enabled(),
+              text("backward with `create_graph=True` through the compiled module `", compiled,
+                   "`: compiled graphs have no second derivative. Use ZeroCompileStrategy(compile=False)."));
+  for (auto index : units) {
+    open(index);
+    close(index);
+  }
 }
 
 // [Note: autograd.grad] `torch.autograd.grad` with respect to activations runs whole compiled backward graphs, whose

@@ -53,40 +53,24 @@ void Runtime::check_order(const Unit& unit, Way way, bool full) {
 // [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
 // `restores`: an older forward saw the same values. `full`: what is gathered anew must be exact.
-void Runtime::launch_gather(Unit& unit, Way way, bool restores, bool full) {
-  RECORD_USER_SCOPE(text("zerocompile: gather ", unit.name, way == Way::Back ? " in backward" : " in forward"));
-  check_order(unit, way, widens(unit, full));
-  await(unit);  // an earlier gather into the same memory must not finish after this one
+void Runtime::launch_gather(const std::vector<int64_t>& units, Way way, bool restores, bool full) {
+  RECORD_USER_SCOPE(text("zerocompile: gather ", names_of(units), way == Way::Back ? " in backward" : " in forward"));
+  for (auto index : units) check_order(units_[index], way, widens(units_[index], full));
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
-  for (auto i : unit.parameters) {
-    auto& p = parameters_[i];
-    if (!p.full.defined()) allocate(p, gathered_dtype(p, full));
+  for (auto index : units) {
+    await(units_[index]);  // an earlier gather into the same memory must not finish after this one
+    for (auto i : units_[index].parameters) {
+      auto& p = parameters_[i];
+      if (!p.full.defined()) allocate(p, gathered_dtype(p, full));
+    }
   }
   Lane::Launch launch(gather_lane_);
-  std::map<at::ScalarType, std::vector<PeerMemory::Rows>> calls, unmoved;  // by the dtype of what is gathered
-  unit.bytes = 0;
-  for (auto i : unit.parameters) {
-    auto& p = parameters_[i];
-    auto& group = p.replicated || p.full.numel() == 0 ? unmoved : calls;
-    group[p.full.scalar_type()].push_back(
-        {on_the_wire(p.full), on_the_wire(p.rows_here), on_the_wire(p.own), on_the_wire(p.local)});
-    const bool changes = !(restores || unit.stale) || p.gathered_version != p.version();
-    if (changes) p.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
-    p.value_version = static_cast<int64_t>(p.value._version());
-    p.gathered_version = p.version();
-    unit.bytes += static_cast<int64_t>(p.full.nbytes());
-    if (p.full.scalar_type() == p.dtype) by_storage_[p.full.storage().unsafeGetStorageImpl()] = i;
-  }
-  unit.stale = false;
+  RowsByDtype calls, unmoved;
+  for (auto index : units) add_rows(units_[index], restores, calls, unmoved);
   for (const auto& [dtype, call] : unmoved) fill_rows(call);
   for (auto& [dtype, call] : calls) {
-    int64_t bytes = 0;
-    for (const auto& rows : call) bytes += static_cast<int64_t>(rows.full.nbytes());
     stats_.gathers += 1;
-    unit.gathers += 1;
-    stats_.gather_bytes += bytes;
-    unit.gather_bytes += bytes;
     if (peers_ != nullptr && peers_->holds(call)) {
       stats_.peer_gathers += 1;
       peers_->all_gather(call);
@@ -101,13 +85,61 @@ void Runtime::launch_gather(Unit& unit, Way way, bool restores, bool full) {
     }
     all_gather(*gather_group_, launch, std::move(outputs), std::move(inputs));
   }
-  unit.gathering = launch.finish();
-  unit.gathered_in = static_cast<int64_t>(way);
-  if (!unit.resident) {
+  const auto gathering = launch.finish();
+  for (auto index : units) {
+    auto& unit = units_[index];
+    unit.gathering = gathering;
+    unit.gathered_in = static_cast<int64_t>(way);
+    if (unit.resident) continue;
     unit.resident = true;
     stats_.resident_bytes += unit.bytes;
     stats_.peak_resident_bytes = std::max(stats_.peak_resident_bytes, stats_.resident_bytes);
   }
+}
+
+// What a unit adds to the collectives of a gather, and its values become: those of the masters now.
+void Runtime::add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved) {
+  std::set<at::ScalarType> dtypes;
+  unit.bytes = 0;
+  for (auto i : unit.parameters) {
+    auto& p = parameters_[i];
+    const bool moves = !p.replicated && p.full.numel() > 0;
+    const auto dtype = p.full.scalar_type();
+    (moves ? calls : unmoved)[dtype].push_back(
+        {on_the_wire(p.full), on_the_wire(p.rows_here), on_the_wire(p.own), on_the_wire(p.local)});
+    const bool changes = !(restores || unit.stale) || p.gathered_version != p.version();
+    if (changes) p.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
+    p.value_version = static_cast<int64_t>(p.value._version());
+    p.gathered_version = p.version();
+    const auto bytes = static_cast<int64_t>(p.full.nbytes());
+    unit.bytes += bytes;
+    if (dtype == p.dtype) by_storage_[p.full.storage().unsafeGetStorageImpl()] = i;
+    if (!moves) continue;
+    dtypes.insert(dtype);
+    stats_.gather_bytes += bytes;
+    unit.gather_bytes += bytes;
+  }
+  unit.gathers += static_cast<int64_t>(dtypes.size());
+  unit.stale = false;
+}
+
+// [Note: merged gathers] Where many units are gathered at once (a window that holds them opens, the optimizer has
+// written them) small ones that follow each other share their collectives, in runs of up to `merge_bytes_`, as for
+// reductions ([Note: merged reductions]). A run depends on sizes alone, so it is the same on all ranks.
+void Runtime::gather_in_runs(const std::vector<int64_t>& units, bool full) {
+  std::vector<int64_t> run;
+  int64_t bytes = 0;
+  for (auto index : units) {
+    const auto size = full_bytes(units_[index]);
+    if (!run.empty() && bytes + size > merge_bytes_) {
+      launch_gather(run, Way::Forth, /*restores=*/false, full);
+      run.clear();
+      bytes = 0;
+    }
+    run.push_back(index);
+    bytes += size;
+  }
+  if (!run.empty()) launch_gather(run, Way::Forth, /*restores=*/false, full);
 }
 
 void Runtime::drop(Unit& unit) {
@@ -164,7 +196,7 @@ void Runtime::demanded(Token token) {
   for (auto index : next) {
     auto& u = units_[index];
     if (u.resident || u.lifetime == Lifetime::Step) continue;
-    launch_gather(u, token.first);
+    launch_gather({index}, token.first);
     stats_.prefetched += 1;
   }
 }
@@ -181,7 +213,7 @@ void Runtime::acquire(int64_t index, Phase phase, int64_t needed, bool full) {
   const auto way = phase == Phase::Backward ? Way::Back : Way::Forth;
   if (!current(unit, needed, full)) {
     drop(unit);
-    launch_gather(unit, way, /*restores=*/false, full);
+    launch_gather({index}, way, /*restores=*/false, full);
   }
   if (unit.lifetime == Lifetime::Use) demanded({way, index});
 }
@@ -286,32 +318,6 @@ void Runtime::release(const std::vector<int64_t>& indices, bool last) {
   }
 }
 
-// [Note: held units] Within a window no parameter changes, so at stage 3 one gather of each unit can serve all of its
-// forwards and backwards. All units are gathered when the window opens, in their fixed order: then nothing is gathered
-// inside, and ranks may run different numbers of backwards.
-void Runtime::hold() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
-  held_ = true;
-  for (auto& u : units_) {
-    const bool whole = std::all_of(u.parameters.begin(), u.parameters.end(),
-                                   [&](int64_t i) { return parameters_[i].full.defined(); });
-    if (u.lifetime == Lifetime::Step || (whole && current(u, -1, /*full=*/true))) continue;
-    drop(u);
-    launch_gather(u, Way::Forth, /*restores=*/false, /*full=*/true);
-  }
-}
-
-// `raised`: see end_forward.
-void Runtime::let_go(bool raised) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  held_ = false;
-  for (auto& u : units_) {
-    if (u.open_modules == 0 && !(raised && u.gathering.any())) drop(u);
-  }
-  before_last_ = last_ = NOWHERE;  // the same on all ranks, whatever they ran
-}
-
 // All units, in the order of their first use in rank 0's forward; before any backward in the order of the model.
 std::vector<int64_t> Runtime::unit_order() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -320,20 +326,19 @@ std::vector<int64_t> Runtime::unit_order() const {
   return order;
 }
 
-// The optimizer wrote: resident values are gathered anew, unit by unit in the order of the forward.
+// The optimizer wrote: resident values are gathered anew, in the order of the forward.
 void Runtime::masters_changed(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   std::vector<char> changed(units_.size(), 0);
   for (auto index : units) changed.at(index) = 1;
+  std::vector<int64_t> resident;
   for (auto index : unit_order()) {
     if (!changed[index]) continue;
     auto& unit = units_[index];
-    if (unit.lifetime == Lifetime::Step) {
-      launch_gather(unit, Way::Forth);
-    } else if (unit.open_modules == 0) {
-      drop(unit);
-    }
+    if (unit.lifetime == Lifetime::Step) resident.push_back(index);
+    else if (unit.open_modules == 0) drop(unit);
   }
+  gather_in_runs(resident, /*full=*/false);
 }
 
 // [Note: write back] User code may write to a value that it read from a module (`weight.data.mul_`, a codebook update).

@@ -55,6 +55,49 @@ void Runtime::bind_reduced(const std::vector<char>& used) {
   if (bind_ != nullptr && !heard.empty()) bind_(std::move(heard));
 }
 
+// [Note: reductions behind a backward] The last units' reductions end long after the last kernel of the backward, on a
+// device, and the other units' update needs nothing of them. So they are left on their way, and the optimizer does not
+// begin with the units that the forward uses first, which are reduced last: whoever takes a unit's gradients
+// (`await_gradients`) orders its stream behind them. Others rely on the stream of the backward, so that one is ordered,
+// too: behind what is retired when the backward ends, behind what an optimizer takes then, and behind all as soon as
+// user code reads any gradient. What adds to a gradient that is bound already, is seen by hooks or is reduced in two
+// parts is waited for at once.
+bool Runtime::may_be_late() const {
+  if (device_.is_cpu() || again_) return false;
+  return std::none_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
+    return p.early.defined() || p.master.grad().defined() || has_hooks(p.master);
+  });
+}
+
+void Runtime::leave_in_flight() {
+  home_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  last_retired_.order(*home_);  // what was retired in the backward may have been so on another stream
+  for (auto& reduction : in_flight_) {
+    reserve(reduction);  // what an earlier backward has left is added to, and may be dropped meanwhile
+    reduction.inputs.clear();
+  }
+}
+
+// Of this unit, or (-1) of all.
+void Runtime::await_gradients(int64_t unit) {
+  if (in_flight_.empty() || !home_) return;
+  const auto here = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  for (auto& reduction : in_flight_) {
+    const auto& units = reduction.units;
+    if (unit >= 0 && std::find(units.begin(), units.end(), unit) == units.end()) continue;
+    for (auto& done : reduction.done) {
+      done.order(here);
+      if (here != *home_) done.order(*home_);
+    }
+  }
+}
+
+// A new backward, or a window's end, begins behind what is still on its way.
+void Runtime::await_reductions() {
+  await_gradients(-1);
+  retire(0);
+}
+
 // What `grad` is of a master that has none bound, and whether it is the reduced one, which is given away and is to be
 // bound; otherwise, if asked for, this rank's own sum, which waits. The caller may write to either.
 std::pair<Tensor, bool> Runtime::unbound_gradient(int64_t index, bool waiting) {

@@ -25,7 +25,7 @@ void Runtime::lend(const std::vector<int64_t>& indices) {
                                    [&](int64_t i) { return current(unit, i, /*full=*/true); });
     if (!whole) {
       drop(unit);
-      launch_gather(unit, Way::Forth, /*restores=*/false, /*full=*/true);
+      launch_gather({index}, Way::Forth, /*restores=*/false, /*full=*/true);
     }
     await(unit);
     for (auto i : unit.parameters) write_back(parameters_[i]);  // what was written before counts
@@ -56,7 +56,7 @@ void Runtime::take_back(const std::vector<int64_t>& indices, bool keep, bool tog
     if (unit.lifetime == Lifetime::Use && !held_ && unit.open_modules <= 0 && unit.graph_uses == 0) {
       drop(unit);
     } else if (together) {
-      launch_gather(unit, Way::Forth, /*restores=*/!keep);
+      launch_gather({index}, Way::Forth, /*restores=*/!keep);
     } else {
       unit.stale = true;
     }

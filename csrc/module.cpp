@@ -149,6 +149,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end_forward", &Runtime::end_forward, py::arg("raised") = false, Release())
       .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
       .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())
+      .def("watch_backward", &Runtime::watch_backward, Release())
       .def("arm", &Runtime::arm, Release())
       .def("finish_backward", [](Runtime& self) { self.finish_ended_backward(); }, Release())
       .def("set_deferred", &Runtime::set_deferred)

@@ -78,12 +78,17 @@ void Runtime::launch_complete() {
 void Runtime::drop_reductions() {
   for (auto& reduction : in_flight_) {
     for (const auto& done : reduction.done) reductions_dropped_ = reductions_dropped_ || done.running();
-    for (const auto& tensor : reduction.inputs) reduce_lane_.keep(tensor);
-    for (auto unit : reduction.units) {
-      for (auto i : units_[unit].parameters) reduce_lane_.keep(existing_grad(parameters_[i]));
-    }
+    reserve(reduction);
   }
   in_flight_.clear();
+}
+
+// What it reads and writes is not used again before it is done, without anybody waiting.
+void Runtime::reserve(const Reduction& reduction) {
+  for (const auto& tensor : reduction.inputs) reduce_lane_.keep(tensor);
+  for (auto unit : reduction.units) {
+    for (auto i : units_[unit].parameters) reduce_lane_.keep(existing_grad(parameters_[i]));
+  }
 }
 
 // Of the reduced gradient: what is bound; what is reduced early is summed as the window's gradients are.
@@ -274,46 +279,6 @@ void Runtime::retire(size_t keep) {
   }
 }
 
-// [Note: reductions behind a backward] The last units' reductions end long after the last kernel of the backward, on a
-// device, and the other units' update needs nothing of them. So they are left on their way, and the optimizer does not
-// begin with the units that the forward uses first, which are reduced last: whoever takes a unit's gradients
-// (`await_gradients`) orders its stream behind them. Others rely on the stream of the backward, so that one is ordered,
-// too: behind what is retired when the backward ends, behind what an optimizer takes then, and behind all as soon as
-// user code reads any gradient. What adds to a gradient that is bound already, is seen by hooks or is reduced in two
-// parts is waited for at once.
-bool Runtime::may_be_late() const {
-  if (device_.is_cpu() || again_) return false;
-  return std::none_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
-    return p.early.defined() || p.master.grad().defined() || has_hooks(p.master);
-  });
-}
-
-void Runtime::leave_in_flight() {
-  home_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  last_retired_.order(*home_);  // what was retired in the backward may have been so on another stream
-  for (auto& reduction : in_flight_) {
-    for (const auto& tensor : reduction.inputs) reduce_lane_.keep(tensor);
-    reduction.inputs.clear();
-    for (auto unit : reduction.units) {  // what an earlier backward has left is added to, and may be dropped meanwhile
-      for (auto i : units_[unit].parameters) reduce_lane_.keep(parameters_[i].unread);
-    }
-  }
-}
-
-// Of this unit, or (-1) of all.
-void Runtime::await_gradients(int64_t unit) {
-  if (in_flight_.empty() || !home_) return;
-  const auto here = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  for (auto& reduction : in_flight_) {
-    const auto& units = reduction.units;
-    if (unit >= 0 && std::find(units.begin(), units.end(), unit) == units.end()) continue;
-    for (auto& done : reduction.done) {
-      done.order(here);
-      if (here != *home_) done.order(*home_);
-    }
-  }
-}
-
 // [Note: used flags] AdamW moves a parameter whose gradient is zero, not one whose gradient is None; and a rank must
 // not skip a unit that others reduce. So every rank says which parameters have a gradient; only a rank that misses
 // gradients asks what the others have. They say it through the store: a collective would wait on the device behind
@@ -355,11 +320,7 @@ std::vector<std::vector<int64_t>> Runtime::runs(bool merged) const {
   int64_t bytes = 0;
   for (auto index : reduce_order_) {
     if (!trainable(units_[index])) continue;
-    int64_t size = 0;
-    for (auto i : units_[index].parameters) {
-      const auto& p = parameters_[i];
-      size += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(p.dtype));
-    }
+    const auto size = full_bytes(units_[index]);
     if (!merged || runs.empty() || bytes + size > merge_bytes_ || summing_peers_ != nullptr) {
       runs.emplace_back();
       bytes = 0;

@@ -68,9 +68,14 @@ Runtime::~Runtime() {
   for (auto& p : parameters_) forget_identity(p.identity);
 }
 
-// Bytes of a half: of one rank's rows of the usual unit. What does not fit (an embedding, a head) goes through the
-// process group.
-int64_t Runtime::peer_bytes() const { return usual_bytes_; }
+// Bytes of a half: of one rank's rows of the usual unit, or of a run of small ones ([Note: merged gathers]). What does
+// not fit (an embedding, a head) goes through the process group.
+int64_t Runtime::peer_bytes() const {
+  if (usual_bytes_ == 0) return 0;
+  int64_t all = 0;
+  for (const auto& unit : units_) all += unit.sent;
+  return std::max(usual_bytes_, std::min(all, merge_bytes_ / world_ / 512 * 512));
+}
 
 void Runtime::set_peers(const Tensor& buffer, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -239,6 +244,16 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
   const auto usual = std::pair(usual_bytes_ > 0 ? units_by_bytes_[usual_bytes_] : 0, usual_bytes_);
   if (sent > 0 && std::pair(count, sent) > usual) usual_bytes_ = sent;
   return index;
+}
+
+// Of its full values in the model's dtypes.
+int64_t Runtime::full_bytes(const Unit& unit) const {
+  int64_t bytes = 0;
+  for (auto i : unit.parameters) {
+    const auto& p = parameters_[i];
+    bytes += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(p.dtype));
+  }
+  return bytes;
 }
 
 int64_t Runtime::sent_bytes(const Unit& unit) const {

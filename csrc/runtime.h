@@ -192,6 +192,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // reduction
   void contribute(int64_t parameter, Tensor grad, bool from_graph, bool shared = false);
   void contributed(const std::vector<int64_t>& parameters);
+  void watch_backward(const Tensor& result, std::vector<int64_t> units, std::string compiled);
+  void enter_backward(const std::vector<int64_t>& units, const std::string& compiled);
   void arm();
   void backward_ended();
   void finish_backward();
@@ -242,6 +244,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   Parameter& parameter(int64_t index);
   std::vector<int64_t> padded_size(const Parameter& p) const;
+  int64_t full_bytes(const Unit& unit) const;
   int64_t sent_bytes(const Unit& unit) const;
   int64_t sent_bytes(const Parameter& p, at::ScalarType dtype) const;
   void allocate(Parameter& p, at::ScalarType dtype);
@@ -253,7 +256,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // gather.cpp
   void acquire(int64_t unit, Phase phase, int64_t needed, bool full = false);
-  void launch_gather(Unit& unit, Way way, bool restores = false, bool full = false);
+  using RowsByDtype = std::map<at::ScalarType, std::vector<PeerMemory::Rows>>;  // of what is gathered
+  void launch_gather(const std::vector<int64_t>& units, Way way, bool restores = false, bool full = false);
+  void add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
+  void gather_in_runs(const std::vector<int64_t>& units, bool full);
   void check_order(const Unit& unit, Way way, bool full);
   void drop(Unit& unit);
   void demanded(Token token);
@@ -292,6 +298,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool may_be_late() const;
   void leave_in_flight();
   void await_gradients(int64_t unit);
+  void await_reductions();
+  void reserve(const Reduction& reduction);
   Tensor existing_grad(Parameter& p);
   void agree_on_order();
   static bool accumulating();
@@ -304,7 +312,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t world_ = 1, rank_ = 0;
   double divisor_ = 1;
   int64_t prefetch_ = 1;
-  int64_t merge_bytes_ = 0;  // see [Note: merged reductions]
+  int64_t merge_bytes_ = 0;  // see [Note: merged gathers], [Note: merged reductions]
   std::vector<Parameter> parameters_;
   std::vector<Unit> units_;
   bool gathers_in_backward_ = false;  // some unit lives for one use

@@ -29,23 +29,26 @@ inline Ready mark(c10::Device device) {
 }
 
 // What has been launched and not yet been waited for. `wait` orders the current stream behind it (device) or blocks
-// until it is done and what was to follow is done too (CPU); calling it again costs nothing.
+// until it is done and what was to follow is done too (CPU); calling it again costs nothing. Copies stand for the same
+// launch: on the CPU the first one that waits does it for all.
 class Pending {
  public:
   Pending() = default;
   explicit Pending(std::shared_ptr<c10::Event> event) : event_(std::move(event)) {}
   Pending(std::vector<WorkPtr> works, std::vector<std::function<void()>> afterwards)
-      : works_(std::move(works)), afterwards_(std::move(afterwards)) {}
+      : on_cpu_(std::make_shared<OnCpu>(OnCpu{std::move(works), std::move(afterwards)})) {}
 
   void wait(c10::Device device) {
     if (event_ != nullptr) {
       c10::impl::VirtualGuardImpl impl(device.type());
       event_->block(impl.getStream(device));
+      event_.reset();
     }
-    for (auto& work : works_) work->wait();
-    works_.clear();
-    for (auto& follow : std::exchange(afterwards_, {})) follow();
-    event_.reset();
+    if (on_cpu_ == nullptr) return;
+    for (auto& work : on_cpu_->works) work->wait();
+    on_cpu_->works.clear();
+    for (auto& follow : std::exchange(on_cpu_->afterwards, {})) follow();
+    on_cpu_.reset();
   }
 
   // Orders a device's stream behind it; that changes nothing for who waits.
@@ -53,12 +56,12 @@ class Pending {
     if (event_ != nullptr) event_->block(stream);
   }
 
-  bool any() const { return event_ != nullptr || !works_.empty() || !afterwards_.empty(); }
+  bool any() const { return event_ != nullptr || on_cpu_ != nullptr; }
 
   // Whether something may still be on its way; it does not block.
   bool running() const noexcept {
     try {
-      return !works_.empty() || (event_ != nullptr && !event_->query());
+      return (on_cpu_ != nullptr && !on_cpu_->works.empty()) || (event_ != nullptr && !event_->query());
     } catch (...) {  // the device has failed
       return true;
     }
@@ -68,8 +71,11 @@ class Pending {
   void drop() { *this = Pending(); }
 
  private:
-  std::vector<WorkPtr> works_;
-  std::vector<std::function<void()>> afterwards_;
+  struct OnCpu {
+    std::vector<WorkPtr> works;
+    std::vector<std::function<void()>> afterwards;
+  };
+  std::shared_ptr<OnCpu> on_cpu_;
   std::shared_ptr<c10::Event> event_;
 };
 

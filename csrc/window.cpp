@@ -1,4 +1,4 @@
-// Gradients that wait for the end of a window or of an accumulation: how many bytes, what becomes of them.
+// Windows and accumulations: gradients that wait for their end, and units that stay gathered until then.
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -62,9 +62,37 @@ void Runtime::check_backward_ended() const {
 void Runtime::flush() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   check_backward_ended();
-  await_gradients(-1);  // of a backward before the window, if none was in it
-  retire(0);
+  await_reductions();  // of a backward before the window, if none was in it
   reduce_everything(/*merged=*/true);
+}
+
+// [Note: held units] Within a window no parameter changes, so at stage 3 one gather of each unit can serve all of its
+// forwards and backwards. All units are gathered when the window opens, in their fixed order: then nothing is gathered
+// inside, and ranks may run different numbers of backwards.
+void Runtime::hold() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
+  held_ = true;
+  std::vector<int64_t> missing;
+  for (size_t index = 0; index < units_.size(); ++index) {
+    auto& u = units_[index];
+    const bool whole = std::all_of(u.parameters.begin(), u.parameters.end(),
+                                   [&](int64_t i) { return parameters_[i].full.defined(); });
+    if (u.lifetime == Lifetime::Step || (whole && current(u, -1, /*full=*/true))) continue;
+    drop(u);
+    missing.push_back(static_cast<int64_t>(index));
+  }
+  gather_in_runs(missing, /*full=*/true);
+}
+
+// `raised`: see end_forward.
+void Runtime::let_go(bool raised) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  held_ = false;
+  for (auto& u : units_) {
+    if (u.open_modules == 0 && !(raised && u.gathering.any())) drop(u);
+  }
+  before_last_ = last_ = NOWHERE;  // the same on all ranks, whatever they ran
 }
 
 // This rank's own sum; an undefined tensor: nothing waits. The caller may write to it.

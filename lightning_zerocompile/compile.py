@@ -184,24 +184,11 @@ class Region:
             for unit in self.units:
                 self.core.close(unit)
         if (self.regathers or self.compiled) and torch.is_grad_enabled():
+            units, compiled = self.units if self.regathers else [], self.name if self.compiled else ""
             for result in (results,) if isinstance(results, Tensor) else tree_leaves(results):
                 if isinstance(result, Tensor) and result.requires_grad and not result.is_leaf:
-                    result.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
+                    self.core.watch_backward(result, units, compiled)
         return results
-
-    def _enter_backward(self, grad: Tensor) -> None:
-        """[Note: entry of backward] Whether a backward reads weights differs between a graph, which may recompute, and
-        eager code: so neither decides that the unit is gathered; the region's first gradient does, on every rank."""
-        if self.compiled and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"backward with `create_graph=True` through the compiled module `{self.name}`: compiled graphs have no "
-                "second derivative. Use ZeroCompileStrategy(compile=False)."
-            )
-        if not self.regathers:
-            return
-        for unit in self.units:
-            self.core.open(unit)
-            self.core.close(unit)
 
 
 class Regions:

@@ -70,7 +70,7 @@ class Engine:
             dist.all_reduce(torch.zeros(1, device=device), group=reductions)
         self.runtime = Runtime(mesh, device, config, gathers, reductions)
         self._stepper = UnitStepper(
-            self.runtime.units_in_order, self._unit_written, self._kept, self.runtime.core, config.whole_values
+            self.runtime.units_in_order, self._units_written, self._kept, self.runtime.core, config.whole_values
         )
         self._hooks: dict[Optimizer, list[Any]] = {}
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
@@ -325,9 +325,9 @@ class Engine:
         released = [leaves.index_of(leaves.master_of(master)) for master in masters if master not in kept]
         self.runtime.core.release_gradients(released, [])
 
-    def _unit_written(self, unit: int) -> None:
+    def _units_written(self, units: list[int]) -> None:
         self._stepped_by_unit = True
-        self.runtime.core.masters_changed([unit])
+        self.runtime.core.masters_changed(units)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepping.pop()

@@ -119,7 +119,8 @@ class _Round:
 class _Plan:
     """The rounds of an optimizer, made from its groups' parameters; used as long as nothing of that changes.
 
-    ``together``: units are updated together until their shards have so many elements; 0: each alone, also without any.
+    ``together``: units are updated together until their shards have so many elements, or all of them if they have no
+    more than twice as many; 0: each alone, also without any.
     """
 
     def __init__(self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int) -> None:
@@ -130,22 +131,29 @@ class _Plan:
         group_of = {master: group for group, parameters in enumerate(lists) for master in parameters}
         mine = [(unit, [master for master in members if master in group_of]) for unit, members in units]
         mine = [(unit, members) for unit, members in mine if members]
-        first = len(mine) - (len(mine) // 4 if together else 0)  # a number of units: the same on all ranks
-        self.rounds = [*self._rounds(mine[first:], group_of), *self._rounds(mine[:first], group_of)]
+        total = sum(map(_share, self.masters))
+        at_once = together and total <= 2 * together
+        first = len(mine) - (len(mine) // 4 if together and not at_once else 0)
+        size = total if at_once else together
+        self.rounds = [*self._rounds(mine[first:], size, group_of), *self._rounds(mine[:first], size, group_of)]
 
-    def _rounds(self, units: Sequence[tuple[int, list[Tensor]]], group_of: Mapping[Tensor, int]) -> Iterator[_Round]:
-        started, numel = _Round(), 0
+    @staticmethod
+    def _rounds(
+        units: Sequence[tuple[int, list[Tensor]]], size: float, group_of: Mapping[Tensor, int]
+    ) -> Iterator[_Round]:
+        """Of at least ``size`` elements each, if there are as many; which units they are is the same on all ranks."""
+        started, numel = _Round(), 0.0
         for unit, members in units:
             values = [_value(master, whole=False) for master in members]
-            numel += sum(value.numel() for value in values)
+            numel += sum(map(_share, members))
             started.units.append(unit)
             started.masters += members
             started.numbers += [leaves.index_of(master) for master in members]
             started.groups += [group_of[master] for master in members]
             started.values += values
-            if numel >= self.together:  # how many there are here says nothing of other ranks
+            if numel >= size:
                 yield started
-                started, numel = _Round(), 0
+                started, numel = _Round(), 0.0
         if started.units:
             yield started
 
@@ -164,7 +172,7 @@ class UnitStepper:
 
     Args:
         units: masters of each unit, in the order in which the next forward needs them.
-        updated: called with a unit's number when its masters are written.
+        updated: called with the numbers of units when their masters are written.
         kept: those masters of a list whose ``grad`` stays.
         gradients: where the reduced gradients are.
         whole_values: names of the user's optimizers that see whole values.
@@ -175,7 +183,7 @@ class UnitStepper:
     def __init__(
         self,
         units: Callable[[], Sequence[tuple[int, Sequence[Tensor]]]],
-        updated: Callable[[int], None],
+        updated: Callable[[list[int]], None],
         kept: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         gradients: Gradients,
         whole_values: Sequence[str],
@@ -242,8 +250,7 @@ class UnitStepper:
                 optimizer.param_groups[number]["params"].append(value)
             self._update(optimizer, one, values, update, whole)
             options.note(set(one.groups))
-            for unit in one.units:
-                self._updated(unit)
+            self._updated(one.units)
         return options.after
 
     def _update(
@@ -312,6 +319,11 @@ class _Options:
                 )
             self.after[number] = now[number]
         self._stepped |= groups
+
+
+def _share(master: Tensor) -> float:
+    """How many elements a rank has of it on average: the same number on all ranks."""
+    return master.numel() / master.device_mesh.size() if isinstance(master, DTensor) else master.numel()
 
 
 def _same(left: Any, right: Any) -> bool:
