@@ -8,6 +8,7 @@
 
 #include "runtime.h"
 #include "text.h"
+#include "views.h"
 
 namespace zerocompile {
 
@@ -193,7 +194,7 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph, bool share
               text("zerocompile: the gradient of `", p.name, "` has sizes ",
                    grad.sizes(), ", the parameter ", p.size));
   at::NoGradGuard no_grad;
-  grad = shared && !p.grad.defined() ? grad.clone() : grad.detach();
+  grad = shared && !p.grad.defined() ? grad.clone() : view_of(grad);
   if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
   const auto raw = grad.scalar_type();
   p.raw_dtype = p.grad.defined() ? at::promote_types(p.raw_dtype, raw) : raw;

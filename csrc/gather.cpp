@@ -8,6 +8,7 @@
 #include "collectives.h"
 #include "runtime.h"
 #include "text.h"
+#include "views.h"
 
 namespace zerocompile {
 
@@ -296,7 +297,7 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, const std:
   std::vector<Tensor> values;
   for (size_t k = 0; k < indices.size(); ++k) {
     const auto& p = parameter(indices[k]);
-    values.push_back(p.value.scalar_type() != dtypes[k] ? p.value.to(dtypes[k]) : p.value.alias());
+    values.push_back(p.value.scalar_type() != dtypes[k] ? p.value.to(dtypes[k]) : view_of(p.value));
   }
   return values;
 }

@@ -7,6 +7,7 @@
 #include "ops.h"
 #include "runtime.h"
 #include "text.h"
+#include "views.h"
 
 namespace py = pybind11;
 
@@ -41,7 +42,7 @@ Saved pack(Runtime& runtime, const Tensor& tensor) {
   } else {
     saved.handle_of = runtime.parameter_of_handle(tensor);
     if (saved.handle_of >= 0) saved.forward_version = runtime.seen_version(saved.handle_of);
-    saved.tensor = tensor.detach();
+    saved.tensor = view_of(tensor);  // not itself: its graph would keep itself alive
     saved.version = tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
   }
   return saved;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "text.h"
+#include "views.h"
 
 namespace zerocompile {
 
@@ -37,7 +38,7 @@ class Copies {
 };
 
 at::Tensor flat_part(const at::Tensor& tensor, int64_t start, int64_t numel) {
-  return tensor.as_strided({numel}, {1}, tensor.storage_offset() + start);
+  return view_of(tensor, {numel}, tensor.storage_offset() + start);
 }
 
 }  // namespace
@@ -92,7 +93,7 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters) {
   std::vector<at::Tensor> staged;
   for (const auto& p : parameters) {
     starts.push_back(start);
-    staged.push_back(buffers[rank_].as_strided(p.rows.sizes(), p.rows.strides(), start));
+    staged.push_back(view_of(buffers[rank_], p.rows.sizes(), buffers[rank_].storage_offset() + start));
     start += aligned(p.rows.numel(), dtype);
   }
   stage(parameters, staged);

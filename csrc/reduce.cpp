@@ -2,7 +2,6 @@
 // backward ends (see backward.cpp).
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
-#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <array>
@@ -11,6 +10,7 @@
 #include "collectives.h"
 #include "runtime.h"
 #include "text.h"
+#include "views.h"
 
 namespace zerocompile {
 
@@ -24,7 +24,7 @@ int64_t row_numel(const Parameter& p) {
 
 // The part of a flat partition that begins at `offset`, shaped as the parameter's local part.
 Tensor rows_of(const Tensor& partition, const Parameter& p, int64_t offset) {
-  return partition.as_strided(p.local.sizes(), c10::contiguous_strides(p.local.sizes()), offset);
+  return view_of(partition, p.local.sizes(), offset);
 }
 
 // Whether it has a gradient to be reduced now; that of a frozen one waits until it is trained again.
@@ -208,7 +208,7 @@ void Runtime::reduce_by_collective(Lane::Launch& launch, const std::vector<int64
     auto size = p.size;
     size[0] = p.rows;
     inputs.push_back(on_the_wire(gradients[shards[k].gradient].full));
-    outputs.push_back(on_the_wire(result.as_strided(size, c10::contiguous_strides(size), shards[k].offset)));
+    outputs.push_back(on_the_wire(view_of(result, size, shards[k].offset)));
   }
   const bool average = divisor_ == static_cast<double>(world_);
   if (!inputs.empty() && world_ == 1) {

@@ -1,5 +1,6 @@
 #include "runtime.h"
 #include "text.h"
+#include "views.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -298,10 +299,13 @@ void Runtime::allocate(Parameter& p, at::ScalarType dtype) {
   p.value = p.rows_here = p.own = p.full;
   if (p.replicated) {
     p.value = p.own = p.full.squeeze(0);
-  } else {  // a view costs the host as much as an allocation: none where the sizes are even
-    if (p.size[0] < p.full.size(0)) p.value = p.full.narrow(0, 0, p.size[0]);
-    if (world_ > 1) p.rows_here = p.full.narrow(0, rank_ * p.rows, p.rows);
-    p.own = p.local.size(0) < p.rows ? p.rows_here.narrow(0, 0, p.local.size(0)) : p.rows_here;
+  } else {
+    auto rows = p.full.sizes().vec();
+    const auto begin = p.full.numel() / world_ * rank_;
+    rows[0] = p.rows;
+    if (p.size[0] < p.full.size(0)) p.value = view_of(p.full, p.size, 0);
+    if (world_ > 1) p.rows_here = view_of(p.full, rows, begin);
+    p.own = p.local.size(0) < p.rows ? view_of(p.full, p.local.sizes(), begin) : p.rows_here;
   }
   p.value = p.value.variable_data();  // with versions of its own: those of `full` change as the collective writes
 }

@@ -12,7 +12,7 @@ in bf16, N forwards and backwards of 64 rows before one optimizer step. One JSON
                  last backward has ended, and when all gradients are reduced
     reductions, reduced_mib, gathers, gathered_mib    collectives of a step and the bytes of the full values in them
 
-scopes: blocks (each layer is one compiled graph, in the bound too) and model (the whole model is one).
+scopes: blocks (each layer is one compiled graph, in the bound too), model (the whole model is one), eager (no graph).
 
 modes: plain (each backward reduces as the stage does) and coalesced (`coalesce_grad_reduction`); for FSDP2 the same by
 `set_requires_gradient_sync` and, for its coalesced row, `set_reshard_after_backward(False)` until the last backward.
@@ -64,7 +64,7 @@ class MLP(nn.Module):
 class Whole(nn.Module):
     """As a LightningModule holds a model: what `compile="model"` compiles is a child."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: MLP) -> None:
         super().__init__()
         self.model = model
 
@@ -102,6 +102,8 @@ def build(device: torch.device) -> MLP:
 
 
 def compile_in_place(model: MLP, scope: str) -> None:
+    if scope == "eager":
+        return
     for module in model.layers if scope == "blocks" else [model]:
         module.compile(dynamic=False)
 
@@ -120,7 +122,8 @@ def ours(
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.engine import Engine
 
-    config = Config(stage=stage, compile=scope, dynamic=False, master_dtype=None)
+    compiled: Any = False if scope == "eager" else scope
+    config = Config(stage=stage, compile=compiled, dynamic=False, master_dtype=None)
     engine = Engine(Whole(build(device)), device, config, None, "nccl")
     optimizer = adamw(engine.model.parameters())
     engine.attach_optimizers([optimizer])
@@ -197,8 +200,8 @@ def device_times(action: Callable[[], None]) -> list[float]:
 
 def bound(scope: str, device: torch.device) -> Callable[[list[Tensor]], list[Callable[[], None]]]:
     """The parts of what a step must cost, for its batches: see the module's text."""
-    model = build(device)
-    compile_in_place(model, scope)
+    model = Whole(build(device))
+    compile_in_place(model.model, scope)
     numel = LAYERS * WIDTH * WIDTH
     full = torch.randn(numel, device=device, dtype=torch.bfloat16)
     part = nn.Parameter(torch.randn(numel // dist.get_world_size(), device=device, dtype=torch.bfloat16))
@@ -264,7 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--backwards", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--compile", nargs="+", choices=["blocks", "model"], default=["blocks", "model"])
+    parser.add_argument("--compile", nargs="+", choices=["blocks", "model", "eager"], default=["blocks", "model"])
     parser.add_argument("--stages", type=int, nargs="+", choices=[1, 2, 3], default=[1, 2, 3])
     parser.add_argument("--gather", choices=["auto", "step", "use"], default="auto", help="of the window")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

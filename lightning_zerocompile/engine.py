@@ -254,6 +254,9 @@ class Engine:
                 f"{name}.step() was called past Lightning, so {name} would see row shards without what it needs to "
                 "compute with them. Step the optimizer that `self.optimizers()` returns."
             )
+        if not steps_by_unit(optimizer, self.config.whole_values):  # others are checked by unit
+            for parameter in masters_of(optimizer):
+                leaves.index_of(leaves.master_of(parameter))
         self.before_step(optimizer)
         self._was_in_step, self.runtime.moment.in_step = self.runtime.moment.in_step, False
 

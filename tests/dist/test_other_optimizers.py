@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests import models
+from tests import engines, models
 from tests.harness import Ranks
 
 
@@ -205,6 +205,27 @@ def _named() -> None:
 def test_what_does_not_work_is_named(ranks: Ranks) -> None:
     """An operation that DTensor does not know, an optimizer that mixes parameters, raw pointers, a step past us."""
     ranks.run(_named)
+
+
+def _foreign(kind: type[torch.optim.Optimizer]) -> None:
+    model, data = models.ByteModel(), models.Batches(models.rank())
+    with engines.engine(model, 3, compile=False) as engine:
+        optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+        engine.attach_optimizers([optimizer])
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, device=engines.place()))]})
+        before = [p.to_local().detach().clone() for p in model.parameters()]
+        with engine.training_step():
+            engines.backward(engine, engines.token_loss(model, data[0]))
+        with pytest.raises(RuntimeError, match=r"shape \(3,\) that is not one of the sharded model"):
+            engine.step(optimizer, lambda: None)
+        assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
+
+
+@pytest.mark.parametrize("kind", [Flat, torch.optim.AdamW])
+def test_a_parameter_that_is_not_the_models_raises_before_the_step(
+    ranks: Ranks, kind: type[torch.optim.Optimizer]
+) -> None:
+    ranks.run(_foreign, kind)
 
 
 def _resume(folder: str) -> None:

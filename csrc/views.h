@@ -1,0 +1,27 @@
+// Views for the runtime's own use.
+#pragma once
+
+#include <ATen/ATen.h>
+
+namespace zerocompile {
+
+// [Note: cheap views] A view that an operator makes costs the host 1 to 5 us, for the dispatcher and for what autograd
+// might want to know of it. A gather or a reduction needs several of every parameter, none of which is differentiated.
+// These are made without either. They share memory and versions with what they are views of, as torch's do.
+inline at::Tensor view_of(const at::Tensor& tensor) {
+  const auto* self = tensor.unsafeGetTensorImpl();
+  return at::Tensor(self->shallow_copy_and_detach(self->version_counter(), /*allow_tensor_metadata_change=*/true));
+}
+
+// Contiguous, from this element of the storage on; it must lie in the memory of the (contiguous) tensor.
+inline at::Tensor view_of(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t offset) {
+  auto view = view_of(tensor);
+  auto* self = view.unsafeGetTensorImpl();
+  self->set_sizes_contiguous(sizes);
+  self->set_storage_offset(offset);
+  TORCH_CHECK(offset >= tensor.storage_offset() && offset + self->numel() <= tensor.storage_offset() + tensor.numel(),
+              "zerocompile: a view beyond its tensor");
+  return view;
+}
+
+}  // namespace zerocompile
