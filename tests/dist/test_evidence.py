@@ -156,12 +156,12 @@ FIRST, BLOCK, HEAD = 568, 1888, 560
 MODEL = FIRST + 3 * BLOCK + HEAD
 PARAMETERS = 19
 EXPECTED = {  # (stage, accumulation) -> collectives and bytes of the full values in one step
-    # Stages 1 and 2: after the optimizer each unit is gathered once, whatever the accumulation.
+    # Stages 1 and 2: after the optimizer all units are gathered, these small ones at once, whatever the accumulation.
     # A reduction is one reduce-scatter per unit and one all-reduce for the 0-dim scale.
-    (1, 1): {"gathers": 5, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
-    (1, 4): {"gathers": 5, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
-    (2, 1): {"gathers": 5, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
-    (2, 4): {"gathers": 5, "gathered": 6792, "scatters": 20, "reduced": 27168, "allreduces": 4, "allreduced": 16},
+    (1, 1): {"gathers": 1, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
+    (1, 4): {"gathers": 1, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
+    (2, 1): {"gathers": 1, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
+    (2, 4): {"gathers": 1, "gathered": 6792, "scatters": 20, "reduced": 27168, "allreduces": 4, "allreduced": 16},
     # Stage 3: forward: the five units, and `first` again for scale and shift, which are read behind the head;
     # backward: head and the three blocks (`first` is still there from the forward's end). Ten gathers a micro-batch.
     (3, 1): {"gathers": 10, "gathered": 13584, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
