@@ -71,7 +71,8 @@ def _gathered(stage: int) -> tuple[list[str], int, int, int]:
         for p in model.parameters():
             p.copy_(_bits(p.numel()).view(p.shape))
     expected = {name: p.detach().to(device).bfloat16() for name, p in model.named_parameters()}
-    engine = Engine(model, device, Config(stage=stage, compile=False), torch.bfloat16, "nccl")
+    config = Config(stage=stage, compile=False, unit_bytes=1)  # the mapped buffer is as large as a block
+    engine = Engine(model, device, config, torch.bfloat16, "nccl")
     wrong = []
     with profile(activities=[ProfilerActivity.CUDA]) as profiled, engine.training_step(), torch.no_grad():
         if stage < 3:
