@@ -70,6 +70,7 @@ void Runtime::launch_gather(const std::vector<int64_t>& units, Way way, bool res
   RowsByDtype calls, unmoved;
   for (auto index : units) add_rows(units_[index], restores, calls, unmoved);
   for (const auto& [dtype, call] : unmoved) fill_rows(call);
+  course_ = course_ * 1099511628211ULL + units.size();
   for (auto& [dtype, call] : calls) {
     stats_.gathers += 1;
     if (peers_ != nullptr && peers_->holds(call)) {
@@ -98,7 +99,7 @@ void Runtime::launch_gather(const std::vector<int64_t>& units, Way way, bool res
   }
 }
 
-// What a unit adds to the collectives of a gather, and its values become: those of the masters now.
+// Adds a unit's rows to the collectives of a gather. From here on its values count as those that the masters have now.
 void Runtime::add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved) {
   std::set<at::ScalarType> dtypes;
   unit.bytes = 0;
@@ -126,12 +127,14 @@ void Runtime::add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtyp
 
 // [Note: merged gathers] Where many units are gathered at once (a window that holds them opens, the optimizer has
 // written them) small ones that follow each other share their collectives, in runs of up to `merge_bytes_`, as for
-// reductions ([Note: merged reductions]). A run depends on sizes alone, so it is the same on all ranks.
+// reductions ([Note: merged reductions]). A run depends on `units`, which all ranks have alike, and on sizes. Copies
+// between devices have to fit their buffer, with its padding.
 void Runtime::gather_in_runs(const std::vector<int64_t>& units, bool full) {
   std::vector<int64_t> run;
   int64_t bytes = 0;
   for (auto index : units) {
-    const auto size = full_bytes(units_[index]);
+    const auto& unit = units_[index];
+    const auto size = peers_ != nullptr ? unit.sent * world_ : full_bytes(unit);
     if (!run.empty() && bytes + size > merge_bytes_) {
       launch_gather(run, Way::Forth, /*restores=*/false, full);
       run.clear();

@@ -274,7 +274,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   static at::ScalarType gathered_dtype(const Parameter& p, bool full);
   bool widens(const Unit& unit, bool full) const;
 
-  // backward.cpp, reduce.cpp, window.cpp
+  // backward.cpp, reduce.cpp, gradients.cpp, window.cpp
   bool complete(const Unit& unit) const;
   at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(p.raw_dtype); }
   bool trainable(const Unit& unit) const;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
 
 namespace zerocompile {
 
@@ -15,12 +17,13 @@ inline at::Tensor view_of(const at::Tensor& tensor) {
 
 // Contiguous, from this element of the storage on; it must lie in the memory of the (contiguous) tensor.
 inline at::Tensor view_of(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t offset) {
+  const auto begin = tensor.storage_offset(), end = begin + tensor.numel();
+  TORCH_CHECK(offset >= begin && offset + c10::multiply_integers(sizes) <= end, "zerocompile: a view beyond its tensor");
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKey::Python);  // they would see a view of other sizes
   auto view = view_of(tensor);
   auto* self = view.unsafeGetTensorImpl();
   self->set_sizes_contiguous(sizes);
   self->set_storage_offset(offset);
-  TORCH_CHECK(offset >= tensor.storage_offset() && offset + self->numel() <= tensor.storage_offset() + tensor.numel(),
-              "zerocompile: a view beyond its tensor");
   return view;
 }
 

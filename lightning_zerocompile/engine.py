@@ -245,8 +245,8 @@ class Engine:
             check_gradients(optimizer, self._taken)
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepping.append(optimizer)
-        if self._stepping.count(optimizer) > 1:
+        if optimizer in self._stepping:
+            self._stepping.append(optimizer)
             return
         if not self._through_lightning and not is_elementwise(optimizer):
             name = type(optimizer).__name__
@@ -254,10 +254,11 @@ class Engine:
                 f"{name}.step() was called past Lightning, so {name} would see row shards without what it needs to "
                 "compute with them. Step the optimizer that `self.optimizers()` returns."
             )
-        if not steps_by_unit(optimizer, self.config.whole_values):  # others are checked by unit
+        if not (self._through_lightning and steps_by_unit(optimizer, self.config.whole_values)):  # these: by unit
             for parameter in masters_of(optimizer):
                 leaves.index_of(leaves.master_of(parameter))
         self.before_step(optimizer)
+        self._stepping.append(optimizer)
         self._was_in_step, self.runtime.moment.in_step = self.runtime.moment.in_step, False
 
     # ---- optimizers ----

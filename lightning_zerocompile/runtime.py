@@ -32,7 +32,8 @@ class Stats:
     """What the runtime did since set-up. Counts are of this rank; sizes are in bytes.
 
     Attributes:
-        gathers: all-gather collectives (one per unit and dtype), and ``gather_bytes`` of their results.
+        gathers: all-gather collectives (one per dtype of a unit, or of a run of small ones), and ``gather_bytes`` of
+            their results.
         prefetched: those among them that started before they were asked for.
         peer_gathers, peer_reductions: those that copies between devices did instead of a process group.
         reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.

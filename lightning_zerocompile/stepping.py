@@ -8,7 +8,8 @@ DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter a
 
 On a device the reductions that end last are those of the units that the forward uses first, and the next forward waits
 for their gathers first. So the last quarter of the units is updated first, and gathered meanwhile; the others follow in
-the order of the forward (see [Note: reductions behind a backward] in csrc/reduce.cpp).
+the order of the forward (see [Note: reductions behind a backward] in csrc/gradients.cpp). A small model is updated at
+once: there the host is what counts.
 
 [Note: whole values] Adafactor and Muon update a parameter from all of its rows. Such an optimizer sees whole
 parameters, gradients and states, one unit at a time, on every rank; afterwards each rank keeps its rows. So it computes
@@ -132,17 +133,17 @@ class _Plan:
         mine = [(unit, [master for master in members if master in group_of]) for unit, members in units]
         mine = [(unit, members) for unit, members in mine if members]
         total = sum(map(_share, self.masters))
-        at_once = together and total <= 2 * together
+        at_once = together > 1 and total <= 2 * together
         first = len(mine) - (len(mine) // 4 if together and not at_once else 0)
         size = total if at_once else together
         self.rounds = [*self._rounds(mine[first:], size, group_of), *self._rounds(mine[:first], size, group_of)]
 
     @staticmethod
     def _rounds(
-        units: Sequence[tuple[int, list[Tensor]]], size: float, group_of: Mapping[Tensor, int]
+        units: Sequence[tuple[int, list[Tensor]]], size: int, group_of: Mapping[Tensor, int]
     ) -> Iterator[_Round]:
         """Of at least ``size`` elements each, if there are as many; which units they are is the same on all ranks."""
-        started, numel = _Round(), 0.0
+        started, numel = _Round(), 0
         for unit, members in units:
             values = [_value(master, whole=False) for master in members]
             numel += sum(map(_share, members))
@@ -153,7 +154,7 @@ class _Plan:
             started.values += values
             if numel >= size:
                 yield started
-                started, numel = _Round(), 0.0
+                started, numel = _Round(), 0
         if started.units:
             yield started
 
@@ -321,9 +322,9 @@ class _Options:
         self._stepped |= groups
 
 
-def _share(master: Tensor) -> float:
-    """How many elements a rank has of it on average: the same number on all ranks."""
-    return master.numel() / master.device_mesh.size() if isinstance(master, DTensor) else master.numel()
+def _share(master: Tensor) -> int:
+    """Elements that a rank has of it, rounded up: the same number on all ranks."""
+    return -(-master.numel() // master.device_mesh.size()) if isinstance(master, DTensor) else master.numel()
 
 
 def _same(left: Any, right: Any) -> bool:

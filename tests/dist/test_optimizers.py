@@ -192,8 +192,8 @@ def test_what_is_reduced_last_is_updated_last(ranks: Ranks) -> None:
         assert seen == [(what, unit) for unit in [*range(first, count), *range(first)] for what in ("update", "gather")]
 
 
-def _late_unit(kind: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> float:
-    """The head is trained from the second step on, so it has a state when the other units have another one."""
+def _late_unit(late: str, kind: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> float:
+    """One unit is trained from the second step on, so it has a state when the other units have another one."""
     torch.manual_seed(0)
     model, twin = models.ByteModel(), models.ByteModel()
     twin.load_state_dict(model.state_dict())
@@ -203,8 +203,9 @@ def _late_unit(kind: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> 
         plain = kind(twin.parameters(), **(arguments | {"fused": False}))  # torch's fused SGD raises here
         engine.attach_optimizers([optimizer])
         for number in range(3):
-            model.head.requires_grad_(number > 0)
-            twin.head.requires_grad_(number > 0)
+            for name, p in (*model.named_parameters(), *twin.named_parameters()):
+                if name.startswith(late):
+                    p.requires_grad_(number > 0)
             with engine.training_step():
                 engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[number]))
             engine.step(optimizer, lambda: None)
@@ -214,7 +215,8 @@ def _late_unit(kind: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> 
     return models.deviation(model, twin.cpu())
 
 
+@pytest.mark.parametrize("late", ["head", "scale"])  # the latter has fewer elements than there are ranks
 @pytest.mark.parametrize("name", ["sgd fused", "adamw fused"])
-def test_a_unit_that_is_trained_later(ranks: Ranks, name: str) -> None:
-    for deviation in ranks.run(_late_unit, *OPTIMIZERS[name]):
+def test_a_unit_that_is_trained_later(ranks: Ranks, name: str, late: str) -> None:
+    for deviation in ranks.run(_late_unit, late, *OPTIMIZERS[name]):
         assert deviation <= 1e-6

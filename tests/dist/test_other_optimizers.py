@@ -207,7 +207,7 @@ def test_what_does_not_work_is_named(ranks: Ranks) -> None:
     ranks.run(_named)
 
 
-def _foreign(kind: type[torch.optim.Optimizer]) -> None:
+def _foreign(kind: type[torch.optim.Optimizer], through_lightning: bool) -> None:
     model, data = models.ByteModel(), models.Batches(models.rank())
     with engines.engine(model, 3, compile=False) as engine:
         optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
@@ -217,15 +217,17 @@ def _foreign(kind: type[torch.optim.Optimizer]) -> None:
         with engine.training_step():
             engines.backward(engine, engines.token_loss(model, data[0]))
         with pytest.raises(RuntimeError, match=r"shape \(3,\) that is not one of the sharded model"):
-            engine.step(optimizer, lambda: None)
+            engine.step(optimizer, lambda: None) if through_lightning else optimizer.step()
         assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
 
 
-@pytest.mark.parametrize("kind", [Flat, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("kind", "through_lightning"), [(Flat, True), (torch.optim.AdamW, True), (torch.optim.AdamW, False)]
+)
 def test_a_parameter_that_is_not_the_models_raises_before_the_step(
-    ranks: Ranks, kind: type[torch.optim.Optimizer]
+    ranks: Ranks, kind: type[torch.optim.Optimizer], through_lightning: bool
 ) -> None:
-    ranks.run(_foreign, kind)
+    ranks.run(_foreign, kind, through_lightning)
 
 
 def _resume(folder: str) -> None:
