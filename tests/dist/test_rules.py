@@ -373,7 +373,7 @@ def test_rule_12_reads_do_not_gather(ranks: Ranks) -> None:
 def _many_gathers(rounds: int) -> tuple[int, float]:
     """Starts the gathers of all units at once, again and again; the values must be the masters' at the end."""
     model, twin = _pair(models.ByteModel)
-    with engines.engine(model, 1, compile=False) as engine:
+    with engines.engine(model, 1, compile=False, unit_bytes=1) as engine:  # no unit shares a collective
         masters = list(model.parameters())
         for _ in range(rounds):
             engine.runtime.masters_changed(masters)
