@@ -41,7 +41,7 @@ bool Runtime::current(const Unit& unit, int64_t needed, bool full) const {
 void Runtime::check_order(const Unit& unit, Way way, bool full) {
   const int64_t index = &unit - units_.data() + (full ? static_cast<int64_t>(units_.size()) : 0);
   const int64_t sequence = launched_++;
-  course_ = course_ * 1099511628211ULL + static_cast<uint64_t>(index) + 1;
+  add_to_course(static_cast<uint64_t>(index) + 1);
   const Token token{way, index};
   auto& followers = followers_[{last_launched_, way}];
   last_launched_ = token;
@@ -70,7 +70,7 @@ void Runtime::launch_gather(const std::vector<int64_t>& units, Way way, bool res
   RowsByDtype calls, unmoved;
   for (auto index : units) add_rows(units_[index], restores, calls, unmoved);
   for (const auto& [dtype, call] : unmoved) fill_rows(call);
-  course_ = course_ * 1099511628211ULL + units.size();
+  add_to_course(units.size());
   for (auto& [dtype, call] : calls) {
     stats_.gathers += 1;
     if (peers_ != nullptr && peers_->holds(call)) {
@@ -130,20 +130,28 @@ void Runtime::add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtyp
 // reductions ([Note: merged reductions]). A run depends on `units`, which all ranks have alike, and on sizes. Copies
 // between devices have to fit their buffer, with its padding.
 void Runtime::gather_in_runs(const std::vector<int64_t>& units, bool full) {
-  std::vector<int64_t> run;
+  const bool padded = peers_ != nullptr;
+  for (const auto& run : runs_of(units, merge_bytes_, padded)) {
+    launch_gather(run, Way::Forth, /*restores=*/false, full);
+  }
+}
+
+// Units that follow each other, together up to `limit` bytes of full values (`padded`: as they are sent); a larger one,
+// and with a negative limit each, is a run of its own.
+std::vector<std::vector<int64_t>> Runtime::runs_of(const std::vector<int64_t>& units, int64_t limit,
+                                                   bool padded) const {
+  std::vector<std::vector<int64_t>> runs;
   int64_t bytes = 0;
   for (auto index : units) {
-    const auto& unit = units_[index];
-    const auto size = peers_ != nullptr ? unit.sent * world_ : full_bytes(unit);
-    if (!run.empty() && bytes + size > merge_bytes_) {
-      launch_gather(run, Way::Forth, /*restores=*/false, full);
-      run.clear();
+    const auto size = padded ? units_[index].sent * world_ : full_bytes(units_[index]);
+    if (runs.empty() || bytes + size > limit) {
+      runs.emplace_back();
       bytes = 0;
     }
-    run.push_back(index);
+    runs.back().push_back(index);
     bytes += size;
   }
-  if (!run.empty()) launch_gather(run, Way::Forth, /*restores=*/false, full);
+  return runs;
 }
 
 void Runtime::drop(Unit& unit) {

@@ -37,10 +37,6 @@ class Copies {
   std::vector<at::Tensor> targets_, sources_;
 };
 
-at::Tensor flat_part(const at::Tensor& tensor, int64_t start, int64_t numel) {
-  return view_of(tensor, {numel}, tensor.storage_offset() + start);
-}
-
 }  // namespace
 
 PeerMemory::PeerMemory(at::Tensor buffer, const std::string& group, std::shared_ptr<Kernels> kernels,
@@ -93,7 +89,7 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters) {
   std::vector<at::Tensor> staged;
   for (const auto& p : parameters) {
     starts.push_back(start);
-    staged.push_back(view_of(buffers[rank_], p.rows.sizes(), buffers[rank_].storage_offset() + start));
+    staged.push_back(view_of(buffers[rank_], p.rows.sizes(), start));
     start += aligned(p.rows.numel(), dtype);
   }
   stage(parameters, staged);
@@ -103,7 +99,7 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters) {
     const auto peer = (rank_ + step) % world_;  // each rank reads from another one at a time
     for (size_t i = 0; i < parameters.size(); ++i) {
       const auto numel = parameters[i].rows.numel();
-      copies.add(flat_part(parameters[i].full, peer * numel, numel), flat_part(buffers[peer], starts[i], numel));
+      copies.add(view_of(parameters[i].full, {numel}, peer * numel), view_of(buffers[peer], {numel}, starts[i]));
     }
   }
   copies.finish();
@@ -161,28 +157,28 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
     const auto begin = half + (step - 1) * slot;
     for (size_t i = 0; i < gradients.size(); ++i) {
       const auto numel = gradients[i].full.numel() / world_;
-      copies.add(flat_part(buffers[peer], begin + places[i], numel),
-                 flat_part(gradients[i].full, peer * numel, numel));
+      copies.add(view_of(buffers[peer], {numel}, begin + places[i]),
+                 view_of(gradients[i].full, {numel}, peer * numel));
     }
   }
   copies.finish();
   memory_->barrier(0, timeout_ms_);
   std::vector<at::Tensor> received;
   for (int64_t step = 1; step < world_; ++step) {
-    received.push_back(flat_part(buffers[rank_], half + (step - 1) * slot, slot));
+    received.push_back(view_of(buffers[rank_], {slot}, half + (step - 1) * slot));
   }
   std::vector<Kernels::Sum> sums;
   for (size_t i = 0; i < gradients.size(); ++i) {
     const auto& [full, mean, adds] = gradients[i];
     const auto numel = mean.numel();  // without padding
     if (numel == 0) continue;
-    Kernels::Sum sum{flat_part(full, rank_ * (full.numel() / world_), numel), mean, places[i], adds};
+    Kernels::Sum sum{view_of(full, {numel}, rank_ * (full.numel() / world_)), mean, places[i], adds};
     if (Kernels::takes(sum)) {
       sums.push_back(std::move(sum));
       continue;
     }
     auto total = sum.own.to(at::kFloat);
-    for (const auto& sent : received) total.add_(flat_part(sent, places[i], numel));
+    for (const auto& sent : received) total.add_(view_of(sent, {numel}, places[i]));
     total = total.div_(divisor).view(mean.sizes());
     if (adds) mean.add_(total);
     else mean.copy_(total);

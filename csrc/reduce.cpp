@@ -22,11 +22,6 @@ int64_t row_numel(const Parameter& p) {
   return n;
 }
 
-// The part of a flat partition that begins at `offset`, shaped as the parameter's local part.
-Tensor rows_of(const Tensor& partition, const Parameter& p, int64_t offset) {
-  return view_of(partition, p.local.sizes(), offset);
-}
-
 // Whether it has a gradient to be reduced now; that of a frozen one waits until it is trained again.
 bool waits(const Parameter& p) { return p.grad.defined() && p.master.requires_grad(); }
 // [Note: agreed dtype] With `grad_dtype=None` the dtype of a gradient is a fact of one rank, and a collective needs one
@@ -161,7 +156,7 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
   for (size_t k = 0; k < group.size(); ++k) {
     auto& p = parameters_[group[k]];
     auto& shard = shards[k];
-    if (!shard.existing.defined()) shard.own = rows_of(partition, p, shard.offset);
+    if (!shard.existing.defined()) shard.own = view_of(partition, p.local.sizes(), shard.offset);
     reduced_.emplace_back(group[k], shard.own);
     if (!p.grad.defined()) p.grad = at::zeros(p.size, options.dtype(communicated));
     reduction.inputs.push_back(p.grad);
@@ -203,7 +198,7 @@ void Runtime::reduce_by_collective(Lane::Launch& launch, const std::vector<int64
   std::vector<Tensor> inputs, outputs, reduced;  // the last: [<=rows, ...], by parameter
   for (size_t k = 0; k < group.size(); ++k) {
     const auto& p = parameters_[group[k]];
-    if (adds) reduced.push_back(rows_of(result, p, shards[k].offset));
+    if (adds) reduced.push_back(view_of(result, p.local.sizes(), shards[k].offset));
     if (shards[k].gradient < 0) continue;
     auto size = p.size;
     size[0] = p.rows;
@@ -316,19 +311,11 @@ std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile)
 // has, without what nobody has: either way the collectives are the same on all ranks. Copies between devices take one
 // unit at a time: their buffers are no larger.
 std::vector<std::vector<int64_t>> Runtime::runs(bool merged) const {
-  std::vector<std::vector<int64_t>> runs;
-  int64_t bytes = 0;
+  std::vector<int64_t> units;
   for (auto index : reduce_order_) {
-    if (!trainable(units_[index])) continue;
-    const auto size = full_bytes(units_[index]);
-    if (!merged || runs.empty() || bytes + size > merge_bytes_ || summing_peers_ != nullptr) {
-      runs.emplace_back();
-      bytes = 0;
-    }
-    runs.back().push_back(index);
-    bytes += size;
+    if (trainable(units_[index])) units.push_back(index);
   }
-  return runs;
+  return runs_of(units, merged && summing_peers_ == nullptr ? merge_bytes_ : -1, /*padded=*/false);
 }
 
 // Units of which this rank has a gradient are reduced whatever the others have, up to the first run with one that it

@@ -75,7 +75,7 @@ int64_t Runtime::peer_bytes() const {
   if (usual_bytes_ == 0) return 0;
   int64_t all = 0;
   for (const auto& unit : units_) all += unit.sent;
-  return std::max(usual_bytes_, std::min(all, merge_bytes_ / world_ / 512 * 512));
+  return std::max(usual_bytes_, std::min(all, merge_bytes_ / world_));
 }
 
 void Runtime::set_peers(const Tensor& buffer, int64_t timeout_ms) {

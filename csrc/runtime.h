@@ -193,7 +193,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void contribute(int64_t parameter, Tensor grad, bool from_graph, bool shared = false);
   void contributed(const std::vector<int64_t>& parameters);
   void watch_backward(const Tensor& result, std::vector<int64_t> units, std::string compiled);
-  void enter_backward(const std::vector<int64_t>& units, const std::string& compiled);
   void arm();
   void backward_ended();
   void finish_backward();
@@ -260,7 +259,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void launch_gather(const std::vector<int64_t>& units, Way way, bool restores = false, bool full = false);
   void add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const std::vector<int64_t>& units, bool full);
+  std::vector<std::vector<int64_t>> runs_of(const std::vector<int64_t>& units, int64_t limit, bool padded) const;
   void check_order(const Unit& unit, Way way, bool full);
+  void add_to_course(uint64_t number) { course_ = course_ * 1099511628211ULL + number; }
   void drop(Unit& unit);
   void demanded(Token token);
   std::vector<int64_t> predicted() const;
@@ -275,6 +276,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool widens(const Unit& unit, bool full) const;
 
   // backward.cpp, reduce.cpp, gradients.cpp, window.cpp
+  void enter_backward(const std::vector<int64_t>& units, const std::string& compiled);
   bool complete(const Unit& unit) const;
   at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(p.raw_dtype); }
   bool trainable(const Unit& unit) const;
@@ -337,7 +339,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<char> seen_forward_;
 
   int64_t launched_ = 0;                                 // gathers so far
-  uint64_t course_ = 0;                                  // digest of their units
+  uint64_t course_ = 0;                                  // digest of their units and runs
   Token last_launched_ = NOWHERE;
   std::map<std::pair<Token, Way>, std::set<int64_t>> followers_;  // the units that followed a gather on all ranks
 

@@ -15,15 +15,15 @@ inline at::Tensor view_of(const at::Tensor& tensor) {
   return at::Tensor(self->shallow_copy_and_detach(self->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
-// Contiguous, from this element of the storage on; it must lie in the memory of the (contiguous) tensor.
+// Contiguous, from this element of the (contiguous) tensor on.
 inline at::Tensor view_of(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t offset) {
-  const auto begin = tensor.storage_offset(), end = begin + tensor.numel();
-  TORCH_CHECK(offset >= begin && offset + c10::multiply_integers(sizes) <= end, "zerocompile: a view beyond its tensor");
+  TORCH_CHECK(offset >= 0 && offset + c10::multiply_integers(sizes) <= tensor.numel(),
+              "zerocompile: a view beyond its tensor");
   const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKey::Python);  // they would see a view of other sizes
   auto view = view_of(tensor);
   auto* self = view.unsafeGetTensorImpl();
   self->set_sizes_contiguous(sizes);
-  self->set_storage_offset(offset);
+  self->set_storage_offset(tensor.storage_offset() + offset);
   return view;
 }
 

@@ -102,9 +102,7 @@ def build(device: torch.device) -> MLP:
 
 
 def compile_in_place(model: MLP, scope: str) -> None:
-    if scope == "eager":
-        return
-    for module in model.layers if scope == "blocks" else [model]:
+    for module in {"blocks": model.layers, "model": [model], "eager": []}[scope]:
         module.compile(dynamic=False)
 
 

@@ -254,7 +254,7 @@ class Engine:
                 f"{name}.step() was called past Lightning, so {name} would see row shards without what it needs to "
                 "compute with them. Step the optimizer that `self.optimizers()` returns."
             )
-        if not (self._through_lightning and steps_by_unit(optimizer, self.config.whole_values)):  # these: by unit
+        if not (self._through_lightning and steps_by_unit(optimizer, self.config.whole_values)):  # the plan asks
             for parameter in masters_of(optimizer):
                 leaves.index_of(leaves.master_of(parameter))
         self.before_step(optimizer)
