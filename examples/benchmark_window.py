@@ -8,6 +8,8 @@ in bf16, N forwards and backwards of 64 rows before one optimizer step. One JSON
     ms           median over the timed steps, of the slowest rank: N forwards and backwards, reductions, optimizer
     bound_ms     N forwards and backwards of the plain module, gradients added up, one reduce-scatter of all of them and
                  the optimizer on one rank's share, each measured alone, in turns with the step, and added
+    by_hand_ms   the same three behind each other, as a step: what the ranks wait for each other is in it
+    own_ms       as bound_ms, with the forwards and backwards of our graphs, in a window that stays open
     peak, window, after    MiB above what is allocated between steps: highest in the step before the optimizer, when the
                  last backward has ended, and when all gradients are reduced
     reductions, reduced_mib, gathers, gathered_mib    collectives of a step and the bytes of the full values in them
@@ -94,6 +96,8 @@ class Memory:
 
 Step = Callable[[list[Tensor], Memory], None]
 Counts = Callable[[], dict[str, Any]]
+Action = contextlib.AbstractContextManager[Callable[[], None]]
+Backwards = Callable[[list[Tensor]], Action]  # forwards and backwards, without communication
 
 
 def build(device: torch.device) -> MLP:
@@ -116,12 +120,12 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def ours(
     stage: int, scope: str, coalesced: bool, device: torch.device, args: argparse.Namespace
-) -> tuple[Step, Counts]:
+) -> tuple[Step, Counts, Backwards]:
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.engine import Engine
 
     compiled: Any = False if scope == "eager" else scope
-    config = Config(stage=stage, compile=compiled, dynamic=False, master_dtype=None)
+    config = Config(stage=stage, compile=compiled, dynamic=False, master_dtype=None, unit_bytes=args.unit_mib * MIB)
     engine = Engine(Whole(build(device)), device, config, None, "nccl")
     optimizer = adamw(engine.model.parameters())
     engine.attach_optimizers([optimizer])
@@ -144,12 +148,23 @@ def ours(
             "gathers": stats.gathers, "gathered_mib": stats.gather_bytes / MIB,
         }  # fmt: skip
 
-    return step, counts
+    @contextlib.contextmanager
+    def backwards(batches: list[Tensor]) -> Iterator[Callable[[], None]]:
+        def run() -> None:
+            for x in batches:
+                loss_of(engine.model, x).backward()
+                engine.after_backward()
+            optimizer.zero_grad()  # inside a window: what waits is dropped
+
+        with engine.training_step(), engine.windows.open("step", None, None):
+            yield run
+
+    return step, counts, backwards
 
 
 def fsdp2(
     stage: int, scope: str, coalesced: bool, device: torch.device, args: argparse.Namespace
-) -> tuple[Step, Counts]:
+) -> tuple[Step, Counts, None]:
     from torch.distributed.fsdp import fully_shard
 
     model = build(device)
@@ -170,15 +185,16 @@ def fsdp2(
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, dict
+    return step, dict, None
 
 
-def milliseconds(actions: Sequence[Callable[[], None]]) -> list[float]:
+def milliseconds(actions: Sequence[Callable[[], Action]]) -> list[float]:
     """Median device time of each action, of the slowest rank. They take turns, as the host's speed drifts."""
     times: list[list[float]] = [[] for _ in actions]
     for _ in range(TURNS):
-        for number, action in enumerate(actions):
-            times[number] += device_times(action)
+        for number, make in enumerate(actions):
+            with make() as action:
+                times[number] += device_times(action)
     medians = torch.tensor([statistics.median(each) for each in times], device="cuda")
     dist.all_reduce(medians, op=dist.ReduceOp.MAX)
     return medians.tolist()
@@ -218,7 +234,12 @@ def bound(scope: str, device: torch.device) -> Callable[[list[Tensor]], list[Cal
     def update() -> None:
         optimizer.step()
 
-    return lambda batches: [functools.partial(compute, batches), reduce, update]
+    def by_hand(batches: list[Tensor]) -> None:
+        compute(batches)
+        reduce()
+        update()
+
+    return lambda batches: [functools.partial(compute, batches), reduce, update, functools.partial(by_hand, batches)]
 
 
 def inputs(count: int, device: torch.device) -> list[Tensor]:
@@ -231,23 +252,32 @@ def rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, A
     runs += [("fsdp2", fsdp2, stage, "blocks") for stage in args.stages if stage > 1 and "blocks" in args.compile]
     for (system, make, stage, scope), coalesced in itertools.product(runs, (False, True)):
         torch._dynamo.reset()
-        step, counts = make(stage, scope, coalesced, device, args)
+        step, counts, own = make(stage, scope, coalesced, device, args)
         parts_of = bound(scope, device)
         for backwards in args.backwards:
             memory, batches = Memory(on=False), inputs(backwards, device)
-            took, *parts = milliseconds([functools.partial(step, batches, memory), *parts_of(batches)])
-            expected = sum(parts)
+            actions: list[Callable[[], Action]] = [
+                functools.partial(contextlib.nullcontext, one)
+                for one in (functools.partial(step, batches, memory), *parts_of(batches))
+            ]
+            if own is not None:
+                actions.append(functools.partial(own, batches))
+            took, pairs, reduce, update, by_hand, *own_pairs = milliseconds(actions)
+            bounds = {"bound_ms": pairs + reduce + update, "by_hand_ms": by_hand}
+            if own_pairs:
+                bounds["own_ms"] = own_pairs[0] + reduce + update
             memory, before = Memory(on=True), counts()
             memory.start()
             step(batches, memory)
             yield {
                 "system": system, "stage": stage, "compile": scope, "mode": "coalesced" if coalesced else "plain",
-                "backwards": backwards, "ms": round(took, 2), "bound_ms": round(expected, 2),
-                "x_bound": round(took / expected, 3),
+                "backwards": backwards, "ms": round(took, 2),
+                **{name: round(value, 2) for name, value in bounds.items()},
+                **{f"x_{name[:-3]}": round(took / value, 3) for name, value in bounds.items()},
                 **{name: round(value) for name, value in memory.seen.items()},
                 **{name: round(value - before[name]) for name, value in counts().items()},
             }  # fmt: skip
-        del step, counts, parts_of
+        del step, counts, own, parts_of
         torch.cuda.empty_cache()
 
 
@@ -268,6 +298,7 @@ def main() -> None:
     parser.add_argument("--compile", nargs="+", choices=["blocks", "model", "eager"], default=["blocks", "model"])
     parser.add_argument("--stages", type=int, nargs="+", choices=[1, 2, 3], default=[1, 2, 3])
     parser.add_argument("--gather", choices=["auto", "step", "use"], default="auto", help="of the window")
+    parser.add_argument("--unit-mib", type=int, default=64, help="the strategy's unit_bytes")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

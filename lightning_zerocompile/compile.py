@@ -93,7 +93,7 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
 
 def make_backend(config: Config, stats: CompileStats, regional: bool) -> Callable[..., Any]:
     """The backend that torch.compile calls with each of Dynamo's graphs; ``regional`` as in :class:`Lower`."""
-    lower = Counted(Lower(regional), stats)
+    lower = Counted(Lower(regional, config.unit_bytes), stats)
     run = _inductor(config, lower, regional) if config.backend == "inductor" else _aot_eager(lower)
 
     def zerocompile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:

@@ -61,7 +61,8 @@ class Engine:
         take_over(model)
         check_equal_on_all_ranks(model)
         check_names(model, config.keep_gathered)
-        units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered)
+        one_graph = config.compile == "model"
+        units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered, join_blocks=one_graph)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         own = [dist.new_group(backend=backend, timeout=config.timeout) for _ in range(_groups_needed(device))]
         gathers, reductions = [mesh.get_group(), *own][-2:]

@@ -87,7 +87,11 @@ def check_names(model: nn.Module, modules: Sequence[str]) -> None:
 
 
 def plan_units(
-    model: nn.Module, unit_bytes: int, dtype: torch.dtype | None, keep_gathered: Sequence[str] = ()
+    model: nn.Module,
+    unit_bytes: int,
+    dtype: torch.dtype | None,
+    keep_gathered: Sequence[str] = (),
+    join_blocks: bool = False,
 ) -> list[UnitPlan]:
     """Partitions the model's parameters into units.
 
@@ -96,9 +100,10 @@ def plan_units(
 
     Args:
         model: the module to shard.
-        unit_bytes: size in bytes above which a group outside blocks is closed.
+        unit_bytes: size in bytes above which a group is closed.
         dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
         keep_gathered: names of modules or parameters whose units are marked as kept.
+        join_blocks: blocks are not compiled alone, so consecutive ones that are small form groups, too.
     """
     blocks = find_blocks(model)
     block_of = {f"{name}.": (name, block) for name, block in blocks}
@@ -126,4 +131,18 @@ def plan_units(
             unit = rest
         unit.parameters.append(name)
         unit.bytes += size
-    return units
+    return _joined(units, unit_bytes) if join_blocks else units
+
+
+def _joined(units: list[UnitPlan], unit_bytes: int) -> list[UnitPlan]:
+    """Consecutive units, whole, in groups of up to ``unit_bytes``."""
+    joined: list[UnitPlan] = []
+    for unit in units:
+        group = joined[-1] if joined else None
+        if group is None or group.bytes + unit.bytes > unit_bytes or group.kept != unit.kept:
+            joined.append(unit)
+            continue
+        group.parameters += unit.parameters
+        group.bytes += unit.bytes
+        group.block = None
+    return joined

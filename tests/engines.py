@@ -16,8 +16,9 @@ from tests import models
 
 
 def make_engine(model: nn.Module, stage: int, **options: Any) -> Engine:
-    """Shards ``model``; aot_eager unless ``options`` say otherwise."""
-    config = Config(stage=stage, **({"backend": "aot_eager"} | options))
+    """Shards ``model``; unless ``options`` say otherwise with aot_eager, and with small units not joined."""
+    apart = {"unit_bytes": 1} if options.get("compile") == "model" else {}
+    config = Config(stage=stage, **({"backend": "aot_eager"} | apart | options))
     return Engine(model, place(), config, None, torch.distributed.get_backend())
 
 

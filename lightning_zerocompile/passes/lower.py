@@ -5,8 +5,8 @@
                  -> the resident value itself behind ``wait_``                                     [lifetime: one step]
 ``reduce_grad``  -> ``reduce_unit_`` ("these gradients are here"), ``reduce_fence_`` ("not overwritten before here")
 
-Each call costs the host some microseconds: what is small goes along with a neighbour, and a single parameter has
-overloads without lists.
+Each call costs the host some microseconds: what is small goes along with a neighbour (in a graph that is not one
+region up to ``unit_bytes``, as consecutive units are joined there), and a single parameter has overloads without lists.
 
 [Note: memory of shared buffers] Inductor plans memory by what it sees in the graph. A gathered value is shared with
 the runtime and with other graphs, a gradient is read by a collective that runs on. So each is an argument, declared
@@ -23,6 +23,7 @@ values), no communication. So a compile cache that ranks share always holds the 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from lightning_zerocompile.fakes import flatten
 from lightning_zerocompile.passes.tag import TRAINING
 
-_SMALL = 2**20  # bytes: what is smaller than this is waited for or handed over together with a neighbour
+_SMALL = 2**20  # bytes: what is smaller than this goes along with a neighbour of any size
 
 _SOURCE = get_hash_for_files((__file__,))  # now: the file may change while this process runs the code it has
 
@@ -95,11 +96,11 @@ def _call(graph: fx.Graph, operation: Any, tensors: list[Any], handles: list[Any
 
 class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
     """The pass. ``regional``: the graph is one region, whose parameters are all gathered when it starts and whose
-    gradients are handed over when it ends; otherwise each parameter is gathered at its first use and each gradient
-    is handed over where it is produced."""
+    gradients are handed over when it ends; otherwise parameters are gathered at their first use and gradients
+    are handed over where they are produced, up to ``unit_bytes`` at once."""
 
-    def __init__(self, regional: bool) -> None:
-        self.regional = regional
+    def __init__(self, regional: bool, unit_bytes: int = 1) -> None:
+        self.regional, self.unit_bytes = regional, unit_bytes
 
     def __call__(self, graph: fx.Graph) -> None:
         self._lower_gathers(graph)
@@ -107,7 +108,7 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         graph.lint()
 
     def uuid(self) -> bytes:
-        return _SOURCE + f"regional={self.regional}".encode()
+        return _SOURCE + f"regional={self.regional} unit_bytes={self.unit_bytes}".encode()
 
     # ---- gathers ----
 
@@ -131,10 +132,11 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         used, resident = _by_first_use(graph, used), _by_first_use(graph, resident)
         # a backward waits once: its forward has waited for all of them, long before
         at_once = self.regional or _is_backward(graph)
-        for group in [resident] if at_once else _with_neighbours(graph, resident, used):
+        limit = max(self.unit_bytes, _SMALL)
+        for group in [resident] if at_once else _with_neighbours(graph, resident, used, limit):
             if group:
                 _wait(graph, group)
-        for group in [used] if self.regional else [[g] for g in used]:
+        for group in [used] if self.regional else _with_neighbours(graph, used, [], self.unit_bytes):
             if group:
                 self._gather_group(graph, group)
 
@@ -153,11 +155,9 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
             with graph.inserting_before(_output(graph)):
                 _call(graph, torch.ops.zerocompile.release_, fulls, handles, True)
             return
-        position = _positions(graph)
-        for full, handle in zip(fulls, handles, strict=True):
-            last_use = max(_aliases(full) | _readers(full), key=position.__getitem__)
-            with graph.inserting_after(last_use):
-                _call(graph, torch.ops.zerocompile.release_, [full], [handle], False)
+        users = set[fx.Node]().union(*(_aliases(full) | _readers(full) for full in fulls))
+        with graph.inserting_after(max(users, key=_positions(graph).__getitem__)):
+            _call(graph, torch.ops.zerocompile.release_, fulls, handles, False)
 
     # ---- reductions ----
 
@@ -185,13 +185,13 @@ class Lower(CustomGraphPass):  # type: ignore[misc, unused-ignore]
             _fence(graph, kept)
 
     def _reduce_where_produced(self, graph: fx.Graph, grads: list[tuple[fx.Node, Any, fx.Node]]) -> None:
-        waiting: list[tuple[fx.Node, Any]] = []  # for a neighbour
         meetings = _meetings(graph)
-        for number, (grad, handle, anchor) in enumerate(grads):
-            following = grads[number + 1][2] if number + 1 < len(grads) else anchor
+        waiting: list[tuple[fx.Node, Any]] = []  # for a neighbour
+        for (grad, handle, anchor), following in itertools.zip_longest(grads, grads[1:]):
             waiting.append((grad, handle))
-            enough = sum(_bytes(g) for g, _ in waiting) >= _SMALL
-            if enough or following is anchor or meetings[anchor] != meetings[following]:
+            size = sum(_bytes(g) for g, _ in waiting)
+            enough = following is None or (size >= _SMALL and size + _bytes(following[0]) > self.unit_bytes)
+            if enough or meetings[anchor] != meetings[following[2]]:
                 with graph.inserting_before(anchor):
                     _hand_over(graph, waiting)
                 waiting = []
@@ -236,19 +236,20 @@ def _meetings(graph: fx.Graph) -> dict[fx.Node, int]:
     return before
 
 
-def _with_neighbours(graph: fx.Graph, gathers: list[fx.Node], others: list[fx.Node]) -> list[list[fx.Node]]:
-    """In groups: small ones, up to a size, with what is used before them, unless one of ``others`` comes between."""
+def _with_neighbours(graph: fx.Graph, gathers: list[fx.Node], others: list[fx.Node], limit: int) -> list[list[fx.Node]]:
+    """In groups of up to ``limit`` bytes, in the order of use; a larger one may have small ones behind it. None spans
+    one of ``others``."""
     groups: list[list[fx.Node]] = []
     room = 0
     for gather in _by_first_use(graph, gathers + others):
         if gather in others:
             room = 0
-        elif _bytes(gather) < room:
+        elif _bytes(gather) <= room:
             groups[-1].append(gather)
             room -= _bytes(gather)
         else:
             groups.append([gather])
-            room = _SMALL
+            room = max(limit - _bytes(gather), min(limit, _SMALL))
     return groups
 
 

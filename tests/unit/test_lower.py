@@ -60,10 +60,13 @@ class Graph:
         value = self._placeholder("value", [4])
         self._call(torch.ops._c10d_functional.all_reduce.default, value, "sum", "group", size=[4])
 
-    def lowered(self, operator: str) -> list[list[str]]:
+    def lowered(self, operator: str, unit_bytes: int = 1) -> list[list[str]]:
         """The parameters that each call of ``operator`` names; the graph is sound."""
         self.graph.output(tuple(self.results))
-        Lower(regional=False)(self.graph)
+        Lower(regional=False, unit_bytes=unit_bytes)(self.graph)
+        return self.calls(operator)
+
+    def calls(self, operator: str) -> list[list[str]]:
         calls = [n for n in self.graph.nodes if str(n.target).startswith(f"zerocompile.{operator}.")]
         assert all((str(n.target).endswith(".one")) == isinstance(n.args[1], fx.Node) for n in calls)
         handles = [n.args[1] if isinstance(n.args[1], (list, tuple)) else [n.args[1]] for n in calls]
@@ -75,6 +78,40 @@ def test_small_values_are_waited_for_with_what_is_used_before(operators: Any) ->
     for name, size in (("a", BIG), ("b", SMALL), ("c", SMALL), ("d", BIG), ("e", HALF), ("f", HALF), ("g", SMALL)):
         graph.use(name, size)
     assert graph.lowered("wait_") == [["a", "b", "c"], ["d", "e"], ["f", "g"]]
+
+
+def test_up_to_unit_bytes_is_called_together(operators: Any) -> None:
+    """Values that live for one use are gathered together, and released behind the last use of all of them."""
+    for resident, called in ((True, "wait_"), (False, "gather_unit")):
+        graph = Graph(operators)
+        for name, size in (("a", BIG), ("b", BIG), ("c", SMALL), ("d", BIG), ("e", HALF)):
+            graph.use(name, size, resident)
+        last_of_b, last_of_d = graph.results[2], graph.results[3]
+        assert graph.lowered(called, 9 * 2**20) == [["a", "b", "c"], ["d", "e"]]
+    assert graph.calls("release_") == [["a", "b", "c"], ["d", "e"]]
+    nodes = list(graph.graph.nodes)
+    first, _ = (nodes.index(node) for node in nodes if str(node.target).startswith("zerocompile.release_"))
+    assert nodes.index(last_of_b) < first < nodes.index(last_of_d)
+
+
+def test_values_that_live_for_one_use_are_not_gathered_together_beyond_it(operators: Any) -> None:
+    graph = Graph(operators)
+    for name, size in (("a", BIG), ("b", SMALL), ("c", BIG), ("d", HALF)):
+        graph.use(name, size, resident=False)
+    assert graph.lowered("gather_unit", unit_bytes=1) == [["a"], ["b"], ["c"], ["d"]]
+
+
+def test_gradients_up_to_unit_bytes_are_handed_over_together(operators: Any) -> None:
+    sizes = (("a", BIG), ("b", BIG), ("c", BIG), ("d", SMALL), ("e", BIG), ("f", BIG), ("g", BIG))
+    for unit_bytes, expected in (
+        (8 * 2**20, ["ab", "cd", "ef", "g"]),
+        (2**40, ["abcdefg"]),
+        (1, [*"abc", "de", *"fg"]),
+    ):
+        graph = Graph(operators)
+        for name, size in sizes:
+            graph.reduce(name, size)
+        assert graph.lowered("reduce_unit_", unit_bytes) == [list(group) for group in expected]
 
 
 def test_a_gather_in_between_parts_them(operators: Any) -> None:
@@ -107,7 +144,7 @@ def test_no_gradient_is_kept_until_behind_a_collective(operators: Any) -> None:
     graph.reduce("c", SMALL)
     graph.use("d", BIG, resident=False)
     graph.reduce("e", SMALL)
-    assert graph.lowered("reduce_unit_") == [["a", "b"], ["c"], ["e"]]
+    assert graph.lowered("reduce_unit_", 2**40) == [["a", "b"], ["c"], ["e"]]
 
 
 @pytest.mark.parametrize("late", [False, True])

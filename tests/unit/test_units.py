@@ -101,6 +101,33 @@ def test_rest_is_split_by_blocks() -> None:
     assert len({of["layers.0.up.weight"], of["layers.1.up.weight"], of["head.weight"]}) == 3
 
 
+def test_small_blocks_are_joined() -> None:
+    """Where no block is compiled alone, consecutive units are one, up to `unit_bytes`; none is split."""
+    model = models.ByteModel()
+    alone = plan_units(model, 1, None)
+    block = next(unit.bytes for unit in alone if unit.name == "layers.1")
+    blocks = plan_units(model, block, None)
+    for limit, expected in ((1, alone), (block, blocks)):  # no two fit
+        joined = plan_units(model, limit, None, join_blocks=True)
+        assert [unit.parameters for unit in joined if unit.bytes >= block] == [
+            unit.parameters for unit in expected if unit.bytes >= block
+        ]
+    pairs = plan_units(model, 2 * block, None, join_blocks=True)
+    assert [name for unit in pairs for name in unit.parameters] == [name for unit in alone for name in unit.parameters]
+    of = {name: number for number, unit in enumerate(pairs) for name in unit.parameters}
+    numbers = [{of[name] for name in unit.parameters} for unit in blocks if unit.block is not None]
+    assert all(len(number) == 1 for number in numbers)  # whole blocks
+    assert len(set.union(*numbers)) == 2 and all(unit.bytes <= 2 * block for unit in pairs)
+    (whole,) = plan_units(model, LARGE, None, join_blocks=True)
+    assert whole.bytes == sum(unit.bytes for unit in alone) and whole.block is None
+
+
+def test_kept_blocks_are_not_joined_with_others() -> None:
+    units = plan_units(models.ByteModel(), LARGE, None, ["layers.1"], join_blocks=True)
+    assert [unit.kept for unit in units] == [False, True, False]
+    assert all(name.startswith("layers.1.") for name in units[1].parameters)
+
+
 def test_deterministic() -> None:
     """Equal models have equal plans, whatever their values, device or history."""
     plans = []
