@@ -92,6 +92,7 @@ void Runtime::launch_gather(const std::vector<int64_t>& units, Way way, bool res
     auto& unit = units_[index];
     unit.gathering = gathering;
     unit.gathered_in = static_cast<int64_t>(way);
+    unit.stale = false;
     if (unit.resident) continue;
     unit.resident = true;
     stats_.resident_bytes += unit.bytes;
@@ -99,7 +100,8 @@ void Runtime::launch_gather(const std::vector<int64_t>& units, Way way, bool res
   }
 }
 
-// Adds a unit's rows to the collectives of a gather. From here on its values count as those that the masters have now.
+// Adds a unit's rows to the collectives of a gather. Once that is started its values count as those that the masters
+// have now.
 void Runtime::add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved) {
   std::set<at::ScalarType> dtypes;
   unit.bytes = 0;
@@ -122,7 +124,7 @@ void Runtime::add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtyp
     unit.gather_bytes += bytes;
   }
   unit.gathers += static_cast<int64_t>(dtypes.size());
-  unit.stale = false;
+  unit.stale = true;  // for good, if the gather is not started (out of memory)
 }
 
 // [Note: merged gathers] Where many units are gathered at once (a window that holds them opens, the optimizer has

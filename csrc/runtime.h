@@ -92,7 +92,7 @@ struct Unit {
   int64_t open_modules = 0;
   int64_t graph_uses = 0;   // values that running graphs hold
   bool lent = false;        // to `full_parameters`, see [Note: lent units]
-  bool stale = false;       // user code has written what does not count: gather again
+  bool stale = false;       // what is there is not what the masters hold: gather again
   int64_t eager_reads = 0, gathers = 0, gather_bytes = 0;  // since set-up
   int64_t bytes = 0;        // of its gathered values
   int64_t sent = 0;         // bytes of one rank's rows of it

@@ -54,9 +54,9 @@ class ZeroCompileStrategy(ProcessStrategy):
             Trainer's precision). With ``torch.bfloat16`` and ``reduce_dtype`` these are FSDP2's numerics.
         reduce_dtype: dtype of gradient communication; ``None``: that of the gradient.
         master_dtype: what parameters of lower precision are kept in for the optimizer; ``None``: their own dtype.
-        unit_bytes: parameters outside repeated blocks are gathered in groups of up to this many bytes; where units are
-            gathered or reduced at once (a window opens or closes, an optimizer has written them), smaller ones share
-            collectives up to that.
+        unit_bytes: parameters outside repeated blocks are gathered in groups of up to this many bytes, and with
+            ``compile="model"`` so are small blocks; where units are gathered or reduced at once (a window opens or
+            closes, an optimizer has written them), smaller ones share collectives up to that.
         prefetch: how many units are gathered ahead of their use (stage 3).
         keep_gathered: at stage 3, names of modules (or parameters) that stay gathered from one optimizer step to the
             next, as at stage 2: those that only some ranks use in a step, and small ones that are used often.

@@ -11,10 +11,11 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.support import check_devices
-from tests import harness, models
+from tests import engines, harness, models
 from tests.harness import Ranks
 
 AOT: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
@@ -335,6 +336,39 @@ def test_copy_engine_that_is_not_there(ranks: Ranks) -> None:
     for message in ranks.run(_no_copy_engine):
         assert "`copy_engine=True`" in message and "cpu devices have no copy engines" in message
         assert "Use 'auto' or False" in message
+
+
+class _NoMemory(TorchDispatchMode):
+    """The rows of a gather cannot be copied."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            raise MemoryError("on purpose")
+        return func(*args, **(kwargs or {}))
+
+
+def _gather_that_fails(stage: int) -> tuple[str, float]:
+    """A forward whose gather fails before it is started, then the same forward again."""
+    model, twin = nn.Sequential(nn.Linear(6, 5)), nn.Sequential(nn.Linear(6, 5))
+    twin.load_state_dict(model.state_dict())
+    x = torch.ones(2, 6, device=models.device())
+    with engines.engine(model, stage, compile=False, copy_engine=False), torch.no_grad():
+        model(x)
+        model[0]._parameters["weight"].add_(1)  # what is resident is not current any more
+        twin.to(x.device)[0].weight.add_(1)
+        message = "nothing was raised"
+        try:
+            with _NoMemory():
+                model(x)
+        except MemoryError as error:
+            message = str(error)
+        return message, (model(x) - twin(x)).abs().max().item()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gather_that_failed_is_made_again(ranks: Ranks, stage: int) -> None:
+    for message, deviation in ranks.run(_gather_that_fails, stage, timeout=60):
+        assert message == "on purpose" and deviation < 1e-6
 
 
 class _On:
