@@ -22,7 +22,7 @@ ENDS = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.lo
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
     "aot_eager": {"compile": "blocks"},
-    "model": {"compile": "model"},
+    "model": {"compile": "model", "unit_bytes": 2**26},
 }
 UNITS = 5  # of ByteModel
 
