@@ -61,8 +61,8 @@ void Runtime::enter_backward(const std::vector<int64_t>& units, const std::strin
               text("backward with `create_graph=True` through the compiled module `", compiled,
                    "`: compiled graphs have no second derivative. Use ZeroCompileStrategy(compile=False)."));
   for (auto index : units) {
-    open(index);
-    close(index);
+    enter({index}, /*trusted=*/false);
+    leave({index});
   }
 }
 

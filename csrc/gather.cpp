@@ -249,19 +249,29 @@ Tensor Runtime::read(int64_t index, std::optional<at::ScalarType> cast) {
   return p.value;
 }
 
-void Runtime::open(int64_t index) {
+// A region begins: its units stay gathered until it ends. `trusted`: see [Note: write back]. Both return how often a
+// parameter was read outside of graphs.
+int64_t Runtime::enter(const std::vector<int64_t>& units, bool trusted) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
-  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
-  acquire(index, phase(), -1);
-  units_[index].open_modules += 1;
+  for (auto index : units) {
+    TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
+    acquire(index, phase(), -1);
+    units_[index].open_modules += 1;
+  }
+  trusted_ = trusted;
+  return stats_.eager_reads;
 }
 
-void Runtime::close(int64_t index) {
+int64_t Runtime::leave(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (shut_down_) return;
-  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
-  units_[index].open_modules = std::max<int64_t>(0, units_[index].open_modules - 1);  // `end_forward` closes all
+  trusted_ = false;
+  for (auto index : units) {
+    if (shut_down_) break;
+    TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
+    units_[index].open_modules = std::max<int64_t>(0, units_[index].open_modules - 1);  // `end_forward` closes all
+  }
+  return stats_.eager_reads;
 }
 
 // [Note: stale backward] A graph saves handles, not weights: in its backward, which gathers again, nothing shows that

@@ -160,9 +160,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // gathering
   Tensor read(int64_t parameter, std::optional<at::ScalarType> cast = std::nullopt);
-  void set_trusted(bool trusted) { trusted_ = trusted; }
-  void open(int64_t unit);
-  void close(int64_t unit);
+  int64_t enter(const std::vector<int64_t>& units, bool trusted);
+  int64_t leave(const std::vector<int64_t>& units);
   void need(const std::vector<int64_t>& parameters, const std::vector<at::ScalarType>& dtypes, bool expects_grad);
   std::vector<Tensor> use(const std::vector<int64_t>& parameters, const std::vector<at::ScalarType>& dtypes,
                           bool expects_grad);
@@ -223,7 +222,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   Stats stats() const { return stats_; }
   std::vector<std::string> resident_units() const;
-  int64_t eager_reads() const { return stats_.eager_reads; }
   int64_t eager_reads_of(int64_t unit) const { return units_.at(unit).eager_reads; }
   std::pair<int64_t, int64_t> gathers_of(int64_t unit) const {
     return {units_.at(unit).gathers, units_.at(unit).gather_bytes};

@@ -164,25 +164,18 @@ class Region:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not refresh(self.sharded):
             return _base(module).forward(module, *args, **kwargs)  # graphs know the module's own parameters only
-        for unit in self.units:
-            self.core.open(unit)
-        if self.trusted:
-            self.core.set_trusted(True)
         if self.compiled:
             for value in (*args, *kwargs.values()):
                 leaves.unwatch(value)
+        reads = self.core.enter(self.units, self.trusted)
         self.moment.depth += 1
-        reads = self.core.eager_reads() if self.compiled else 0
         try:
             results = self.run(module, *args, **kwargs)
-            if self.compiled and self.core.eager_reads() > reads:
-                self.ran_eagerly(self.name)
         finally:
             self.moment.depth -= 1
-            if self.trusted:
-                self.core.set_trusted(False)
-            for unit in self.units:
-                self.core.close(unit)
+            reads = self.core.leave(self.units) - reads
+        if self.compiled and reads > 0:
+            self.ran_eagerly(self.name)
         if (self.regathers or self.compiled) and torch.is_grad_enabled():
             units, compiled = self.units if self.regathers else [], self.name if self.compiled else ""
             for result in (results,) if isinstance(results, Tensor) else tree_leaves(results):

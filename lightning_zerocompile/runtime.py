@@ -345,8 +345,8 @@ class Runtime:
     def _refresh_kept(self) -> None:
         """Gathers stale values (first step, loaded weights) here, since ranks may read different parameters later."""
         for unit in self._kept:
-            self.core.open(unit)
-            self.core.close(unit)
+            self.core.enter([unit], False)
+            self.core.leave([unit])
 
     def masters_changed(self, masters: Sequence[Tensor]) -> None:
         """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""
