@@ -251,7 +251,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void await(Reduction& reduction);
   void drop_in_flight();
 
-  // gather.cpp
+  // gather.cpp, uses.cpp
   void acquire(int64_t unit, Phase phase, int64_t needed, bool full = false);
   using RowsByDtype = std::map<at::ScalarType, std::vector<PeerMemory::Rows>>;  // of what is gathered
   void launch_gather(const std::vector<int64_t>& units, Way way, bool restores = false, bool full = false);
