@@ -130,13 +130,16 @@ def ours(
     optimizer = adamw(engine.model.parameters())
     engine.attach_optimizers([optimizer])
 
+    def compute(batches: list[Tensor]) -> None:
+        for x in batches:
+            loss_of(engine.model, x).backward()
+            engine.after_backward()
+
     def step(batches: list[Tensor], memory: Memory) -> None:
         with engine.training_step():
             window = engine.windows.open(args.gather, None, None) if coalesced else contextlib.nullcontext()
             with window:
-                for x in batches:
-                    loss_of(engine.model, x).backward()
-                    engine.after_backward()
+                compute(batches)
                 memory.note("window")
         memory.reduced()
         engine.step(optimizer, lambda: None)
@@ -151,9 +154,7 @@ def ours(
     @contextlib.contextmanager
     def backwards(batches: list[Tensor]) -> Iterator[Callable[[], None]]:
         def run() -> None:
-            for x in batches:
-                loss_of(engine.model, x).backward()
-                engine.after_backward()
+            compute(batches)
             optimizer.zero_grad()  # inside a window: what waits is dropped
 
         with engine.training_step(), engine.windows.open("step", None, None):

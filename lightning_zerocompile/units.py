@@ -110,7 +110,6 @@ def plan_units(
     prefixes = tuple(block_of)
     units: list[UnitPlan] = []
     by_block: dict[str, UnitPlan] = {}
-    rest: UnitPlan | None = None
     for name, parameter in _owned_parameters(model):
         size = (
             parameter.numel()
@@ -118,28 +117,30 @@ def plan_units(
         )
         kept = _is_inside(name, keep_gathered)
         prefix = next((p for p in prefixes if name.startswith(p)), None) if prefixes else None
-        if prefix is not None:
+        if prefix is None:
+            units.append(UnitPlan(name=name, parameters=[name], bytes=size, kept=kept))
+            continue
+        if prefix not in by_block:
             block_name, block = block_of[prefix]
-            if prefix not in by_block:
-                by_block[prefix] = UnitPlan(name=block_name, block=block, kept=kept)
-                units.append(by_block[prefix])
-            unit, rest = by_block[prefix], None
-        else:
-            if rest is None or rest.bytes + size > unit_bytes or rest.kept != kept:
-                rest = UnitPlan(name=name, kept=kept)
-                units.append(rest)
-            unit = rest
-        unit.parameters.append(name)
-        unit.bytes += size
-    return _joined(units, unit_bytes) if join_blocks else units
+            by_block[prefix] = UnitPlan(name=block_name, block=block, kept=kept)
+            units.append(by_block[prefix])
+        by_block[prefix].parameters.append(name)
+        by_block[prefix].bytes += size
+    units = _joined(units, unit_bytes, blocks=False)
+    return _joined(units, unit_bytes, blocks=True) if join_blocks else units
 
 
-def _joined(units: list[UnitPlan], unit_bytes: int) -> list[UnitPlan]:
-    """Consecutive units, whole, in groups of up to ``unit_bytes``."""
+def _joined(units: list[UnitPlan], unit_bytes: int, blocks: bool) -> list[UnitPlan]:
+    """Consecutive units, whole, in groups of up to ``unit_bytes``; ``blocks``: these, too."""
     joined: list[UnitPlan] = []
     for unit in units:
         group = joined[-1] if joined else None
-        if group is None or group.bytes + unit.bytes > unit_bytes or group.kept != unit.kept:
+        if (
+            group is None
+            or group.bytes + unit.bytes > unit_bytes
+            or group.kept != unit.kept
+            or not (blocks or group.block is unit.block is None)
+        ):
             joined.append(unit)
             continue
         group.parameters += unit.parameters
