@@ -12,6 +12,16 @@
 
 namespace zerocompile {
 
+namespace {
+
+// Whether the gradient that waits may be added to in place: it was made here, or nobody else holds its memory, as of
+// one that a graph has handed over.
+bool is_ours(const Parameter& p) {
+  return p.grad_owned || (p.grad.storage().use_count() == 1 && p.grad.is_non_overlapping_and_dense());
+}
+
+}  // namespace
+
 // [Note: end of backward] An engine callback, not a graph node, ends a backward: it is the same for any number of
 // graphs, breaks and recompilations. It is armed by the first thing that happens in a backward. In a nested backward
 // (reentrant checkpoint, GradCache) some node of the outer one is still being evaluated when the callback runs: then
@@ -180,11 +190,23 @@ void Runtime::forget_outstanding() {
 // [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose
 // backward computed in fp32 never opens an fp32 bucket. With `grad_dtype=None` the first gradients decide, see
 // [Note: agreed dtype]. `shared`: somebody else holds it and may write to it again.
-void Runtime::contribute(int64_t index, Tensor grad, bool from_graph, bool shared) {
+void Runtime::contribute(const std::vector<int64_t>& indices, at::TensorList grads, bool from_graph, bool shared) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto& p = parameter(index);
   arm();
-  if (!accumulating()) return;
+  if (accumulating()) {
+    at::NoGradGuard no_grad;
+    Sums sums;
+    for (size_t k = 0; k < indices.size(); ++k) take(parameter(indices[k]), grads[k], from_graph, shared, sums);
+    if (sums.totals.size() == 1) sums.totals.front().add_(sums.parts.front());
+    else if (!sums.totals.empty()) at::_foreach_add_(sums.totals, sums.parts);
+  }
+  mark_ready(indices);
+  launch_complete();
+  latest_.reset();
+}
+
+// One gradient: kept, or among `sums`, for all to be added by one kernel.
+void Runtime::take(Parameter& p, Tensor grad, bool from_graph, bool shared, Sums& sums) {
   if (from_graph) p.graph_outstanding = std::max<int64_t>(0, p.graph_outstanding - 1);
   if (!p.master.requires_grad()) return;  // frozen after the forward: torch drops the gradient too
   TORCH_CHECK(grad.layout() == at::kStrided,
@@ -193,7 +215,6 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph, bool share
   TORCH_CHECK(grad.sizes() == at::IntArrayRef(p.size),
               text("zerocompile: the gradient of `", p.name, "` has sizes ",
                    grad.sizes(), ", the parameter ", p.size));
-  at::NoGradGuard no_grad;
   grad = shared && !p.grad.defined() ? grad.clone() : view_of(grad);
   if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
   const auto raw = grad.scalar_type();
@@ -203,8 +224,10 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph, bool share
   if (!p.grad.defined()) {
     p.grad = grad;
     p.grad_owned = sums_in_another || shared;
-  } else if (p.grad_owned && p.grad.scalar_type() == grad.scalar_type()) {
-    p.grad.add_(grad);
+  } else if (p.grad.scalar_type() == grad.scalar_type() && is_ours(p)) {
+    p.grad_owned = true;
+    sums.totals.push_back(p.grad);
+    sums.parts.push_back(std::move(grad));
   } else {
     p.grad = p.grad.add(grad);
     p.grad_owned = true;
@@ -220,8 +243,7 @@ void Runtime::contribute(int64_t index, Tensor grad, bool from_graph, bool share
 // before they run what this rank's stream waits for (a gather, a collective of the user's in the backward). So what is
 // not reduced right when its last gradient arrives is ordered behind its own gradients alone (without any, behind the
 // backward's begin), not behind this rank's stream.
-void Runtime::contributed(const std::vector<int64_t>& indices) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+void Runtime::mark_ready(const std::vector<int64_t>& indices) {
   latest_.reset();
   for (auto i : indices) {
     const auto& p = parameter(i);
@@ -229,8 +251,6 @@ void Runtime::contributed(const std::vector<int64_t>& indices) {
     if (!latest_) latest_ = mark(device_);
     units_[p.unit].ready = latest_;
   }
-  launch_complete();
-  latest_.reset();
 }
 
 }  // namespace zerocompile

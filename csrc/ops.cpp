@@ -53,8 +53,7 @@ Tensor gather_cast(const Tensor& source, const Tensor& handle, at::IntArrayRef s
 
 Tensor reduce_grad(const Tensor& grad, const Tensor& handle) {
   auto [runtime, parameter] = find(handle);
-  runtime->contribute(parameter, grad, /*from_graph=*/true);
-  runtime->contributed({parameter});
+  runtime->contribute({parameter}, grad, /*from_graph=*/true);
   return at::zeros_like(handle);
 }
 
@@ -156,14 +155,12 @@ void release_one_(const Tensor&, const Tensor& handle, bool last, at::OptionalIn
 void reduce_unit_(at::TensorList grads, at::TensorList handles) {
   TORCH_CHECK(grads.size() == handles.size(), "zerocompile: reduce_unit_ takes one handle per gradient");
   auto uses = find_all(handles);
-  for (size_t i = 0; i < grads.size(); ++i) uses.runtime->contribute(uses.parameters[i], grads[i], true);
-  if (!grads.empty()) uses.runtime->contributed(uses.parameters);
+  if (!grads.empty()) uses.runtime->contribute(uses.parameters, grads, /*from_graph=*/true);
 }
 
 void reduce_one_(const Tensor& grad, const Tensor& handle, at::OptionalIntArrayRef) {
   auto [runtime, parameter] = find(handle);
-  runtime->contribute(parameter, grad, /*from_graph=*/true);
-  runtime->contributed({parameter});
+  runtime->contribute({parameter}, grad, /*from_graph=*/true);
 }
 
 // For the compiler alone: what takes a gradient here keeps it from writing to that memory before.
@@ -206,9 +203,8 @@ struct ReadFunction : torch::autograd::Function<ReadFunction> {
     token->finish();
     if (grads[0].defined()) {
       const bool shared = grads[0].use_count() > 1;  // as AccumulateGrad tells: a Function may keep its result
-      runtime->contribute(token->parameter, token->casts ? grads[0].to(at::kFloat) : grads[0], /*from_graph=*/false,
-                          shared && !token->casts);
-      runtime->contributed({token->parameter});
+      runtime->contribute({token->parameter}, token->casts ? grads[0].to(at::kFloat) : grads[0],
+                          /*from_graph=*/false, shared && !token->casts);
     }
     return {Tensor(), Tensor(), Tensor()};
   }

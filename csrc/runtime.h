@@ -189,8 +189,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void gather_low(const std::vector<int64_t>& parameters, at::ScalarType dtype);
 
   // reduction
-  void contribute(int64_t parameter, Tensor grad, bool from_graph, bool shared = false);
-  void contributed(const std::vector<int64_t>& parameters);
+  void contribute(const std::vector<int64_t>& parameters, at::TensorList grads, bool from_graph, bool shared = false);
   void watch_backward(const Tensor& result, std::vector<int64_t> units, std::string compiled);
   void arm();
   void backward_ended();
@@ -275,6 +274,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // backward.cpp, reduce.cpp, gradients.cpp, window.cpp
   void enter_backward(const std::vector<int64_t>& units, const std::string& compiled);
+  struct Sums {
+    std::vector<Tensor> totals, parts;
+  };
+  void take(Parameter& p, Tensor grad, bool from_graph, bool shared, Sums& sums);
+  void mark_ready(const std::vector<int64_t>& parameters);
   bool complete(const Unit& unit) const;
   at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(p.raw_dtype); }
   bool trainable(const Unit& unit) const;

@@ -112,15 +112,18 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, const std:
   return values;
 }
 
-// The graph's last use of these values is behind it. `last`: the graph ends here.
+// The graph's last use of these values is behind it. `last`: the graph ends here. What is asked for next (by the
+// backward, behind the forward's last graph) stays.
 void Runtime::release(const std::vector<int64_t>& indices, bool last) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto next = predicted();
   for (auto i : indices) {
     auto& p = parameter(i);
     auto& unit = units_[p.unit];
     if (unit.lifetime == Lifetime::Step || !unit.resident) continue;
     unit.graph_uses = std::max<int64_t>(0, unit.graph_uses - 1);
     if (last || held_ || unit.lent || !p.full.defined()) continue;
+    if (std::find(next.begin(), next.end(), p.unit) != next.end()) continue;
     write_back(p);
     forget(p);
     const bool empty = std::none_of(unit.parameters.begin(), unit.parameters.end(),

@@ -63,3 +63,63 @@ def test_distance(ranks: Ranks) -> None:
         assert seen[1] == ["head.weight", "layers.1", "layers.2", "norm.bias", "norm.weight"]
     for seen in ranks.run(_ahead, False, 0):
         assert seen == [["layers.0"], ["layers.1"], ["layers.2"]]
+
+
+class Stack(nn.Module):
+    """One graph with compile="model"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH]
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH]
+        return self.stack(x)
+
+
+def _turn(prefetch: int) -> tuple[list[list[str]], list[int], float]:
+    """What is there between forward and backward, the gathers of each step, and how far from DDP it ends."""
+    torch.manual_seed(0)
+    model = Holder().to(models.device())
+    twin = Holder().to(models.device())
+    twin.load_state_dict(model.state_dict())
+    inputs = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(models.world())]
+    between, gathers = [], []
+    with engines.engine(model, 3, compile="model", prefetch=prefetch) as engine:
+        optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+        engine.attach_optimizers([optimizer])
+
+        def loss() -> Tensor:
+            value = model(inputs[models.rank()].to(models.device())).square().mean()
+            between.append(sorted(engine.runtime.core.resident_units()))
+            return value
+
+        for _ in range(4):
+            before = engine.runtime.stats().gathers
+            engines.step(engine, optimizer, loss)
+            gathers.append(engine.runtime.stats().gathers - before)
+            for x in inputs:
+                (twin(x.to(models.device())).square().mean() / models.world()).backward()
+            plain.step()
+            plain.zero_grad()
+    worst = max((a - b).abs().max().item() for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    return between, gathers, worst
+
+
+def test_what_backward_begins_with_stays(ranks: Ranks) -> None:
+    """The forward's last unit is the backward's first: known from the first step on, it is not gathered twice."""
+    last = ["stack.layers.2.weight"]
+    for between, gathers, worst in ranks.run(_turn, 1):
+        assert between == [[], last, last, last] and gathers == [5, 4, 4, 4] and worst <= 1e-6
+    for between, gathers, worst in ranks.run(_turn, 0):
+        assert between == [[]] * 4 and gathers == [5] * 4 and worst <= 1e-6
