@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_zerocompile.full_values import full_value
-from lightning_zerocompile.shard import sharded_if_full
+from lightning_zerocompile.rows import sharded_if_full
 
 if TYPE_CHECKING:
     from lightning_zerocompile.engine import Engine

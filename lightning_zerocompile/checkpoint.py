@@ -30,7 +30,7 @@ from lightning_zerocompile.background import Background, run, settle
 from lightning_zerocompile.files import AtomicCheckpointIO
 from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.optim import sees_whole_values
-from lightning_zerocompile.shard import shard_like
+from lightning_zerocompile.rows import shard_like
 from lightning_zerocompile.sharded_checkpoint import together
 
 

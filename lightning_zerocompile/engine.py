@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_zerocompile import leaves, shard
+from lightning_zerocompile import buffers, leaves, shard
 from lightning_zerocompile.budget import MemoryBudget
 from lightning_zerocompile.compile import Regions, remove_regions, whole_modules
 from lightning_zerocompile.config import Config
@@ -77,7 +77,8 @@ class Engine:
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype)
-            self._buffers_to_device()
+            buffers.move(model.modules(), device)
+            self._broadcast_buffers(model.modules())
             self.regions = Regions(self.runtime, config)
             self._add_regions(units)
         except BaseException:
@@ -95,14 +96,6 @@ class Engine:
     def manages(self, model: nn.Module) -> bool:
         """Whether this is the sharded ``model``, and no other engine has taken it over."""
         return self.model is model and shard.owner(model) is self.runtime.core
-
-    def _buffers_to_device(self) -> None:
-        modules = list(self.model.modules())
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self.device:
-                    module._buffers[name] = buffer.to(self.device)
-        self._broadcast_buffers(modules)
 
     def _add_regions(self, units: Sequence[UnitPlan]) -> None:
         blocks = [(plan.name, plan.block) for plan in units if plan.block is not None]
@@ -172,14 +165,8 @@ class Engine:
             moment.in_step = before
 
     def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Rank 0's buffers on every rank, as DDP does before each forward.
-
-        In the reductions' group: in that of the gathers, the forward would wait for all that the optimizer has started.
-        """
-        found = dict.fromkeys(buffer for module in modules if module._buffers for buffer in module._buffers.values())
-        buffers = [b.detach() for b in found if b is not None and b.numel() > 0]
-        if buffers and self.runtime.mesh.size() > 1:
-            dist._broadcast_coalesced(self._own_groups[-1], buffers, 250 * 2**20, 0)  # type: ignore[attr-defined]
+        # in the reductions' group: in that of the gathers, the forward would wait for all that the optimizer started
+        buffers.broadcast(modules, self._own_groups[-1])
 
     def before_backward(self, loss: Tensor) -> None:
         """Lets the runtime know the outermost backward when it starts: the loss's gradient comes first."""

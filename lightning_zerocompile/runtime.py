@@ -23,7 +23,8 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
 from lightning_zerocompile.peers import first_failure, has_copy_engines, map_buffer
 from lightning_zerocompile.policy import Lifetime, Policy
-from lightning_zerocompile.shard import ClassCache, Moment, Slot, install, make_master, over_local
+from lightning_zerocompile.rows import make_master, over_local
+from lightning_zerocompile.shard import ClassCache, Moment, Slot, install
 from lightning_zerocompile.units import UnitPlan
 
 

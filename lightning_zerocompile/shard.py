@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import leaves
 from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.rows import over_local, shard_like, sharded_if_full
 
 SLOTS = "_zerocompile_slots"
 TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, (source, handle, size)
@@ -189,83 +186,7 @@ class ClassCache:
         return type(base.__name__, (base,), namespace)
 
 
-# ---- sharding ----
-
-
-def rows_of(length: int, rank: int, world: int) -> tuple[int, int]:
-    """First row and number of rows of a rank: ``torch.chunk``'s rule, so a late rank may have none."""
-    rows = -(-length // world)
-    first = min(rank * rows, length)
-    return first, min(rows, length - first)
-
-
-def placements_of(size: tuple[int, ...]) -> tuple[Placement]:
-    """Rows are sharded; a 0-dim parameter is replicated."""
-    return (Shard(0),) if size else (Replicate(),)
-
-
-def local_part(full: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of ``full``, as a copy."""
-    if full.dim() == 0:
-        return full.detach().clone()
-    first, rows = rows_of(full.shape[0], mesh.get_local_rank(), mesh.size())
-    return full.detach()[first : first + rows].clone(memory_format=torch.contiguous_format)
-
-
-def as_dtensor(local: Tensor, size: torch.Size | tuple[int, ...], mesh: DeviceMesh) -> DTensor:
-    """The DTensor of global shape ``size`` whose local part is ``local``; no communication."""
-    shape = torch.Size(size)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements_of(tuple(size)), run_check=False, shape=shape, stride=stride)
-
-
-def over_local(local: Tensor, master: Tensor) -> DTensor:
-    """A DTensor over the memory of ``local``, [<=rows, ...], in the layout of ``master`` and the dtype of ``local``."""
-    if not isinstance(master, DTensor):
-        raise TypeError("over_local needs a sharded master")
-    spec = master._spec
-    if local.dtype != master.dtype:
-        meta = TensorMeta(master.shape, master.stride(), local.dtype)
-        spec = DTensorSpec(master.device_mesh, master.placements, meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def shard_like(full: Tensor, master: Tensor, dtype: torch.dtype | None = None) -> DTensor:
-    """``full`` in the layout and device of ``master``, in ``dtype`` (default: the master's).
-
-    No communication: every rank must hold the same ``full``.
-    """
-    if not isinstance(master, DTensor):
-        raise TypeError("shard_like needs a sharded master")
-    local = master.to_local()
-    part = local_part(full, master.device_mesh).to(device=local.device, dtype=dtype or local.dtype)
-    return as_dtensor(part, tuple(master.shape), master.device_mesh)
-
-
-def sharded_if_full(value: Any, master: Tensor) -> Any:
-    """A plain tensor of the master's full shape in the layout and dtype of ``master``; anything else as it is."""
-    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == master.shape:
-        return shard_like(value, master)
-    return value
-
-
-def make_master(
-    parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, master_dtype: torch.dtype | None
-) -> nn.Parameter:
-    """The sharded master of a full parameter, from rank 0's values (as DDP broadcasts them).
-
-    Low-precision floating-point values are kept in ``master_dtype``; others keep their dtype.
-    """
-    full = parameter.detach().to(device, copy=True).contiguous()
-    if mesh.size() > 1:
-        dist.broadcast(full, group=mesh.get_group(), group_src=0)
-    local = local_part(full, mesh)
-    if master_dtype is not None and local.is_floating_point() and local.dtype.itemsize < master_dtype.itemsize:
-        local = local.to(master_dtype)
-    master = nn.Parameter(as_dtensor(local, tuple(full.shape), mesh), requires_grad=parameter.requires_grad)
-    # nn.Parameter cannot make one of this class: it insists that detach does, too
-    master.__dict__.update(parameter.__dict__)
-    return master
+# ---- installing ----
 
 
 def install(classes: ClassCache, module: nn.Module, name: str, slot: Slot) -> None:

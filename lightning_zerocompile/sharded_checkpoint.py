@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import files
-from lightning_zerocompile.shard import as_dtensor
+from lightning_zerocompile.rows import as_dtensor
 
 CHECKSUMS, INDEX = "checksums.json", ".metadata"
 MODEL, OPTIMIZER = "model", "optimizer_"

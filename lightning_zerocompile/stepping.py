@@ -45,7 +45,7 @@ from typing_extensions import override
 from lightning_zerocompile import leaves
 from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.optim import plain_step, remedy, sees_whole_values
-from lightning_zerocompile.shard import local_part, over_local, shard_like
+from lightning_zerocompile.rows import local_part, over_local, shard_like
 
 _TAKES_ANY_STATE = (optim.Adam, optim.AdamW)  # fused; SGD's takes only parameters that all have a momentum, or none
 _TOGETHER = 2**25  # elements: a device updates fewer in less time than the host needs for a call of the optimizer

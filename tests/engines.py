@@ -56,6 +56,18 @@ def mean_backward(twin: nn.Module, number: int) -> None:
         (token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
 
 
+def window_reference(twin: nn.Module, micros: list[list[int]], lr: float = 0.5) -> None:
+    """One SGD step per entry: the mean over ranks of the summed gradients of each rank's micro-batches."""
+    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=lr)
+    data = [models.Batches(r) for r in range(models.world())]
+    for numbers in micros:
+        optimizer.zero_grad()
+        for batches in data:
+            for number in numbers:
+                (token_loss(twin, batches[number]) / models.world() / len(numbers)).backward()
+        optimizer.step()
+
+
 class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

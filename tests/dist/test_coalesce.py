@@ -27,18 +27,6 @@ MODES: dict[str, dict[str, Any]] = {
 UNITS = 5  # of ByteModel
 
 
-def _reference(twin: nn.Module, micros: list[list[int]], lr: float = 0.5) -> None:
-    """One SGD step per entry: the mean over ranks of the summed gradients of each rank's micro-batches."""
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=lr)
-    data = [models.Batches(r) for r in range(models.world())]
-    for numbers in micros:
-        optimizer.zero_grad()
-        for batches in data:
-            for number in numbers:
-                (engines.token_loss(twin, batches[number]) / models.world() / len(numbers)).backward()
-        optimizer.step()
-
-
 def _backwards(engine: Engine, data: models.Batches, numbers: list[int]) -> None:
     for number in numbers:
         loss = engines.token_loss(engine.model, data[number]) / len(numbers)
@@ -81,7 +69,7 @@ def _windows(stage: int, mode: str, gather: str) -> dict[str, Any]:
             resident = engine.runtime.core.resident_units()
             optimizer.step()
         compiled = engine.regions.stats
-    _reference(twin, micros)
+    engines.window_reference(twin, micros)
     return {
         "deviation": models.deviation(model, twin), "seen": seen, "held": held, "resident": resident,
         "compiled": (compiled.forward, compiled.backward),
@@ -135,7 +123,7 @@ def _runs(stage: int, limit: int) -> tuple[float, tuple[int, int], tuple[int, in
         gathers = held.gathers - before.gathers if stage == 3 else after.gathers - window.gathers
         expected = _filled(engine, limit, used[::-1]), _filled(engine, limit, sorted(used) if stage == 3 else used)
         found = window.reductions - 1, gathers  # the 0-dim parameter has a reduction of its own
-    _reference(twin, [[0, 1]])
+    engines.window_reference(twin, [[0, 1]])
     return models.deviation(model, twin), found, expected
 
 
@@ -263,70 +251,6 @@ def test_unused_frozen_and_one_sided_parameters(ranks: Ranks, stage: int) -> Non
         assert worst <= 1e-6 and all(same_none)
 
 
-# ---- limits and dtypes ----
-
-
-def _bounded(stage: int, max_bytes: int) -> tuple[float, int, list[int]]:
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
-    data, held = models.Batches(models.rank()), []
-    with engines.engine(model, stage) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
-        with engine.training_step(), engine.windows.open("auto", max_bytes, None):
-            for number in range(4):
-                loss = engines.token_loss(model, data[number]) / 4
-                loss.backward()
-                engine.after_backward()
-                held.append(engine.runtime.core.deferred_bytes())
-        scatters = engine.runtime.stats().reductions
-        optimizer.step()
-    _reference(twin, [[0, 1, 2, 3]])
-    return models.deviation(model, twin), scatters, held
-
-
-@STAGES
-def test_max_bytes_reduces_the_largest_units_early(ranks: Ranks, stage: int) -> None:
-    full = 2 * 4 + 2 * 520 + 3 * (40 + 40 + 840 + 84 + 840)
-    unbounded = ranks.run(_bounded, stage, full)[0]
-    assert unbounded[2] == [full] * 4
-    for deviation, reductions, held in ranks.run(_bounded, stage, 3000):
-        assert deviation <= 1e-6
-        assert max(held) <= 3000 and min(held) > 0
-        assert reductions > unbounded[1]
-
-
-class Scaled(nn.Module):
-    """Its gradient is the number it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-
-    def forward(self, number: float) -> Tensor:
-        return (self.weight * number).sum()
-
-
-def _summed(dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> float:
-    model = Scaled()
-    engine = engines.make_engine(model, 3, compile=False, keep_gradients=True, reduce_dtype=reduce_dtype)
-    try:
-        with engine.training_step(), engine.windows.open("auto", None, dtype):
-            for number in (256.0, *[1.0] * 7):
-                model(number).backward()
-        return float(full_value(next(model.parameters()).grad)[0])
-    finally:
-        engine.abandon()
-
-
-def test_accumulate_dtype(ranks: Ranks) -> None:
-    """256 + 7 x 1: bf16 drops each 1; fp32 keeps them, and communication in bf16 rounds the sum once."""
-    fp32 = torch.float32
-    assert ranks.run(_summed, None, None)[0] == 256.0
-    assert ranks.run(_summed, fp32, None)[0] == 264.0
-    assert ranks.run(_summed, fp32, fp32)[0] == 263.0
-
-
 # ---- with Lightning: optimizers, clipping, accumulation ----
 
 
@@ -413,7 +337,7 @@ def _accumulates(stage: int, how: str, accumulate: Any) -> tuple[float, list[int
     twin.load_state_dict(module.model.state_dict())
     strategy = ZeroCompileStrategy(stage=stage, compile=False, accumulate=accumulate)
     models.train(module, strategy, steps=2)
-    _reference(twin, [[0, 1], [2, 3]])
+    engines.window_reference(twin, [[0, 1], [2, 3]])
     return models.deviation(module.model, twin), module.reductions
 
 

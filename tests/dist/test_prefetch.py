@@ -112,8 +112,7 @@ def _turn(prefetch: int) -> tuple[list[list[str]], list[int], float]:
                 (twin(x.to(models.device())).square().mean() / models.world()).backward()
             plain.step()
             plain.zero_grad()
-    worst = max((a - b).abs().max().item() for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    return between, gathers, worst
+    return between, gathers, models.deviation(model, twin)
 
 
 def test_what_backward_begins_with_stays(ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.full_values import full_value
 from tests import engines, models
-from tests.dist.test_coalesce import STAGES, _reference
+from tests.dist.test_coalesce import STAGES
 from tests.harness import Ranks
 
 
@@ -76,7 +76,7 @@ def _misused(stage: int) -> dict[str, str]:
         optimizer.step()
         steps += 1
     engine.unshard()
-    _reference(twin, [[number] for number in range(steps)])
+    engines.window_reference(twin, [[number] for number in range(steps)])
     messages["deviation"] = str(models.deviation(engine.model, twin))
     return messages
 

@@ -1,0 +1,27 @@
+"""Module buffers: on this rank's device, and rank 0's on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_TOGETHER = 250 * 2**20  # bytes that share a broadcast, as in DDP
+
+
+def move(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Moves what is on another device."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def broadcast(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+    """Rank 0's values on every rank of ``group``, as DDP gives them before each forward."""
+    found = dict.fromkeys(buffer for module in modules if module._buffers for buffer in module._buffers.values())
+    buffers = [b.detach() for b in found if b is not None and b.numel() > 0]
+    if buffers and dist.get_world_size(group) > 1:
+        dist._broadcast_coalesced(group, buffers, _TOGETHER, 0)  # type: ignore[attr-defined]
