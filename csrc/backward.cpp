@@ -70,10 +70,8 @@ void Runtime::enter_backward(const std::vector<int64_t>& units, const std::strin
   TORCH_CHECK(compiled.empty() || !at::GradMode::is_enabled(),
               text("backward with `create_graph=True` through the compiled module `", compiled,
                    "`: compiled graphs have no second derivative. Use ZeroCompileStrategy(compile=False)."));
-  for (auto index : units) {
-    enter({index}, /*trusted=*/false);
-    leave({index});
-  }
+  enter(units, /*trusted=*/false);
+  leave(units);
 }
 
 // [Note: autograd.grad] `torch.autograd.grad` with respect to activations runs whole compiled backward graphs, whose

@@ -76,8 +76,7 @@ std::string Runtime::lent_unit() const {
 void Runtime::keep(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
-  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
-  auto& unit = units_[index];
+  auto& unit = this->unit(index);
   TORCH_CHECK(!held_ && !unit.lent && unit.open_modules == 0 && unit.graph_uses == 0,
               text("zerocompile: unit `", unit.name, "` is in use, so how long it lives cannot change now"));
   if (unit.lifetime == Lifetime::Step) return;

@@ -287,6 +287,11 @@ Parameter& Runtime::parameter(int64_t index) {
   return parameters_[index];
 }
 
+Unit& Runtime::unit(int64_t index) {
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
+  return units_[index];
+}
+
 std::vector<int64_t> Runtime::padded_size(const Parameter& p) const {
   if (p.replicated) return {1};
   auto size = p.size;

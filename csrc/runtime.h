@@ -239,6 +239,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   static constexpr Token NOWHERE{Way::Forth, -1};
 
   Parameter& parameter(int64_t index);
+  Unit& unit(int64_t index);
   std::vector<int64_t> padded_size(const Parameter& p) const;
   int64_t full_bytes(const Unit& unit) const;
   int64_t sent_bytes(const Unit& unit) const;

@@ -42,9 +42,9 @@ int64_t Runtime::enter(const std::vector<int64_t>& units, bool trusted) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
   for (auto index : units) {
-    TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
+    auto& u = unit(index);
     acquire(index, phase(), -1);
-    units_[index].open_modules += 1;
+    u.open_modules += 1;
   }
   trusted_ = trusted;
   return stats_.eager_reads;
@@ -53,10 +53,10 @@ int64_t Runtime::enter(const std::vector<int64_t>& units, bool trusted) {
 int64_t Runtime::leave(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   trusted_ = false;
+  if (shut_down_) return stats_.eager_reads;
   for (auto index : units) {
-    if (shut_down_) break;
-    TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
-    units_[index].open_modules = std::max<int64_t>(0, units_[index].open_modules - 1);  // `end_forward` closes all
+    auto& u = unit(index);
+    u.open_modules = std::max<int64_t>(0, u.open_modules - 1);  // `end_forward` closes all
   }
   return stats_.eager_reads;
 }
@@ -116,13 +116,14 @@ std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, const std:
 // backward, behind the forward's last graph) stays.
 void Runtime::release(const std::vector<int64_t>& indices, bool last) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const auto next = predicted();
+  const bool keeps_all = last || held_;
+  const auto next = keeps_all ? std::vector<int64_t>() : predicted();
   for (auto i : indices) {
     auto& p = parameter(i);
     auto& unit = units_[p.unit];
     if (unit.lifetime == Lifetime::Step || !unit.resident) continue;
     unit.graph_uses = std::max<int64_t>(0, unit.graph_uses - 1);
-    if (last || held_ || unit.lent || !p.full.defined()) continue;
+    if (keeps_all || unit.lent || !p.full.defined()) continue;
     if (std::find(next.begin(), next.end(), p.unit) != next.end()) continue;
     write_back(p);
     forget(p);

@@ -345,9 +345,8 @@ class Runtime:
     @torch.no_grad()  # so this does not count as the forward's order
     def _refresh_kept(self) -> None:
         """Gathers stale values (first step, loaded weights) here, since ranks may read different parameters later."""
-        for unit in self._kept:
-            self.core.enter([unit], False)
-            self.core.leave([unit])
+        self.core.enter(self._kept, False)
+        self.core.leave(self._kept)
 
     def masters_changed(self, masters: Sequence[Tensor]) -> None:
         """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""

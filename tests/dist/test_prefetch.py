@@ -66,8 +66,6 @@ def test_distance(ranks: Ranks) -> None:
 
 
 class Stack(nn.Module):
-    """One graph with compile="model"."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
@@ -78,20 +76,10 @@ class Stack(nn.Module):
         return x
 
 
-class Holder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = Stack()
-
-    def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH]
-        return self.stack(x)
-
-
 def _turn(prefetch: int) -> tuple[list[list[str]], list[int], float]:
     """What is there between forward and backward, the gathers of each step, and how far from DDP it ends."""
     torch.manual_seed(0)
-    model = Holder().to(models.device())
-    twin = Holder().to(models.device())
+    model, twin = (models.Whole(Stack()).to(models.device()) for _ in range(2))
     twin.load_state_dict(model.state_dict())
     inputs = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(models.world())]
     between, gathers = [], []
@@ -117,7 +105,7 @@ def _turn(prefetch: int) -> tuple[list[list[str]], list[int], float]:
 
 def test_what_backward_begins_with_stays(ranks: Ranks) -> None:
     """The forward's last unit is the backward's first: known from the first step on, it is not gathered twice."""
-    last = ["stack.layers.2.weight"]
+    last = ["model.layers.2.weight"]
     for between, gathers, worst in ranks.run(_turn, 1):
         assert between == [[], last, last, last] and gathers == [5, 4, 4, 4] and worst <= 1e-6
     for between, gathers, worst in ranks.run(_turn, 0):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_zerocompile.full_values import full_value
 from tests import engines, models
+from tests.dist.test_coalesce import STAGES
 from tests.harness import Ranks
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 WIDTH = 6
 
 
