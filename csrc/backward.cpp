@@ -194,6 +194,7 @@ void Runtime::contribute(const std::vector<int64_t>& indices, at::TensorList gra
   if (accumulating()) {
     at::NoGradGuard no_grad;
     Sums sums;
+    shared = shared || copies_gradients_;
     for (size_t k = 0; k < indices.size(); ++k) take(parameter(indices[k]), grads[k], from_graph, shared, sums);
     if (sums.totals.size() == 1) sums.totals.front().add_(sums.parts.front());
     else if (!sums.totals.empty()) at::_foreach_add_(sums.totals, sums.parts);
@@ -204,23 +205,23 @@ void Runtime::contribute(const std::vector<int64_t>& indices, at::TensorList gra
 }
 
 // One gradient: kept, or among `sums`, for all to be added by one kernel.
-void Runtime::take(Parameter& p, Tensor grad, bool from_graph, bool shared, Sums& sums) {
+void Runtime::take(Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& sums) {
   if (from_graph) p.graph_outstanding = std::max<int64_t>(0, p.graph_outstanding - 1);
   if (!p.master.requires_grad()) return;  // frozen after the forward: torch drops the gradient too
-  TORCH_CHECK(grad.layout() == at::kStrided,
+  TORCH_CHECK(handed.layout() == at::kStrided,
               text("zerocompile: the gradient of `", p.name,
                    "` is sparse, which cannot be sharded. Use sparse=False for this embedding"));
-  TORCH_CHECK(grad.sizes() == at::IntArrayRef(p.size),
+  TORCH_CHECK(handed.sizes() == at::IntArrayRef(p.size),
               text("zerocompile: the gradient of `", p.name, "` has sizes ",
-                   grad.sizes(), ", the parameter ", p.size));
-  grad = shared && !p.grad.defined() ? grad.clone() : view_of(grad);
+                   handed.sizes(), ", the parameter ", p.size));
+  auto grad = view_of(handed);
   if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
   const auto raw = grad.scalar_type();
   p.raw_dtype = p.grad.defined() ? at::promote_types(p.raw_dtype, raw) : raw;
   const bool sums_in_another = deferred_ && sum_dtype_.has_value() && grad.is_floating_point() && raw != *sum_dtype_;
   if (sums_in_another) grad = grad.to(*sum_dtype_);
   if (!p.grad.defined()) {
-    p.grad = grad;
+    p.grad = shared && grad.is_alias_of(handed) ? grad.clone() : grad;
     p.grad_owned = sums_in_another || shared;
   } else if (p.grad.scalar_type() == grad.scalar_type() && is_ours(p)) {
     p.grad_owned = true;

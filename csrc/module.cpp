@@ -183,5 +183,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("gathers_of", &Runtime::gathers_of)
       .def("set_gradient_divisor", &Runtime::set_gradient_divisor)
       .def("set_prefetch", &Runtime::set_prefetch)
-      .def("set_merge_bytes", &Runtime::set_merge_bytes);
+      .def("set_merge_bytes", &Runtime::set_merge_bytes)
+      .def("set_copies_gradients", &Runtime::set_copies_gradients);
 }

@@ -225,7 +225,7 @@ Tensor read(const std::shared_ptr<Runtime>& runtime, int64_t parameter, const Te
 }
 
 TORCH_LIBRARY(zerocompile, m) {
-  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def("gather(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
   m.def("gather_cast(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
   m.def("reduce_grad(Tensor grad, Tensor handle) -> Tensor", tags);

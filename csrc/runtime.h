@@ -228,6 +228,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_gradient_divisor(double divisor) { divisor_ = divisor; }
   void set_prefetch(int64_t distance) { prefetch_ = distance; }
   void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
+  void set_copies_gradients(bool copies) { copies_gradients_ = copies; }
   int64_t world() const { return world_; }
   std::recursive_mutex& mutex() { return mutex_; }
 
@@ -278,7 +279,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   struct Sums {
     std::vector<Tensor> totals, parts;
   };
-  void take(Parameter& p, Tensor grad, bool from_graph, bool shared, Sums& sums);
+  void take(Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& sums);
   void mark_ready(const std::vector<int64_t>& parameters);
   bool complete(const Unit& unit) const;
   at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(p.raw_dtype); }
@@ -346,6 +347,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Token last_launched_ = NOWHERE;
   std::map<std::pair<Token, Way>, std::set<int64_t>> followers_;  // the units that followed a gather on all ranks
 
+  bool copies_gradients_ = false;  // they may lie in memory that a graph's replay writes to
   bool trusted_ = false;   // the code that reads now is known not to write, see [Note: write back]
   bool deferred_ = false;
   bool pending_ = false;   // backwards were deferred since the last reduction; the same on all ranks

@@ -12,6 +12,7 @@ in bf16, N forwards and backwards of 64 rows before one optimizer step. One JSON
     own_ms       as bound_ms, with the forwards and backwards of our graphs, in a window that stays open
     peak, window, after    MiB above what is allocated between steps: highest in the step before the optimizer, when the
                  last backward has ended, and when all gradients are reduced
+    pool         with --mode: MiB that CUDA graphs hold besides, for good
     reductions, reduced_mib, gathers, gathered_mib    collectives of a step and the bytes of the full values in them
 
 scopes: blocks (each layer is one compiled graph, in the bound too), model (the whole model is one), eager (no graph).
@@ -94,6 +95,12 @@ class Memory:
             self.seen["peak"] = (torch.cuda.max_memory_allocated() - self.base) / MIB
 
 
+def pool_bytes() -> int:
+    """Of the pools that CUDA graphs own, which torch does not count as allocated."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
+
+
 Step = Callable[[list[Tensor], Memory], None]
 Counts = Callable[[], dict[str, Any]]
 Action = contextlib.AbstractContextManager[Callable[[], None]]
@@ -125,7 +132,10 @@ def ours(
     from lightning_zerocompile.engine import Engine
 
     compiled: Any = False if scope == "eager" else scope
-    config = Config(stage=stage, compile=compiled, dynamic=False, master_dtype=None, unit_bytes=args.unit_mib * MIB)
+    unit_bytes = args.unit_mib * MIB
+    config = Config(
+        stage=stage, compile=compiled, mode=args.mode, dynamic=False, master_dtype=None, unit_bytes=unit_bytes
+    )
     engine = Engine(Whole(build(device)), device, config, None, "nccl")
     optimizer = adamw(engine.model.parameters())
     engine.attach_optimizers([optimizer])
@@ -270,12 +280,13 @@ def rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, A
             memory, before = Memory(on=True), counts()
             memory.start()
             step(batches, memory)
+            pool = {"pool": round(pool_bytes() / MIB)} if args.mode else {}
             yield {
                 "system": system, "stage": stage, "compile": scope, "mode": "coalesced" if coalesced else "plain",
                 "backwards": backwards, "ms": round(took, 2),
                 **{name: round(value, 2) for name, value in bounds.items()},
                 **{f"x_{name[:-3]}": round(took / value, 3) for name, value in bounds.items()},
-                **{name: round(value) for name, value in memory.seen.items()},
+                **{name: round(value) for name, value in memory.seen.items()}, **pool,
                 **{name: round(value - before[name]) for name, value in counts().items()},
             }  # fmt: skip
         del step, counts, own, parts_of
@@ -300,6 +311,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", choices=[1, 2, 3], default=[1, 2, 3])
     parser.add_argument("--gather", choices=["auto", "step", "use"], default="auto", help="of the window")
     parser.add_argument("--unit-mib", type=int, default=64, help="the strategy's unit_bytes")
+    parser.add_argument("--mode", choices=["reduce-overhead"], help="of our graphs: CUDA graphs")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -87,8 +87,23 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
     options["reorder_for_peak_memory"] = False  # it would move the starts that the passes placed
     if not regional:
         options["allow_buffer_reuse"] = False  # see [Note: memory of shared buffers]
-    options["triton.cudagraphs"] = False  # a replay would pass the runtime by, whatever the environment asks for
+    options["triton.cudagraphs"] = config.cuda_graphs  # whatever the environment asks for
+    if config.cuda_graphs:  # see [Note: CUDA graphs]
+        options["graph_partition"] = True
+        options.setdefault("triton.reorder_for_reducing_graph_partitions", False)
+    if options.get("cpp_wrapper"):  # torch 2.11 sets these for forward graphs only; without, it runs our operators
+        options |= {"triton.autotune_at_compile_time": True, "triton.autotune_cublasLt": False}
+        options["triton.store_cubin"] = True
     return options
+
+
+# [Note: CUDA graphs] A replay would pass our operators by. They are tagged `cudagraph_unsafe`, so Inductor cuts its
+# graph at each of them, and only what is between two is recorded; it may not move them to have fewer cuts, since that
+# would gather earlier and reduce later. What is recorded reads resident values where they are
+# (`mark_static_address`); values that stage 3 gathers anew, it copies into its own memory first. It leaves gradients in
+# memory that a later replay writes to: what is handed over is copied (`set_copies_gradients`). A step is one
+# iteration (`cudagraph_mark_step_begin`): by default each graph called without autograd begins another, which makes
+# the last one's results invalid.
 
 
 def make_backend(config: Config, stats: CompileStats, regional: bool) -> Callable[..., Any]:

@@ -78,12 +78,6 @@ class Config:
             raise ValueError(f"`options={self.options!r}` must be a dictionary of Inductor's options.")
         if self.mode not in _MODES:
             raise ValueError(f"`mode={self.mode!r}` is not a mode of torch.compile; choose one of {_MODES}.")
-        if self.mode in _CUDA_GRAPH_MODES or self.options.get("triton.cudagraphs"):
-            raise ValueError(
-                "CUDA graphs cannot hold the communication that this strategy launches; use "
-                "mode='max-autotune-no-cudagraphs' instead of "
-                f"{'mode=' + repr(self.mode) if self.mode in _CUDA_GRAPH_MODES else 'triton.cudagraphs'}."
-            )
         if self.backend != "inductor" and (self.mode is not None or self.options):
             raise ValueError(f"`mode` and `options` belong to Inductor; drop them with backend={self.backend!r}.")
         for name in ("param_dtype", "reduce_dtype", "master_dtype"):
@@ -132,3 +126,9 @@ class Config:
             raise ValueError(f"`timeout={self.timeout!r}` must be a positive datetime.timedelta.")
         if self.compile is False and (self.mode is not None or self.options):
             warnings.warn("`mode` and `options` have no effect with compile=False.", stacklevel=3)
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether what a graph computes between our operators is replayed as CUDA graphs, see [Note: CUDA graphs]."""
+        chosen = self.options.get("triton.cudagraphs", self.mode in _CUDA_GRAPH_MODES)
+        return self.compile is not False and bool(chosen)

@@ -102,6 +102,7 @@ class Runtime:
         self.core: Any = self._extension.Runtime(gather_group.group_name, reduce_group.group_name, str(device))
         self.core.set_prefetch(config.prefetch)
         self.core.set_merge_bytes(config.unit_bytes)
+        self.core.set_copies_gradients(config.cuda_graphs and device.type == "cuda")
         self.slots: list[Slot] = []
         self.moment = Moment()
         self.unit_of: dict[str, int] = {}  # block name -> unit
@@ -164,6 +165,8 @@ class Runtime:
                 self._kept.append(unit)
                 for slot in slots:
                     slot.source = self.core.resident_value(slot.index)
+                    if self.config.cuda_graphs:
+                        torch._dynamo.mark_static_address(slot.source, guard=False)
                     self._install(slot, places)
             else:
                 for slot in slots:

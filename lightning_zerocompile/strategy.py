@@ -47,7 +47,7 @@ class ZeroCompileStrategy(ProcessStrategy):
             ``"model"``: each top-level child as one graph (of one that only holds others, such as a ``ModuleList``,
             each of these); ``False``: nothing, everything runs eagerly.
         backend: ``"inductor"`` or ``"aot_eager"`` (the same graphs and passes without code generation).
-        mode: torch.compile's mode, e.g. ``"max-autotune-no-cudagraphs"``; CUDA graphs are refused.
+        mode: torch.compile's mode. ``"reduce-overhead"`` and ``"max-autotune"`` replay CUDA graphs.
         dynamic: torch.compile's ``dynamic``.
         options: Inductor's options; passes of the user in the slots we need run before ours.
         param_dtype: what floating-point parameters are gathered and computed in; ``None``: their own dtype (or the

@@ -229,7 +229,7 @@ def test_rule_04_generated_code_keeps_buffers(ranks: Ranks) -> None:
 
 
 def test_rule_05_options(tmp_path: Path) -> None:
-    """No reordering, mode expanded below the user's options, the user's passes first, CUDA graphs refused by name."""
+    """No reordering, mode expanded below the user's options, the user's passes first, CUDA graphs if asked for."""
     from lightning_zerocompile import extension
     from lightning_zerocompile.compile import Composed, inductor_options
     from lightning_zerocompile.config import Config
@@ -252,9 +252,14 @@ def test_rule_05_options(tmp_path: Path) -> None:
     assert order == ["user"]
     with torch._inductor.config.patch(joint_custom_pre_pass=Tag()):  # set globally instead
         assert isinstance(inductor_options(Config(), Lower(True), True)["joint_custom_pre_pass"], Composed)
-    for wrong in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}):
-        with pytest.raises(ValueError, match="max-autotune-no-cudagraphs"):
-            Config(**wrong)
+    for graphs in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}):
+        recorded = inductor_options(Config(**graphs), Lower(True), True)
+        assert recorded["triton.cudagraphs"] is True
+        assert recorded["triton.reorder_for_reducing_graph_partitions"] is False
+    plain = Config(mode="max-autotune", options={"triton.cudagraphs": False})
+    assert inductor_options(plain, Lower(True), True)["triton.cudagraphs"] is False
+    with pytest.warns(UserWarning, match="no effect"):
+        assert not Config(compile=False, options={"triton.cudagraphs": True}).cuda_graphs
     assert Lower(True).uuid() != Lower(False).uuid()
 
 
