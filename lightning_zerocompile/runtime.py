@@ -164,9 +164,7 @@ class Runtime:
             if lifetime is Lifetime.STEP:
                 self._kept.append(unit)
                 for slot in slots:
-                    slot.source = self.core.resident_value(slot.index)
-                    if self.config.cuda_graphs:
-                        torch._dynamo.mark_static_address(slot.source, guard=False)
+                    self._read_resident(slot)
                     self._install(slot, places)
             else:
                 for slot in slots:
@@ -210,8 +208,13 @@ class Runtime:
             self._kept.append(unit)
         for slot in self.slots:
             if self._unit_of_slot[slot.index] in units:
-                slot.source = self.core.resident_value(slot.index)
+                self._read_resident(slot)
                 self.casts.remove(slot)
+
+    def _read_resident(self, slot: Slot) -> None:
+        slot.source = self.core.resident_value(slot.index)
+        if self.config.cuda_graphs:  # see [Note: CUDA graphs]
+            torch._dynamo.mark_static_address(slot.source, guard=False)
 
     def _add(self, name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> Slot:
         config = self.config
