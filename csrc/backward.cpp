@@ -2,9 +2,13 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <functional>
+#include <memory>
+#include <utility>
 
 #include "runtime.h"
 #include "text.h"
@@ -19,6 +23,16 @@ namespace {
 bool is_ours(const Parameter& p) {
   return p.grad_owned || (p.grad.storage().use_count() == 1 && p.grad.is_non_overlapping_and_dense());
 }
+
+// Called when the backward comes to a node.
+struct Entry : torch::autograd::FunctionPreHook {
+  explicit Entry(std::function<void()> call) : call_(std::move(call)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    call_();
+    return grads;
+  }
+  std::function<void()> call_;
+};
 
 }  // namespace
 
@@ -58,12 +72,13 @@ void Runtime::arm() {
 
 // [Note: entry of backward] Whether a backward reads weights differs between a graph, which may recompute, and eager
 // code: so neither decides that the units of a region are gathered; the first gradient of one of its results does, on
-// every rank. `compiled`: the region's name, if it is a graph.
+// every rank. `compiled`: the region's name, if it is a graph. A CUDA graph returns one tensor again and again, with
+// another node: a hook of the tensor would stay with the first.
 void Runtime::watch_backward(const Tensor& result, std::vector<int64_t> units, std::string compiled) {
-  result.register_hook([weak = weak_from_this(), units = std::move(units), compiled = std::move(compiled)](
-                           const Tensor&) {
-    if (auto self = weak.lock()) self->enter_backward(units, compiled);
-  });
+  result.grad_fn()->add_tensor_pre_hook(std::make_unique<Entry>(
+      [weak = weak_from_this(), units = std::move(units), compiled = std::move(compiled)] {
+        if (auto self = weak.lock()) self->enter_backward(units, compiled);
+      }));
 }
 
 void Runtime::enter_backward(const std::vector<int64_t>& units, const std::string& compiled) {

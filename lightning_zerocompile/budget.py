@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import socket
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,13 +55,29 @@ def choose(candidates: Sequence[Candidate], budget: int) -> list[int]:
     return sorted(kept)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory of this rank's device that is not needed at the peak so far, in bytes."""
+def free_memory(device: torch.device) -> tuple[str, int]:
+    """Bytes that are not needed at the peak so far, and the host that they are of ("": a device of this rank's own)."""
     if device.type == "cuda":
         unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        return unused - torch.cuda.max_memory_allocated(device)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
+        return "", unused - torch.cuda.max_memory_allocated(device) - _idle_in_pools(device)
+    return socket.gethostname(), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _idle_in_pools(device: torch.device) -> int:
+    """Bytes that CUDA graphs own and do not use now: nothing else may."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call, unused-ignore]
+    own = [s for s in segments if s["device"] == device.index and tuple(s["segment_pool_id"]) != (0, 0)]
+    return sum(s["total_size"] - s["active_size"] for s in own)
+
+
+def smallest_share(free: Collection[tuple[str, int]]) -> int:
+    """What each rank may count on, in bytes: the ranks of a host share its memory.
+
+    Args:
+        free: of all ranks, as :func:`free_memory` gives it.
+    """
+    ranks = Counter(host for host, _ in free if host)
+    return min(size // max(1, ranks[host]) for host, size in free)
 
 
 class MemoryBudget:
@@ -93,10 +111,12 @@ class MemoryBudget:
     def _agree(self) -> list[int]:
         runtime = self._runtime
         budget = runtime.config.memory_budget
+        free = ("", budget) if isinstance(budget, int) else free_memory(runtime.device)
+        heard = runtime.agreement.hear_all("budget", json.dumps(free), _DOING)
+        share = smallest_share([json.loads(message) for message in heard.values()])
         if not isinstance(budget, int):
-            budget = int(_SHARE_OF_FREE_MEMORY * free_bytes(runtime.device))
-        heard = runtime.agreement.hear_all("budget", json.dumps(budget), _DOING)
-        mine = json.dumps(choose(self._candidates(), min(int(message) for message in heard.values())))
+            share = int(_SHARE_OF_FREE_MEMORY * share)
+        mine = json.dumps(choose(self._candidates(), share))
         kept: list[int] = json.loads(runtime.agreement.of_first("kept", mine, _DOING))
         return kept
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._pytree import tree_leaves
 
-from lightning_zerocompile import leaves
+from lightning_zerocompile import gathered
 from lightning_zerocompile.casts import forward_is_inlined, forward_of
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.passes.casts import widen
@@ -88,12 +88,15 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
     if not regional:
         options["allow_buffer_reuse"] = False  # see [Note: memory of shared buffers]
     options["triton.cudagraphs"] = config.cuda_graphs  # whatever the environment asks for
+    if hasattr(inductor, "cudagraph_policy"):
+        options["cudagraph_policy"] = None
     if config.cuda_graphs:  # see [Note: CUDA graphs]
-        options["graph_partition"] = True
+        options |= {"graph_partition": True, "triton.cudagraph_trees": True}
         options.setdefault("triton.reorder_for_reducing_graph_partitions", False)
-    if options.get("cpp_wrapper"):  # torch 2.11 sets these for forward graphs only; without, it runs our operators
-        options |= {"triton.autotune_at_compile_time": True, "triton.autotune_cublasLt": False}
-        options["triton.store_cubin"] = True
+    if options.get("cpp_wrapper") and torch.__version__ < "2.12":  # sets these for forward graphs only
+        compiled_once = {"autotune_at_compile_time": True, "autotune_cublasLt": False, "store_cubin": True}
+        for name, value in compiled_once.items():  # else it runs our operators, on made-up arguments, to tune kernels
+            options.setdefault(f"triton.{name}", value)
     return options
 
 
@@ -181,7 +184,7 @@ class Region:
             return _base(module).forward(module, *args, **kwargs)  # graphs know the module's own parameters only
         if self.compiled:
             for value in (*args, *kwargs.values()):
-                leaves.unwatch(value)
+                gathered.unwatch(value)
         reads = self.core.enter(self.units, self.trusted)
         self.moment.depth += 1
         try:

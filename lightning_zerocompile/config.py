@@ -78,6 +78,7 @@ class Config:
             raise ValueError(f"`options={self.options!r}` must be a dictionary of Inductor's options.")
         if self.mode not in _MODES:
             raise ValueError(f"`mode={self.mode!r}` is not a mode of torch.compile; choose one of {_MODES}.")
+        self._check_cuda_graphs()
         if self.backend != "inductor" and (self.mode is not None or self.options):
             raise ValueError(f"`mode` and `options` belong to Inductor; drop them with backend={self.backend!r}.")
         for name in ("param_dtype", "reduce_dtype", "master_dtype"):
@@ -126,6 +127,21 @@ class Config:
             raise ValueError(f"`timeout={self.timeout!r}` must be a positive datetime.timedelta.")
         if self.compile is False and (self.mode is not None or self.options):
             warnings.warn("`mode` and `options` have no effect with compile=False.", stacklevel=3)
+
+    def _check_cuda_graphs(self) -> None:
+        if "cudagraph_policy" in self.options:
+            raise ValueError("`cudagraph_policy` records whole graphs, with the communication in them; drop it.")
+        if not self.cuda_graphs:
+            return
+        if self.options.get("triton.cudagraph_trees") is False:
+            raise ValueError(
+                "CUDA graphs without `triton.cudagraph_trees` overwrite what other blocks still need; drop the option."
+            )
+        if self.options.get("cpp_wrapper"):
+            raise ValueError(
+                "Inductor records no CUDA graphs with `cpp_wrapper`; drop it, or choose "
+                "mode='max-autotune-no-cudagraphs' or None."
+            )
 
     @property
     def cuda_graphs(self) -> bool:

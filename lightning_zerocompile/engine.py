@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_zerocompile import buffers, leaves, shard
+from lightning_zerocompile import buffers, gathered, leaves, shard
 from lightning_zerocompile.budget import MemoryBudget
 from lightning_zerocompile.compile import Regions, remove_regions, whole_modules
 from lightning_zerocompile.config import Config
@@ -250,7 +250,7 @@ class Engine:
             )
         if not (self._through_lightning and steps_by_unit(optimizer, self.config.whole_values)):  # the plan asks
             for parameter in masters_of(optimizer):
-                leaves.index_of(leaves.master_of(parameter))
+                leaves.index_of(gathered.master_of(parameter))
         self.before_step(optimizer)
         self._stepping.append(optimizer)
         self._was_in_step, self.runtime.moment.in_step = self.runtime.moment.in_step, False
@@ -320,7 +320,7 @@ class Engine:
 
     def _release_gradients(self, masters: Sequence[Tensor]) -> None:
         kept = set(self._kept(masters))
-        released = [leaves.index_of(leaves.master_of(master)) for master in masters if master not in kept]
+        released = [leaves.index_of(gathered.master_of(master)) for master in masters if master not in kept]
         self.runtime.core.release_gradients(released, [])
 
     def _units_written(self, units: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""What user code holds instead of a plain parameter: the master, or a gathered value.
+"""What `parameters()` yields instead of plain parameters: the masters.
 
 [Note: leaves] Under DDP one object is everything at once: what ``parameters()`` yields, what ``module.weight`` is, the
 leaf that autograd knows. Here these are two. What user code does to either must have the effect that it has under DDP,
@@ -8,10 +8,9 @@ or raise; it must not act on a shard or on a temporary and be lost:
   its gradient; an in-place operation changes the shard and takes full arguments; hooks run on the reduced gradient.
   While gradients wait for their reduction, ``grad`` is this rank's own full sum if it would be None else, and setting
   it (``zero_grad``) drops what waits.
-* :class:`Gathered`, from ``module.weight``. ``requires_grad``, ``grad`` and ``data`` are the parameter's.
+* a ``Gathered`` (gathered.py), from ``module.weight``. ``requires_grad``, ``grad`` and ``data`` are the parameter's.
 
-Neither appears in traced code. Operations on a gathered value cost nothing extra: it is intercepted by attributes only.
-What is read outside of blocks is a :class:`Watched`, which also knows when it is differentiated with respect to.
+Neither appears in traced code.
 """
 
 from __future__ import annotations
@@ -130,112 +129,6 @@ class Master(DTensor):
 skip_code(Master.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
 
 
-class Gathered(Tensor):
-    """A full value that eager code read from a module, see [Note: leaves]."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @property  # type: ignore[override, misc, unused-ignore]
-    def requires_grad(self) -> bool:
-        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.__dict__[SLOT].require_grad(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        self.requires_grad = requires_grad
-        return self
-
-    @property  # type: ignore[override, misc, unused-ignore]
-    def grad(self) -> Tensor | None:
-        if torch._guards.TracingContext.try_get() is not None:  # Dynamo describes an input: this tensor itself
-            return Tensor.grad.__get__(self)  # type: ignore[union-attr, attr-defined, no-any-return, unused-ignore]
-        return self.__dict__[SLOT].master.grad  # type: ignore[no-any-return]
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self.__dict__[SLOT].master.grad = value
-
-    @property  # type: ignore[override, misc, unused-ignore]
-    def data(self) -> Tensor:
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        _set_data(self.__dict__[SLOT].master, value)
-
-    @property  # type: ignore[override, misc, unused-ignore]
-    def is_leaf(self) -> bool:  # type: ignore[override, unused-ignore]
-        if torch._guards.TracingContext.try_get() is not None:
-            return Tensor.is_leaf.__get__(self)  # type: ignore[attr-defined, no-any-return]
-        return True  # so an optimizer takes it; `masters_for` puts the master in its place
-
-    @property  # type: ignore[override, misc, unused-ignore]
-    def grad_dtype(self) -> torch.dtype | None:
-        return self.__dict__[SLOT].master.grad_dtype  # type: ignore[no-any-return]
-
-    @grad_dtype.setter
-    def grad_dtype(self, value: torch.dtype | None) -> None:
-        self.__dict__[SLOT].master.grad_dtype = value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.detach().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call, unused-ignore]
-
-    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
-        _refuse_hook(self.__dict__[SLOT].master)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
-        return self.__dict__[SLOT].master.register_post_accumulate_grad_hook(hook)
-
-
-class Watched(Gathered):
-    """A gathered value that was read outside of blocks, where user code may differentiate with respect to it.
-
-    A read after the forward is a new value, on which nothing depends: torch would give no gradient, silently.
-    """
-
-    @classmethod
-    def __torch_function__(  # type: ignore[override, unused-ignore]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if any(issubclass(kind, Master) for kind in types):
-            return NotImplemented
-        with plain():
-            if func is torch.autograd.grad:
-                _refuse_unused(args[1])
-            elif func is torch.autograd.backward and kwargs:
-                _refuse_inputs(kwargs.get("inputs"))
-            return func(*args, **(kwargs or {}))
-
-
-skip_code(Watched.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
-
-
-def as_gathered(value: Tensor, slot: Any, watched: bool = False) -> Tensor:
-    """``value``, fresh from the runtime, as the parameter of ``slot``."""
-    value.__dict__[SLOT] = slot
-    value.__class__ = Watched if watched else Gathered
-    return value
-
-
-skip_code(as_gathered.__code__)  # like the getter that calls it, never a frame of Dynamo's
-
-
-def unwatch(value: object) -> None:
-    """Before ``value`` goes into compiled code, which need not trace what is watched for."""
-    if type(value) is Watched:
-        value.__class__ = Gathered  # type: ignore[assignment, unused-ignore]
-
-
-def master_of(value: Tensor) -> Tensor:
-    """The master of a gathered value; any other tensor as it is."""
-    return value.__dict__[SLOT].master if isinstance(value, Gathered) else value
-
-
 def index_of(master: Tensor) -> int:
     """The runtime's number of a master.
 
@@ -315,7 +208,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _refuse_hook(master: Tensor, *_: Any, **__: Any) -> NoReturn:
+def refuse_hook(master: Tensor, *_: Any, **__: Any) -> NoReturn:
     slot = _slot_of(master)
     raise RuntimeError(_HOOK.format("?" if slot is None else slot.name))
 
@@ -355,7 +248,7 @@ def bind_gradient(master: Tensor, grad: Tensor | None) -> None:
     _GRAD.__set__(master, grad)
 
 
-def _set_data(master: Tensor, value: Tensor) -> None:
+def set_data(master: Tensor, value: Tensor) -> None:
     """``p.data = value`` copies: the memory stays the strategy's."""
     slot = _slot_of(master)
     if tuple(value.shape) != tuple(master.shape) or value.dtype != master.dtype:
@@ -391,28 +284,17 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backward(*args: Any, **kwargs: Any) -> Any:
-    _refuse_inputs(kwargs.get("inputs"))
+    slot = _slot_of(kwargs.get("inputs"))
+    if slot is not None:
+        refuse_input(slot)
     return torch.autograd.backward(*args, **kwargs)
 
 
-def _refuse_inputs(inputs: Any) -> None:
-    for value in tree_leaves(inputs):
-        slot = value.__dict__[SLOT] if isinstance(value, Gathered) else _slot_of(value)
-        if slot is not None:
-            raise RuntimeError(
-                f"`backward(inputs=...)` with parameter `{slot.name}`: choose what is trained by `requires_grad_` "
-                "instead."
-            )
-
-
-def _refuse_unused(inputs: Any) -> None:
-    for value in tree_leaves(inputs):
-        if isinstance(value, Gathered) and value.__dict__[SLOT].never_used(value):
-            raise RuntimeError(
-                f"`torch.autograd.grad` with respect to parameter `{value.__dict__[SLOT].name}`, which was read again "
-                "from a sharded module: that is a new value each time, and nothing was computed from this one. "
-                "Differentiate with respect to the value that you used, or call `backward` and read `grad`."
-            )
+def refuse_input(slot: Any) -> NoReturn:
+    """Raises for the parameter of ``slot`` among the inputs of a backward."""
+    raise RuntimeError(
+        f"`backward(inputs=...)` with parameter `{slot.name}`: choose what is trained by `requires_grad_` instead."
+    )
 
 
 def _iterate(master: Tensor) -> Iterable[Tensor]:
@@ -422,9 +304,9 @@ def _iterate(master: Tensor) -> Iterable[Tensor]:
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    Tensor.register_hook: _refuse_hook,
+    Tensor.register_hook: refuse_hook,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     _GRAD_DTYPE.__set__: _set_grad_dtype,
     Tensor.__iter__: _iterate,
     torch.autograd.grad: _grad,

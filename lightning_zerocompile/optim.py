@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from lightning_zerocompile import leaves
+from lightning_zerocompile import gathered, leaves
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -101,7 +101,7 @@ def masters_of(optimizer: Optimizer) -> list[Tensor]:
 def take_masters(number: int, optimizer: Optimizer) -> None:
     """An optimizer of `module.weight` holds a gathered value: its master takes the place."""
     for group in optimizer.param_groups:
-        group["params"] = [leaves.master_of(p) for p in group["params"]]
+        group["params"] = [gathered.master_of(p) for p in group["params"]]
     masters = masters_of(optimizer)
     if len(set(masters)) < len(masters):
         raise RuntimeError(

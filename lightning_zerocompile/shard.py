@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
 
-from lightning_zerocompile import leaves
+from lightning_zerocompile import gathered, leaves
 from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.rows import over_local, shard_like, sharded_if_full
 
@@ -73,7 +73,7 @@ class Slot:
         if cast is not None:
             return value
         watched = requires_grad and self.moment.depth == 0
-        return leaves.as_gathered(value, self, watched)
+        return gathered.as_gathered(value, self, watched)
 
     def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """What the compiler sees: a handle that requires grad exactly when the parameter does now."""
@@ -97,7 +97,7 @@ class Slot:
     def like_master(self, value: Any) -> Any:
         """A full tensor of the parameter's size as this rank's shard of it; anything else as it is."""
         if (
-            type(value) in (Tensor, nn.Parameter, leaves.Gathered, leaves.Watched)
+            type(value) in (Tensor, nn.Parameter, gathered.Gathered, gathered.Watched)
             and value.dim() > 0
             and value.shape == self.master.shape
         ):

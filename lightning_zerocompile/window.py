@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from lightning_zerocompile.budget import free_bytes
+from lightning_zerocompile.budget import free_memory, smallest_share
 from lightning_zerocompile.policy import Lifetime
 from lightning_zerocompile.runtime import Runtime
 
@@ -147,15 +147,14 @@ class Windows:
 
     def _all_fit(self, sum_dtype: torch.dtype | None) -> bool:
         """Whether a held window fits on every rank; asked once, in the first window."""
-        needed = self._runtime.held_window_bytes(sum_dtype)
-        fits = needed <= _SHARE_OF_FREE_MEMORY * free_bytes(self._runtime.device)
-        if self._world == 1:
-            return fits
-        heard = self._agreement.exchange("fits", json.dumps(fits))
+        mine = [self._runtime.held_window_bytes(sum_dtype), *free_memory(self._runtime.device)]
+        heard = self._agreement.exchange("fits", json.dumps(mine)) if self._world > 1 else {0: json.dumps(mine)}
         silent = [rank for rank, message in heard.items() if message is None]
         if silent:
             raise RuntimeError(
                 f"zerocompile: rank {dist.get_rank()} opens its first window of `coalesce_grad_reduction`, but rank "
                 f"{silent[0]} has not within {self._runtime.config.timeout}. Every rank must open it in the same step."
             )
-        return all(json.loads(message) for message in heard.values() if message is not None)
+        all_ranks = [json.loads(message) for message in heard.values() if message is not None]
+        share = smallest_share([(host, size) for _, host, size in all_ranks])
+        return all(needed <= _SHARE_OF_FREE_MEMORY * share for needed, _, _ in all_ranks)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from lightning_zerocompile.leaves import Gathered
+from lightning_zerocompile.gathered import Gathered
 
 _IN_PLACE_FUNCTIONS = {
     operator.iadd,

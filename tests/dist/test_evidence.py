@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.leaves import Gathered
+from lightning_zerocompile.gathered import Gathered
 from tests import engines, models
 from tests.harness import Worlds
 

@@ -114,3 +114,38 @@ def _after_failure(stage: int, scope: Any, nested: bool) -> float:
 def test_rule_08_a_step_after_a_failed_backward(ranks: Ranks, stage: int, scope: Any, nested: bool) -> None:
     """A backward that raises leaves nothing behind: the next step is right."""
     assert max(ranks.run(_after_failure, stage, scope, nested)) <= 1e-6
+
+
+class Replayed(torch.autograd.Function):
+    """Returns one and the same tensor at every call, as a CUDA graph does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: list[Tensor]) -> Tensor:
+        if not kept:
+            kept.append(torch.empty_like(x))
+        return kept[0].copy_(2 * x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return 2 * grads[0], None
+
+
+def _watched_again() -> list[str]:
+    """What a backward with `create_graph=True` through what is watched raises, call by call."""
+    kept: list[Tensor] = []
+    raised = []
+    with engines.engine(models.ByteModel(), 2, compile=False) as engine:
+        for _ in range(3):
+            x = torch.ones(2, requires_grad=True)
+            result = Replayed.apply(x, kept)
+            engine.runtime.core.watch_backward(result, [], "layers.0")
+            try:
+                torch.autograd.grad(result.sum(), x, create_graph=True)
+            except RuntimeError as error:
+                raised.append(str(error))
+    return raised
+
+
+def test_results_that_are_replayed_are_watched_each_time(ranks: Ranks) -> None:
+    for raised in ranks.run(_watched_again):
+        assert len(raised) == 3 and all("`layers.0`" in text and "create_graph" in text for text in raised)

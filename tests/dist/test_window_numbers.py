@@ -136,14 +136,15 @@ def test_gathers_at_each_use(ranks: Ranks, compile: Any) -> None:
         assert counts == [10 * count for count in COUNTS]
 
 
-def _decisions(free: tuple[float, float], dtype: torch.dtype | None) -> tuple[int, int]:
+def _decisions(free: tuple[float, float], host: str = "") -> tuple[int, int]:
     """Gathers inside a window, with that many times as much free memory as is needed; and what is needed."""
     with pairs.pair(3) as (engine, _, _):
         needed = engine.runtime.held_window_bytes(None)
+        mine = host, 2 * needed * free[models.rank()]
         with (
-            mock.patch("lightning_zerocompile.window.free_bytes", return_value=2 * needed * free[models.rank()]),
+            mock.patch("lightning_zerocompile.window.free_memory", return_value=mine),
             engine.training_step(),
-            engine.windows.open("auto", None, dtype),
+            engine.windows.open("auto", None, None),
         ):
             before = engine.runtime.stats().gathers
             for number in (0, 1):
@@ -153,9 +154,15 @@ def _decisions(free: tuple[float, float], dtype: torch.dtype | None) -> tuple[in
 
 def test_one_rank_without_memory_decides_for_all(ranks: Ranks) -> None:
     for free, holds in (((1, 1), True), ((0.99, 1), False), ((1, 0.99), False)):
-        for gathers, needed in ranks.run(_decisions, free, None):
+        for gathers, needed in ranks.run(_decisions, free):
             assert (gathers == 0) is holds
             assert needed == 2 * 4 * 51 + 2 * 4 * (12 + 3 + 9 + 1)  # parameters, gradients, two moments of the shard
+
+
+def test_ranks_of_one_host_share_its_memory(ranks: Ranks) -> None:
+    for free, holds in ((1.99, False), (2, True)):
+        for gathers, _ in ranks.run(_decisions, (free, free), "a host"):
+            assert (gathers == 0) is holds
 
 
 class Cached(torch.autograd.Function):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from lightning_zerocompile.budget import Candidate, choose
+from lightning_zerocompile.budget import Candidate, choose, free_memory, smallest_share
 
 MIB = 2**20
 BLOCKS = [Candidate(unit, 100 * MIB, 2.0) for unit in range(4)]
@@ -36,3 +37,11 @@ def test_small_units_save_more_for_each_byte(budget: int) -> None:
 
 def test_one_that_does_not_fit_does_not_stop_the_next() -> None:
     assert choose([Candidate(0, 100, 9.0), Candidate(1, 60, 2.0), Candidate(2, 30, 2.0)], 95) == [1, 2]
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    assert smallest_share([("left", 90), ("right", 40), ("left", 80)]) == 40
+    assert smallest_share([("left", 90), ("right", 41), ("left", 80)]) == 40
+    assert smallest_share([("", 90), ("", 80)]) == 80  # each its own device
+    host, size = free_memory(torch.device("cpu"))
+    assert host and size > 0
