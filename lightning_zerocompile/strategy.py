@@ -201,12 +201,12 @@ class ZeroCompileStrategy(ShardingStrategy):
     ) -> Iterator[None]:
         """Any number of backwards inside, one reduction when it closes: every unit is reduced once.
 
-        Gradients from before the window are kept and added to. While it is open this rank holds up to one full
-        gradient of the model. Every rank must open the window in the same step; at stages 1 and 2, and at stage 3 with
-        ``gather="step"``, ranks may run different numbers of backwards inside. An exception inside drops the window's
-        gradients without communication (with those of an unfinished accumulation that they were added to) and is raised
-        again. Inside, ``zero_grad()`` drops what waits; ``p.grad`` is what it was before, or, if that was None, this
-        rank's own full sum, ``[*p.shape]``. Source: DeepSpeed PR 7992.
+        Gradients from before the window are kept and added to. While it is open this rank holds up to one full gradient
+        of the model. Every rank must open the window in the same step; at stages 1 and 2, and at stage 3 with
+        ``gather="step"``, ranks may run different numbers of backwards inside, without ``max_bytes``. An exception
+        drops the window's gradients without communication (with those of an unfinished accumulation that they were
+        added to) and is raised again. Inside, ``zero_grad()`` drops what waits; ``p.grad`` is what it was before, or,
+        if that was None, this rank's own full sum, ``[*p.shape]``. Source: DeepSpeed PR 7992.
 
         Args:
             gather: at stage 3, ``"step"`` gathers every parameter once for all forwards and backwards inside (and
