@@ -95,10 +95,11 @@ class Memory:
             self.seen["peak"] = (torch.cuda.max_memory_allocated() - self.base) / MIB
 
 
-def pool_bytes() -> int:
+def pool_bytes(device: torch.device) -> int:
     """Of the pools that CUDA graphs own, which torch does not count as allocated."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
+    from lightning_zerocompile.budget import segments_of_graphs
+
+    return sum(segment["total_size"] for segment in segments_of_graphs(device))
 
 
 Step = Callable[[list[Tensor], Memory], None]
@@ -280,7 +281,7 @@ def rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, A
             memory, before = Memory(on=True), counts()
             memory.start()
             step(batches, memory)
-            pool = {"pool": round(pool_bytes() / MIB)} if args.mode else {}
+            pool = {"pool": round(pool_bytes(device) / MIB)} if args.mode else {}
             yield {
                 "system": system, "stage": stage, "compile": scope, "mode": "coalesced" if coalesced else "plain",
                 "backwards": backwards, "ms": round(took, 2),

@@ -14,6 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,15 +60,15 @@ def free_memory(device: torch.device) -> tuple[str, int]:
     """Bytes that are not needed at the peak so far, and the host that they are of ("": a device of this rank's own)."""
     if device.type == "cuda":
         unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        return "", unused - torch.cuda.max_memory_allocated(device) - _idle_in_pools(device)
+        idle = sum(segment["total_size"] - segment["active_size"] for segment in segments_of_graphs(device))
+        return "", unused - torch.cuda.max_memory_allocated(device) - idle
     return socket.gethostname(), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _idle_in_pools(device: torch.device) -> int:
-    """Bytes that CUDA graphs own and do not use now: nothing else may."""
+def segments_of_graphs(device: torch.device) -> list[Any]:
+    """What torch's allocator holds in pools that CUDA graphs own: nothing else may use it, also while they do not."""
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call, unused-ignore]
-    own = [s for s in segments if s["device"] == device.index and tuple(s["segment_pool_id"]) != (0, 0)]
-    return sum(s["total_size"] - s["active_size"] for s in own)
+    return [s for s in segments if s["device"] == device.index and tuple(s["segment_pool_id"]) != (0, 0)]
 
 
 def smallest_share(free: Collection[tuple[str, int]]) -> int:

@@ -93,9 +93,9 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
     if config.cuda_graphs:  # see [Note: CUDA graphs]
         options |= {"graph_partition": True, "triton.cudagraph_trees": True}
         options.setdefault("triton.reorder_for_reducing_graph_partitions", False)
-    if options.get("cpp_wrapper") and torch.__version__ < "2.12":  # sets these for forward graphs only
+    if options.get("cpp_wrapper") and torch.__version__ < "2.12":  # torch sets these for forward graphs only
         compiled_once = {"autotune_at_compile_time": True, "autotune_cublasLt": False, "store_cubin": True}
-        for name, value in compiled_once.items():  # else it runs our operators, on made-up arguments, to tune kernels
+        for name, value in compiled_once.items():  # without, it tunes a backward's kernels by running our operators
             options.setdefault(f"triton.{name}", value)
     return options
 

@@ -123,8 +123,7 @@ class Engine:
     @contextlib.contextmanager
     def training_step(self) -> Iterator[None]:
         """Around the user's training step, and around the backwards inside it."""
-        self.runtime.pass_mark("a training step")
-        self._begin_iteration()
+        self._begin("a training step")
         if self.runtime.core.resident_units():  # a forward outside of steps, without backward
             self.runtime.core.end_forward()
         if not (self.windows.is_open or self.windows.in_accumulation):
@@ -139,8 +138,7 @@ class Engine:
     @contextlib.contextmanager
     def evaluation_step(self, what: str = "an evaluation", fitting: bool = False) -> Iterator[None]:
         """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
-        self.runtime.pass_mark(f"{what} step")
-        self._begin_iteration()
+        self._begin(f"{what} step")
         if fitting:
             self._broadcast_buffers(shard.modules_of(self.model))
         raised = True
@@ -151,7 +149,8 @@ class Engine:
         finally:
             self.runtime.core.end_forward(raised)
 
-    def _begin_iteration(self) -> None:
+    def _begin(self, what: str) -> None:
+        self.runtime.pass_mark(what)
         if self.config.cuda_graphs:  # see [Note: CUDA graphs]
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 

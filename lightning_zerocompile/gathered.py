@@ -56,7 +56,7 @@ class Gathered(Tensor):
     def is_leaf(self) -> bool:  # type: ignore[override, unused-ignore]
         if torch._guards.TracingContext.try_get() is not None:
             return Tensor.is_leaf.__get__(self)  # type: ignore[attr-defined, no-any-return]
-        return True  # so an optimizer takes it; `masters_for` puts the master in its place
+        return True  # so an optimizer takes it; `take_masters` puts the master in its place
 
     @property  # type: ignore[override, misc, unused-ignore]
     def grad_dtype(self) -> torch.dtype | None:

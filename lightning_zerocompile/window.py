@@ -148,13 +148,8 @@ class Windows:
     def _all_fit(self, sum_dtype: torch.dtype | None) -> bool:
         """Whether a held window fits on every rank; asked once, in the first window."""
         mine = [self._runtime.held_window_bytes(sum_dtype), *free_memory(self._runtime.device)]
-        heard = self._agreement.exchange("fits", json.dumps(mine)) if self._world > 1 else {0: json.dumps(mine)}
-        silent = [rank for rank, message in heard.items() if message is None]
-        if silent:
-            raise RuntimeError(
-                f"zerocompile: rank {dist.get_rank()} opens its first window of `coalesce_grad_reduction`, but rank "
-                f"{silent[0]} has not within {self._runtime.config.timeout}. Every rank must open it in the same step."
-            )
-        all_ranks = [json.loads(message) for message in heard.values() if message is not None]
+        doing = "has opened its first window of `coalesce_grad_reduction`, as every rank must in the same step"
+        heard = self._agreement.hear_all("fits", json.dumps(mine), doing)
+        all_ranks = [json.loads(message) for message in heard.values()]
         share = smallest_share([(host, size) for _, host, size in all_ranks])
         return all(needed <= _SHARE_OF_FREE_MEMORY * share for needed, _, _ in all_ranks)

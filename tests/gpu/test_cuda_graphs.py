@@ -14,11 +14,11 @@ from torch._dynamo.utils import counters
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.engine import Engine
 from tests import engines, models
+from tests.dist.test_coalesce import STAGES
 from tests.harness import Ranks
 
 pytestmark = pytest.mark.gpu
 STEPS = 6
-STAGES = [1, 2, 3]
 GRAPHS: dict[str, Any] = {"backend": "inductor", "mode": "reduce-overhead", "dynamic": False, "unit_bytes": 2**26}
 
 
@@ -60,7 +60,7 @@ def _trained(stage: int, compile: Any, how: str) -> tuple[float, int, Counter[st
 
 @pytest.mark.parametrize("how", ["plain", "window", "accumulation"])
 @pytest.mark.parametrize("compile", ["blocks", "model"])
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_graphs_are_replayed(ranks: Ranks, stage: int, compile: Any, how: str) -> None:
     """Two backwards a step, each of which would write to the other's gradients: DDP's parameters."""
     for deviation, skips, calls in ranks.run(_trained, stage, compile, how, timeout=300):
@@ -75,6 +75,10 @@ def _kept(stage: int, compile: Any) -> float:
     batches = [models.Batches(models.rank())[number] for number in range(3)]
     twin.to(models.device())
     worst = 0.0
+
+    def apart(results: list[Tensor]) -> float:
+        return max(float((a - b).abs().max()) for a, b in zip(results, expected, strict=True))
+
     with engines.engine(model, stage, compile=compile, **GRAPHS) as engine:
         engine.attach_optimizers([torch.optim.SGD(model.parameters(), lr=0.5)])
         for _ in range(4):
@@ -82,13 +86,12 @@ def _kept(stage: int, compile: Any) -> float:
                 expected = [twin(batch) for batch in batches]
             with engine.evaluation_step(), torch.inference_mode():
                 evaluated = [model(batch) for batch in batches]
-                worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(evaluated, expected, strict=True)))
+                worst = max(worst, apart(evaluated))
             with engine.training_step():
                 with torch.no_grad():
                     first = [model(batch) for batch in batches]
                 again = [model(batch) for batch in batches]
-                for results in (first, again):
-                    worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(results, expected, strict=True)))
+                worst = max(worst, apart(first), apart(again))
                 for result in again:
                     engines.backward(engine, result.square().mean())
             model.zero_grad()
@@ -96,7 +99,7 @@ def _kept(stage: int, compile: Any) -> float:
 
 
 @pytest.mark.parametrize("compile", ["blocks", "model"])
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_results_last_for_a_step(ranks: Ranks, stage: int, compile: Any) -> None:
     """Also those without autograd, of block by block and of several forwards."""
     assert max(ranks.run(_kept, stage, compile, timeout=300)) <= 1e-5
@@ -125,7 +128,7 @@ def _ordered(stage: int) -> tuple[int, int, list[str]]:
         return engine.runtime.stats().peak_resident_bytes, full, codes
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_communication_stays_in_its_place(ranks: Ranks, stage: int) -> None:
     """To have fewer cuts, Inductor would gather everything first and reduce everything last."""
     for peak, full, codes in ranks.run(_ordered, stage, timeout=300):
@@ -170,7 +173,7 @@ def _fitted(stage: int) -> tuple[float, float, list[float], list[float]]:
     return models.deviation(module, twin), float(trainer.callback_metrics["loss"]), module.losses, expected
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@STAGES
 def test_lightning_logs_what_a_graph_returns(ranks: Ranks, stage: int) -> None:
     for deviation, logged, losses, expected in ranks.run(_fitted, stage, timeout=300):
         assert deviation <= 1e-5 and losses == pytest.approx(expected, abs=1e-5)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
-from lightning_zerocompile.budget import Candidate, choose, free_memory, smallest_share
+from lightning_zerocompile.budget import Candidate, choose, free_memory, segments_of_graphs, smallest_share
 
 MIB = 2**20
 BLOCKS = [Candidate(unit, 100 * MIB, 2.0) for unit in range(4)]
@@ -45,3 +47,9 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     assert smallest_share([("", 90), ("", 80)]) == 80  # each its own device
     host, size = free_memory(torch.device("cpu"))
     assert host and size > 0
+
+
+def test_segments_of_graphs_are_those_of_their_pools() -> None:
+    segments = [{"device": d, "segment_pool_id": pool} for d in (0, 1) for pool in ((0, 0), (0, 3))]
+    with mock.patch("torch.cuda.memory_snapshot", return_value=segments):
+        assert segments_of_graphs(torch.device("cuda", 1)) == [segments[3]]
