@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,20 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_zerocompile import buffers, gathered, leaves, shard
+from lightning_zerocompile import buffers, shard
 from lightning_zerocompile.budget import MemoryBudget
 from lightning_zerocompile.compile import Regions, remove_regions, whole_modules
 from lightning_zerocompile.config import Config
-from lightning_zerocompile.optim import (
-    check_gradients,
-    check_optimizers,
-    is_elementwise,
-    masters_of,
-    steps_by_unit,
-    take_masters,
-)
 from lightning_zerocompile.runtime import Runtime
-from lightning_zerocompile.stepping import UnitStepper, on_shards
+from lightning_zerocompile.steps import OptimizerSteps
 from lightning_zerocompile.support import check_equal_on_all_ranks, explain, make_whole, take_over
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
@@ -70,11 +61,8 @@ class Engine:
         if device.type != "cpu":  # NCCL connects the ranks at first use and blocks the host: here all ranks are
             dist.all_reduce(torch.zeros(1, device=device), group=reductions)
         self.runtime = Runtime(mesh, device, config, gathers, reductions)
-        self._stepper = UnitStepper(
-            self.runtime.units_in_order, self._units_written, self._kept, self.runtime.core, config.whole_values
-        )
-        self._hooks: dict[Optimizer, list[Any]] = {}
-        self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
+        self.budget = MemoryBudget(self.runtime)
+        self.steps = OptimizerSteps(self.runtime, self.reduce_pending, self.budget.optimizer_stepped)
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype)
             buffers.move(model.modules(), device)
@@ -84,14 +72,8 @@ class Engine:
         except BaseException:
             self.abandon()
             raise
-        self._stepped_by_unit = False
         self.windows = Windows(self.runtime)
-        self.budget = MemoryBudget(self.runtime)
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
-        self._was_in_step = False
-        self._shared: set[Tensor] = set()  # masters in more than one optimizer
-        self._stepping: list[Optimizer] = []  # twice, where a subclass's step calls its parent's, which has the hooks
-        self._through_lightning = False
 
     def manages(self, model: nn.Module) -> bool:
         """Whether this is the sharded ``model``, and no other engine has taken it over."""
@@ -222,123 +204,15 @@ class Engine:
         if self.runtime.core.pending():
             self.runtime.core.flush()
 
-    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Gradients and values are ready for the optimizer.
-
-        Raises:
-            RuntimeError: a window is open, or the optimizer cannot take the dtype of a gradient.
-        """
-        self.runtime.core.finish_backward()
-        self.reduce_pending(f"{type(optimizer).__name__}.step()")
-        self._check_gradients(optimizer)
-        self.settle()
-
-    def _check_gradients(self, optimizer: Optimizer) -> None:
-        if self.runtime.core.any_other_dtype():
-            check_gradients(optimizer, self._taken)
-
-    def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer in self._stepping:
-            self._stepping.append(optimizer)
-            return
-        if not self._through_lightning and not is_elementwise(optimizer):
-            name = type(optimizer).__name__
-            raise RuntimeError(
-                f"{name}.step() was called past Lightning, so {name} would see row shards without what it needs to "
-                "compute with them. Step the optimizer that `self.optimizers()` returns."
-            )
-        if not (self._through_lightning and steps_by_unit(optimizer, self.config.whole_values)):  # the plan asks
-            for parameter in masters_of(optimizer):
-                leaves.index_of(gathered.master_of(parameter))
-        self.before_step(optimizer)
-        self._stepping.append(optimizer)
-        self._was_in_step, self.runtime.moment.in_step = self.runtime.moment.in_step, False
-
     # ---- optimizers ----
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Watches the optimizers' steps; those of a former call are left alone.
-
-        Raises:
-            RuntimeError: an optimizer holds parameters that are not the model's.
-            MisconfigurationException: an optimizer cannot work on sharded parameters.
-        """
-        for handles in self._hooks.values():
-            for handle in handles:
-                handle.remove()
-        self._stepper.forget()
-        self._hooks, self._taken = {}, set()
-        known = {slot.master for slot in self.runtime.slots}
-        for number, optimizer in enumerate(optimizers):
-            take_masters(number, optimizer)
-        check_optimizers(optimizers, self.config.whole_values)
-        owners = Counter(master for optimizer in optimizers for master in set(masters_of(optimizer)))
-        self._shared = {master for master, count in owners.items() if count > 1}
-        for number, optimizer in enumerate(optimizers):
-            foreign = [p for p in masters_of(optimizer) if p not in known]
-            if foreign:
-                raise RuntimeError(
-                    f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that are not "
-                    f"the model's (the first has shape {tuple(foreign[0].shape)}). Create it in "
-                    "`configure_optimizers` from `self.parameters()`: before that the model is not sharded yet."
-                )
-            self._hooks[optimizer] = [
-                optimizer.register_step_pre_hook(self._enter_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
+        """See :meth:`OptimizerSteps.attach`."""
+        self.steps.attach(optimizers)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """``optimizer.step(closure)``; optimizers of known kind update unit by unit, see [Note: step by unit]."""
-
-        def settled() -> Any:
-            result = closure()
-            self.reduce_pending(f"{type(optimizer).__name__}.step()")
-            self._check_gradients(optimizer)
-            self.settle()  # a hook between backward and step may have written to weights
-            return result
-
-        around = self._stepper.around if steps_by_unit(optimizer, self.config.whole_values) else on_shards
-        self._through_lightning = True
-        try:
-            with around(optimizer, settled) as run:
-                return optimizer.step(closure=run, **kwargs)
-        finally:
-            self._through_lightning = False
-            self._stepping.clear()
-
-    def skip_step(self, optimizer: Optimizer) -> None:
-        """What a step releases, when loss scaling skips it: nothing is updated."""
-        self.runtime.core.forget_outstanding()
-        self._release_gradients(masters_of(optimizer))
-
-    def _kept(self, masters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those whose gradient stays behind a step; another optimizer that holds the parameter may step on it."""
-        if self.config.keep_gradients:
-            return masters
-        return [master for master in masters if master in self._shared] if self._shared else []
-
-    def _release_gradients(self, masters: Sequence[Tensor]) -> None:
-        kept = set(self._kept(masters))
-        released = [leaves.index_of(gathered.master_of(master)) for master in masters if master not in kept]
-        self.runtime.core.release_gradients(released, [])
-
-    def _units_written(self, units: list[int]) -> None:
-        self._stepped_by_unit = True
-        self.runtime.core.masters_changed(units)
-
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepping.pop()
-        if optimizer in self._stepping:
-            return
-        self.runtime.moment.in_step = self._was_in_step
-        self.budget.optimizer_stepped()
-        if self._stepped_by_unit:
-            self._stepped_by_unit = False
-            self.runtime.core.forget_outstanding()
-            return
-        masters = masters_of(optimizer)
-        self.runtime.masters_changed(masters)
-        self._release_gradients(masters)
+        """See :meth:`OptimizerSteps.step`."""
+        return self.steps.step(optimizer, closure, **kwargs)
 
     # ---- values ----
 

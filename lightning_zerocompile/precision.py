@@ -93,14 +93,14 @@ class StepsThroughEngine(Precision):
         if result is None and model.automatic_optimization:  # training_step returned None: there was no backward
             return result
         if self.engine is not None:
-            self.engine.before_step(optimizer)
+            self.engine.steps.before(optimizer)
         scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
         output = None
         if not scaler.skips(optimizer):
             output = self._step(optimizer, lambda: None, **kwargs)
         elif self.engine is not None:
-            self.engine.skip_step(optimizer)
+            self.engine.steps.skip(optimizer)
         scaler.update()
         return output
 
