@@ -99,8 +99,12 @@ class Agreement:
         heard = self.ask_numbered(topic, number)
         return {rank: message if rank == self._mine else heard[rank] for rank in self._ranks}
 
-    def ask_numbered(self, topic: str, number: int) -> dict[int, str | None]:
-        """The others' messages ``number`` by global rank; ``None`` where it did not come in time.
+    def has_told_numbered(self, topic: str, number: int, rank: int) -> bool:
+        """Whether message ``number`` of ``rank`` is there now."""
+        return self._look(self._key(f"{topic}/{number % SERIES}", rank)).startswith(f"{number}:")
+
+    def ask_numbered(self, topic: str, number: int, within: timedelta | None = None) -> dict[int, str | None]:
+        """The others' messages ``number`` by global rank; ``None`` where it did not come in time (or ``within``).
 
         Raises:
             RuntimeError: one has ended meanwhile; the message says with what.
@@ -108,9 +112,10 @@ class Agreement:
         heard: dict[int, str | None] = {}
         waiting = self.others
         start = looked = time.monotonic()
+        limit = (within or self._timeout).total_seconds()
         while True:
             now = time.monotonic()
-            late = now - start >= self._timeout.total_seconds()
+            late = now - start >= limit
             looks = late or now - looked >= _LOOK
             answers = self._read([self._key(f"{topic}/{number % SERIES}", rank) for rank in waiting], each=looks)
             for rank, answer in zip(waiting, answers, strict=True):
@@ -144,6 +149,14 @@ class Agreement:
             store.delete_key(f"{key}{number - SERIES}")
         rank, _, theirs = first.partition(":")
         return int(rank), theirs
+
+    def marked(self, topic: str, number: int) -> tuple[int, str] | None:
+        """Who came to mark ``number`` first and its message, if somebody has come there."""
+        found = self._look(f"zerocompile/{self._name}/{topic}/{number}")
+        if found == _NONE:
+            return None
+        rank, _, message = found.partition(":")
+        return int(rank), message
 
     def of_first(self, topic: str, message: str, doing: str) -> str:
         """The first rank's message, on all ranks.

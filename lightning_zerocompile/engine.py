@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zerocompile import buffers, shard
+from lightning_zerocompile import buffers, leaves, shard
 from lightning_zerocompile.budget import MemoryBudget
 from lightning_zerocompile.compile import Regions, remove_regions, whole_modules
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.steps import OptimizerSteps
 from lightning_zerocompile.support import check_equal_on_all_ranks, explain, make_whole, take_over
@@ -223,11 +225,7 @@ class Engine:
     @contextlib.contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
         """See :meth:`ZeroCompileStrategy.full_parameters`."""
-        slots = {
-            f"{prefix}.{name}" if prefix else name: slot
-            for prefix, inner in module.named_modules()
-            for name, slot in inner.__dict__.get(shard.SLOTS, {}).items()
-        }
+        slots = _slots_of(module)
         units = sorted({self.runtime.unit_of_slot(slot) for slot in slots.values()})
         core = self.runtime.core
         core.lend(units)
@@ -238,6 +236,15 @@ class Engine:
             core.take_back(units, False, False)
             raise
         core.take_back(units, writeback, True)
+
+    def full_gradients(self, module: nn.Module) -> dict[str, Tensor]:
+        """See :meth:`ZeroCompileStrategy.full_gradients`."""
+        self.reduce_pending("`full_gradients`")
+        with torch.no_grad(), leaves.plain():
+            found = {name: leaves.gradient_of(slot.master) for name, slot in _slots_of(module).items()}
+            grads = {name: grad for name, grad in found.items() if isinstance(grad, DTensor)}
+            self.runtime.reads.compare(f"`full_gradients` of {len(grads)} parameters")
+            return {name: full_value(grad).clone() for name, grad in grads.items()}
 
     # ---- the end ----
 
@@ -263,6 +270,15 @@ class Engine:
             remove_regions(self.model)
             shard.remove(self.model)
         self.runtime.abandon()
+
+
+def _slots_of(module: nn.Module) -> dict[str, shard.Slot]:
+    """By the parameters' names in ``module``."""
+    return {
+        f"{prefix}.{name}" if prefix else name: slot
+        for prefix, inner in module.named_modules()
+        for name, slot in inner.__dict__.get(shard.SLOTS, {}).items()
+    }
 
 
 def _groups_needed(device: torch.device) -> int:

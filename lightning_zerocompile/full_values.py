@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 
 def full_value(value: DTensor) -> Tensor:
@@ -18,9 +19,11 @@ def full_value(value: DTensor) -> Tensor:
     20,000 (torch 2.11 and 2.13), and one after the other, as the first may still write its name when the second does,
     very rarely. So on the CPU the shards travel by ``all_gather``.
     """
-    local, placements = value.to_local().detach(), value.placements
+    local, placements = value._local_tensor.detach(), value.placements
+    if len(placements) == 1 and isinstance(placements[0], Partial):
+        return _reduced(local, placements[0], value)
     if local.device.type != "cpu" or len(placements) != 1 or type(placements[0]) is not Shard:
-        return value.full_tensor().detach()
+        return DTensor.full_tensor(value).detach()
     dim, group = placements[0].dim % value.ndim, value.device_mesh.get_group()
     size, world = value.shape[dim], dist.get_world_size(group)
     most = -(-size // world)
@@ -30,3 +33,12 @@ def full_value(value: DTensor) -> Tensor:
     dist.all_gather(parts, padded, group=group)
     starts = [min(rank * most, size) for rank in range(world + 1)]
     return torch.cat([part.narrow(dim, 0, b - a) for part, (a, b) in zip(parts, pairwise(starts), strict=True)], dim)
+
+
+def _reduced(local: Tensor, placement: Partial, value: DTensor) -> Tensor:
+    """What all ranks' parts amount to. torch adds booleans as numbers modulo 256."""
+    parts = local.to(torch.int64) if local.dtype is torch.bool else local
+    whole = placement._reduce_value(parts, value.device_mesh, 0)
+    if isinstance(whole, AsyncCollectiveTensor):
+        whole = whole.wait()
+    return whole != 0 if local.dtype is torch.bool else whole

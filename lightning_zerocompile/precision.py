@@ -108,7 +108,9 @@ class StepsThroughEngine(Precision):
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         if self.engine is not None:
             self.engine.reduce_pending("Clipping")
-        Precision.clip_gradients(self, optimizer, *args, **kwargs)  # a fused optimizer sees unscaled gradients, too
+        alike = nullcontext() if self.engine is None else self.engine.runtime.reads.alike()
+        with alike:
+            Precision.clip_gradients(self, optimizer, *args, **kwargs)  # a fused optimizer sees unscaled ones, too
 
     @override
     def state_dict(self) -> dict[str, Any]:

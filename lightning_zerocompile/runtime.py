@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_zerocompile import extension, fakes, leaves
 from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.casts import Casts
-from lightning_zerocompile.comparisons import Comparisons
+from lightning_zerocompile.comparisons import Comparisons, Reads
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
 from lightning_zerocompile.peers import first_failure, has_copy_engines, map_buffer
@@ -122,6 +122,7 @@ class Runtime:
         self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
         self.agreement = Agreement(mesh, self.name, config.timeout)
         self._comparisons = Comparisons(self.agreement, config.timeout)
+        self.reads = Reads(self._comparisons, config.timeout)
         self.core.set_callbacks(
             bind, self._comparisons.order, self._comparisons.gather, self._comparisons.used_parameters
         )
@@ -247,6 +248,7 @@ class Runtime:
             handle=handle.detach().requires_grad_(floating or parameter.is_complex()),
             frozen_handle=handle.detach(),
             core=self.core,
+            reads=self.reads,
             moment=self.moment,
             never_used=self._extension.never_used,
         )
@@ -371,10 +373,12 @@ class Runtime:
 
     def shutdown(self) -> None:
         """Drops every reference to the process groups, before they are destroyed. Waits for what is on its way."""
+        self.reads.close()
         self.core.shutdown(wait=True)
 
     def abandon(self) -> None:
         """:meth:`shutdown` after a failure: waits for nothing, since other ranks may not come to it."""
+        self.reads.close()
         self.core.shutdown(wait=False)
 
 

@@ -18,8 +18,10 @@ from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import gathered, leaves
+from lightning_zerocompile.comparisons import Reads
 from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.rows import over_local, shard_like, sharded_if_full
+from lightning_zerocompile.sharded import as_sharded, refuse_left
 
 SLOTS = "_zerocompile_slots"
 TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, (source, handle, size)
@@ -55,6 +57,7 @@ class Slot:
     handle: Tensor  # [1] float64 on CPU, requires grad; its value is the identity
     frozen_handle: Tensor  # the same identity, requires no grad
     core: Any  # the C++ runtime
+    reads: Reads  # compares the ranks before a number of it is read
     moment: Moment
     never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
 
@@ -89,7 +92,7 @@ class Slot:
         See [Note: unread gradients] in csrc/gradients.cpp.
         """
         with torch.inference_mode(False), torch.no_grad(), leaves.plain():
-            grad = over_local(local, self.master)
+            grad: DTensor = as_sharded(over_local(local, self.master), self.reads)
             leaves.bind_gradient(self.master, grad)
         self.core.bound(self.index, grad, grad._local_tensor)
         return grad
@@ -285,11 +288,7 @@ def check_whole(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise RuntimeError(
-                f"Parameter `{name}` is a shard (a DTensor): a former run of this model raised, so it could not be "
-                "made whole again (another rank may have been gone), or another library has sharded it. Build the "
-                "model anew and go on from a checkpoint: `trainer.fit(model, ckpt_path=...)`."
-            )
+            refuse_left(name)
 
 
 def unshard(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -62,8 +62,12 @@ class ExactScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def on_shards(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+def on_shards(
+    optimizer: Optimizer, closure: Callable[[], Any], alike: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Callable[[], Any]]:
     """The closure to pass to the step of an optimizer that sees DTensors, see [Note: other optimizers].
+
+    ``alike``: entered where all ranks do the same.
 
     Raises:
         RuntimeError: the step used what DTensor does not know; it names the optimizer and the remedy.
@@ -76,6 +80,7 @@ def on_shards(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Call
         stepping.close()  # an optimizer may run the closure again
         inside = False
         result = closure()
+        stepping.enter_context(alike())
         stepping.enter_context(ExactScalars())  # type: ignore[no-untyped-call]
         inside = True
         return result

@@ -133,10 +133,14 @@ class OptimizerSteps:
             self._runtime.core.write_back()  # a hook between backward and step may have written to weights
             return result
 
-        around = self._stepper.around if steps_by_unit(optimizer, self._config.whole_values) else on_shards
+        by_unit = steps_by_unit(optimizer, self._config.whole_values)
         self._through_lightning.append(optimizer)
         try:
-            with around(optimizer, settled) as run:
+            with (
+                self._stepper.around(optimizer, settled)
+                if by_unit
+                else on_shards(optimizer, settled, self._runtime.reads.alike) as run
+            ):
                 return optimizer.step(closure=run, **kwargs)
         finally:
             self._through_lightning.pop()

@@ -246,6 +246,19 @@ class ZeroCompileStrategy(ShardingStrategy):
         with self.engine.full_parameters(module or self._module, writeback) as values:
             yield values
 
+    def full_gradients(self, module: nn.Module | None = None) -> dict[str, Tensor]:
+        """The full gradients of the module's parameters, by name, as copies; all ranks must ask.
+
+        They are reduced: the mean over all ranks, as under DDP. Parameters without a gradient are left out.
+
+        Args:
+            module: a part of the model; default: all of it.
+
+        Raises:
+            RuntimeError: inside ``coalesce_grad_reduction``, where they are not reduced yet; another rank does not ask.
+        """
+        return self.engine.full_gradients(module or self._module)
+
     @override
     def on_train_end(self) -> None:
         self.engine.runtime.pass_mark("the end of training")
