@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -75,6 +76,9 @@ void Runtime::arm() {
 // every rank. `compiled`: the region's name, if it is a graph. A CUDA graph returns one tensor again and again, with
 // another node: a hook of the tensor would stay with the first.
 void Runtime::watch_backward(const Tensor& result, std::vector<int64_t> units, std::string compiled) {
+  TORCH_CHECK(result.grad_fn() != nullptr,
+              text("zerocompile: a tensor of sizes ", result.sizes(), " that no operation has made (a leaf, or one that ",
+                   "requires no grad) is not a result of a region, so the region's backward cannot begin at it"));
   result.grad_fn()->add_tensor_pre_hook(std::make_unique<Entry>(
       [weak = weak_from_this(), units = std::move(units), compiled = std::move(compiled)] {
         if (auto self = weak.lock()) self->enter_backward(units, compiled);
@@ -148,7 +152,12 @@ void Runtime::abort_failed_backward() {
 void Runtime::drop_gradients() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (failed() || torch::autograd::get_current_graph_task_id() == -1) backward_ = armed_ = accumulates_ = false;
-  retire(0);
+  std::exception_ptr failure;
+  try {
+    retire(0);
+  } catch (...) {  // the gradients go all the same
+    failure = std::current_exception();
+  }
   pending_ = early_ = false;
   for (auto& p : parameters_) {
     p.grad.reset();
@@ -158,6 +167,7 @@ void Runtime::drop_gradients() {
   }
   for (auto& u : units_) u.reduced = false;
   reduced_.clear();
+  if (failure) std::rethrow_exception(failure);
 }
 
 // [Note: order of reductions] One fixed order on all ranks: the reverse of the order in which rank 0 first used the
@@ -247,7 +257,7 @@ void Runtime::take(Parameter& p, const Tensor& handed, bool from_graph, bool sha
     p.grad_owned = true;
   }
   p.contributed = p.contributed_now = true;
-  auto& unit = units_[p.unit];
+  auto& unit = unit_of(p);
   unit.nested = unit.nested || torch::autograd::get_current_graph_task_id() != outermost_;
   if (from_graph) stats_.graph_reductions += 1;
 }
@@ -263,7 +273,7 @@ void Runtime::mark_ready(const std::vector<int64_t>& indices) {
     const auto& p = parameter(i);
     if (device_.is_cpu() || deferred_ || !p.grad.defined()) continue;
     if (!latest_) latest_ = mark(device_);
-    units_[p.unit].ready = latest_;
+    unit_of(p).ready = latest_;
   }
 }
 

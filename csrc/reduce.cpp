@@ -94,18 +94,19 @@ at::ScalarType Runtime::kept_dtype(const Parameter& p) const {
 
 // For messages and traces.
 std::string Runtime::names_of(const std::vector<int64_t>& units) const {
-  auto names = units_.at(units.front()).name;
-  for (size_t k = 1; k < units.size(); ++k) names += text("`, `", units_.at(units[k]).name);
+  auto names = unit(units.front()).name;
+  for (size_t k = 1; k < units.size(); ++k) names += text("`, `", unit(units[k]).name);
   return names;
 }
 
-// Reduces the units: every trainable parameter of them, in the units' order, zeros for one without a gradient here.
+// Reduces the units: every trainable parameter of them, in the units' order, zeros for one without a gradient here. It
+// is in flight from its beginning: see [Note: unfinished launches].
 void Runtime::launch_reduction(const std::vector<int64_t>& units) {
   at::NoGradGuard no_grad;
   RECORD_USER_SCOPE(text("zerocompile: reduce ", names_of(units)));
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, kept) dtypes
   std::vector<int64_t> replicated;
-  Reduction reduction;
+  auto& reduction = in_flight_.emplace_back();
   reduction.units = units;
   if (units.size() == 1) {
     const auto& unit = units_[units.front()];
@@ -127,7 +128,6 @@ void Runtime::launch_reduction(const std::vector<int64_t>& units) {
   }
   if (!replicated.empty()) replicate_group(replicated, reduction);
   for (auto& [dtypes, group] : groups) reduce_group(group, reduction);
-  in_flight_.push_back(std::move(reduction));
   retire(2);
 }
 
@@ -149,7 +149,7 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
   const auto make_partition = [&] { return at::empty({binds ? total : 0}, options.dtype(kept)); };
   Tensor partition;  // of the caller's stream, where the optimizer reads it, if the lane is ordered behind all of that
   if (!reduction.ready) partition = make_partition();
-  Lane::Launch launch(reduce_lane_, reduction.ready);
+  Lane::Launch launch(reduce_lane_, reduction.done, reduction.ready);
   if (reduction.ready) partition = make_partition();
   reduction.inputs.push_back(partition);  // the lane writes to it even if nobody binds it
   std::vector<PeerMemory::Gradient> gradients;
@@ -184,7 +184,7 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
   } else {
     reduce_by_collective(launch, group, shards, gradients, partition, total, communicated);
   }
-  reduction.done.push_back(launch.finish());
+  launch.finish();
 }
 
 // The same through the process group: the result is in the dtype that is communicated, and copied or added from there.
@@ -231,7 +231,7 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& redu
   if (!reduction.ready) {
     for (auto i : group) results.push_back(make_result(parameters_[i]));
   }
-  Lane::Launch launch(reduce_lane_, reduction.ready);
+  Lane::Launch launch(reduce_lane_, reduction.done, reduction.ready);
   for (size_t k = 0; k < group.size(); ++k) {
     auto& p = parameters_[group[k]];
     if (reduction.ready) results.push_back(make_result(p));
@@ -259,7 +259,7 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& redu
       if (existing.defined()) existing.add_(result);
     });
   }
-  reduction.done.push_back(launch.finish());
+  launch.finish();
 }
 
 // [Note: gloo reductions] Gloo's waits block the host. A rank that waited inside its backward for the reduction of a
@@ -269,7 +269,12 @@ void Runtime::retire(size_t keep) {
   if (device_.is_cpu() && keep > 0) return;
   while (in_flight_.size() > keep) {
     if (!device_.is_cpu() && !in_flight_.front().done.empty()) last_retired_ = in_flight_.front().done.back();
-    await(in_flight_.front());
+    try {
+      await(in_flight_.front());
+    } catch (...) {  // nobody waits for it, or for those after it, again
+      drop_reductions();
+      throw;
+    }
     in_flight_.erase(in_flight_.begin());
   }
 }

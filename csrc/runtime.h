@@ -110,8 +110,8 @@ struct Shard {
   int64_t gradient = -1;  // which of the collective's; -1: it has no elements
 };
 
-// A reduction on its way: it holds what the collective reads until the compute stream is behind it, or until the
-// backward ends (see [Note: reductions behind a backward]).
+// A reduction that is started or on its way: it holds what the collective reads until the compute stream is behind it,
+// or until the backward ends (see [Note: reductions behind a backward], [Note: unfinished launches]).
 struct Reduction {
   std::vector<int64_t> units;
   Ready ready;  // what it is ordered behind; null: all that the caller's stream holds
@@ -155,7 +155,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_summing_peers(const Tensor& buffer, int64_t timeout_ms);
   void settle();
   void shutdown(bool wait);
-  int64_t identity(int64_t parameter) const { return parameters_.at(parameter).identity; }
+  int64_t identity(int64_t parameter) const;
   Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input
 
   // gathering
@@ -180,10 +180,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::string gathered_so_far() const;
   int64_t parameter_of(const Tensor& value) const;
   int64_t parameter_of_handle(const Tensor& tensor) const;
-  int64_t seen_version(int64_t parameter) const { return parameters_.at(parameter).seen_version(); }
+  int64_t seen_version(int64_t parameter) const;
   void forward_saw(int64_t parameter, int64_t version);
-  const std::string& parameter_name(int64_t parameter) const { return parameters_.at(parameter).name; }
-  bool is_complex(int64_t parameter) const { return at::isComplexType(parameters_.at(parameter).dtype); }
+  std::string parameter_name(int64_t parameter) const;
   Tensor value_in_backward(int64_t parameter);
   std::string asked() const;
   void gather_low(const std::vector<int64_t>& parameters, at::ScalarType dtype);
@@ -195,13 +194,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void backward_ended();
   void finish_backward();
   void finish_ended_backward();
-  void set_deferred(bool deferred) {
-    deferred_ = deferred;
-    pending_ = pending_ || deferred;
-  }
+  void set_deferred(bool deferred);
   void set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes);
-  bool deferred() const { return deferred_; }
-  bool pending() const { return pending_; }
+  bool deferred() const;
+  bool pending() const;
   bool in_backward() const { return phase() == Phase::Backward; }
   void publish_order();
   void check_backward_ended() const;
@@ -219,18 +215,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Count outstanding_reads(int64_t parameter);
   void forget_outstanding();
 
-  Stats stats() const { return stats_; }
+  Stats stats() const;
   std::vector<std::string> resident_units() const;
-  int64_t eager_reads_of(int64_t unit) const { return units_.at(unit).eager_reads; }
-  std::pair<int64_t, int64_t> gathers_of(int64_t unit) const {
-    return {units_.at(unit).gathers, units_.at(unit).gather_bytes};
-  }
-  void set_gradient_divisor(double divisor) { divisor_ = divisor; }
-  void set_prefetch(int64_t distance) { prefetch_ = distance; }
-  void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
-  void set_copies_gradients(bool copies) { copies_gradients_ = copies; }
-  int64_t world() const { return world_; }
-  std::recursive_mutex& mutex() { return mutex_; }
+  int64_t eager_reads_of(int64_t unit) const;
+  std::pair<int64_t, int64_t> gathers_of(int64_t unit) const;
+  void set_gradient_divisor(double divisor);
+  void set_prefetch(int64_t distance);
+  void set_merge_bytes(int64_t bytes);
+  void set_copies_gradients(bool copies);
+  void check_entry(const char* what) const;
 
  private:
   enum class Phase : int64_t { Forward = 0, NoGrad = 1, Backward = 2 };
@@ -239,8 +232,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   using Token = std::pair<Way, int64_t>;  // (way, unit)
   static constexpr Token NOWHERE{Way::Forth, -1};
 
-  Parameter& parameter(int64_t index);
-  Unit& unit(int64_t index);
+  // [Note: checked indices] An index that comes from outside (Python, an operator, what autograd has saved) goes through
+  // these: the runtime may be shut down, and a parameter's unit may not be planned yet. They raise, with the name.
+  void check_running() const;
+  const Parameter& parameter(int64_t index) const;
+  Parameter& parameter(int64_t index) { return const_cast<Parameter&>(std::as_const(*this).parameter(index)); }
+  const Unit& unit(int64_t index) const;
+  Unit& unit(int64_t index) { return const_cast<Unit&>(std::as_const(*this).unit(index)); }
+  const Unit& unit_of(const Parameter& p) const;
+  Unit& unit_of(const Parameter& p) { return const_cast<Unit&>(std::as_const(*this).unit_of(p)); }
   std::vector<int64_t> padded_size(const Parameter& p) const;
   int64_t full_bytes(const Unit& unit) const;
   int64_t sent_bytes(const Unit& unit) const;
@@ -256,6 +256,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void acquire(int64_t unit, Phase phase, int64_t needed, bool full = false);
   using RowsByDtype = std::map<at::ScalarType, std::vector<PeerMemory::Rows>>;  // of what is gathered
   void launch_gather(const std::vector<int64_t>& units, Way way, bool restores = false, bool full = false);
+  void start_gather(const std::vector<int64_t>& units, bool restores, std::vector<Pending>& started);
+  void abandon_gather(const std::vector<int64_t>& units, const std::vector<Pending>& started);
+  void unneed(const std::vector<int64_t>& parameters, size_t count, Phase phase, bool expects_grad);
   void add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const std::vector<int64_t>& units, bool full);
   std::vector<std::vector<int64_t>> runs_of(const std::vector<int64_t>& units, int64_t limit, bool padded) const;
@@ -267,6 +270,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool hides_nothing(const Unit& unit) const;
   bool current(const Unit& unit, int64_t needed, bool full = false) const;
   void write_back(Parameter& p);
+  static void forget_writes(Parameter& p);
 
   // layout.cpp
   void ask(Parameter& p, at::ScalarType dtype);
@@ -321,11 +325,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t merge_bytes_ = 0;  // see [Note: merged gathers], [Note: merged reductions]
   std::vector<Parameter> parameters_;
   std::vector<Unit> units_;
-  bool gathers_in_backward_ = false;  // some unit lives for one use
   std::function<void(std::vector<ReducedGrad>)> bind_;
   std::function<std::vector<int64_t>(std::vector<int64_t>)> agree_;
   std::function<std::string(int64_t, std::string)> compare_;
   std::function<std::string(int64_t, std::string, bool)> unite_;
+  bool asking_ = false;    // one of the last three runs, see [Note: re-entry]
   int64_t exchanges_ = 0;  // of used flags so far
   Lane gather_lane_, reduce_lane_;
   std::unique_ptr<PeerMemory> peers_;          // of the gathers' lane; null: their process group does all

@@ -38,6 +38,8 @@ import torch
 
 MODULE = "lightning_zerocompile._zerocompile"
 CACHE_VARIABLE = "LIGHTNING_ZEROCOMPILE_CACHE"
+SANITIZE_VARIABLE = "LIGHTNING_ZEROCOMPILE_SANITIZE"
+SANITIZERS = ("address", "undefined", "thread")
 TORCH_MINIMUM = (2, 11)
 TORCH_LIMIT = (2, 14)
 _OUTPUT_LINES = 30
@@ -135,11 +137,33 @@ def torch_recipe(module: str, sources: Path) -> Recipe:
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             f"-DTORCH_EXTENSION_NAME={module.rpartition('.')[2]}",
             *(f"-isystem{path}" for path in headers),
+            *sanitizer_flags(),
         ),
         # No rpath: torch is imported before the extension, so its libraries are already in the process.
-        link_flags=(f"-L{root / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+        link_flags=(f"-L{root / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", *sanitizer_flags()),
         versions=(torch.__version__, str(torch.version.git_version)),
     )
+
+
+def sanitizer_flags() -> tuple[str, ...]:
+    """For a build that looks for its own errors: ``LIGHTNING_ZEROCOMPILE_SANITIZE=address,undefined``, or ``thread``.
+
+    The process must load the sanitizer's library before all others: see tests/dist/test_sanitizers.py.
+
+    Raises:
+        ExtensionBuildError: the variable names something else.
+    """
+    chosen = [name for name in os.environ.get(SANITIZE_VARIABLE, "").replace(" ", "").split(",") if name]
+    if not chosen:
+        return ()
+    if not set(chosen) <= set(SANITIZERS) or {"address", "thread"} <= set(chosen):
+        raise ExtensionBuildError(
+            f"{SANITIZE_VARIABLE}={','.join(chosen)!r} is not understood: name some of {', '.join(SANITIZERS)}, "
+            "separated by commas; address and thread exclude each other."
+        )
+    # vptr needs the type information of torch's classes, which torch hides.
+    flags = ["-g", "-fno-omit-frame-pointer", f"-fsanitize={','.join(chosen)}"]
+    return (*flags, *(("-fno-sanitize=vptr", "-fno-sanitize-recover=undefined") if "undefined" in chosen else ()))
 
 
 def build(recipe: Recipe, cache: Path) -> Path:

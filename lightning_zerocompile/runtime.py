@@ -151,10 +151,7 @@ class Runtime:
         for plan in units:
             slots = []
             for name in plan.parameters:
-                parameter = places.parameter(name)
-                slots.append(self._add(name, parameter, compute_dtype))
-                del parameter
-                self._install(slots[-1], places)
+                slots.append(self._add(name, places.parameter(name), compute_dtype))
             lifetime = Lifetime.STEP if plan.kept else self.policy.lifetime
             native = getattr(self._extension.Lifetime, lifetime.name)
             unit = self.core.add_unit(plan.name, [slot.index for slot in slots], native)
@@ -166,8 +163,9 @@ class Runtime:
                 self._kept.append(unit)
                 for slot in slots:
                     self._read_resident(slot)
-                    self._install(slot, places)
-            else:
+            for slot in slots:  # not earlier: an initialiser that reads another layer finds its parameters until here
+                self._install(slot, places)
+            if lifetime is Lifetime.USE:
                 for slot in slots:
                     self.casts.add(slot, places.of(slot.name))
         places.finish()
