@@ -65,6 +65,21 @@ FOUND = (
         ),
     ),
     Found(
+        "zero_grad(set_to_none=False) in a window with max_bytes keeps what was reduced early",
+        Program(steps=((Window((Backward(), Zero(none=False)), max_bytes=0), Snap()),)),
+        excluded=lambda program: _has(
+            program, lambda op, around: isinstance(op, Zero) and not op.none and isinstance(around, Window)
+        ),
+    ),
+    Found(
+        "one rank fails in a window that gathers once, before it has used all: ranks hold other units after it",
+        Program(options=Options(stage=3), steps=((Window(gather="step", fails="1"), Backward()),)),
+        excluded=lambda program: (
+            program.options.stage == 3
+            and _has(program, lambda op, _: isinstance(op, Window) and op.fails in ("0", "1"))
+        ),
+    ),
+    Found(
         "an exception in a raw optimizer's step: later steps do not release gradients",
         Program(steps=((Step(raw=True, fails="closure"), Backward(), Step(raw=True), Snap()),)),
         excluded=lambda program: _has(program, lambda op, _: isinstance(op, Step) and op.raw and op.fails != ""),
