@@ -186,6 +186,9 @@ class Side(ABC):
         with contextlib.suppress(Boom), self.failing(op):
             self.step(op, closure)
             self.waiting = False
+        if op.fails == "post_hook":  # everything is updated: whether gradients stay is not promised
+            self.waiting = False
+            self.zero(str(op.of), True)
 
     @contextlib.contextmanager
     def failing(self, op: Step) -> Any:
