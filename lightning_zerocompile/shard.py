@@ -186,6 +186,36 @@ class ClassCache:
         return type(base.__name__, (base,), namespace)
 
 
+KEPT = "_zerocompile_kept"
+
+
+class Kept:
+    """What is made once for a class of models and serves every run of it, see [Note: repeated runs] in compile.py.
+
+    It belongs to the class of the whole model and dies with it. A copy of that class (one that is pickled by value)
+    starts without.
+    """
+
+    def __init__(self) -> None:
+        self.classes = ClassCache()
+        self.forwards: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}  # of regions
+        self.graphs: list[tuple[Any, Any]] = []  # by configuration; the last one used comes last
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()
+
+
+def kept_with(model: nn.Module) -> Kept:
+    """What earlier runs have left with the class of ``model``; nothing stays with a class of torch's or Lightning's."""
+    owner: Any = getattr(type(model), BASE, type(model))
+    if owner.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
+        return Kept()
+    if KEPT not in owner.__dict__:
+        setattr(owner, KEPT, Kept())
+    kept: Kept = owner.__dict__[KEPT]
+    return kept
+
+
 # ---- installing ----
 
 
