@@ -24,7 +24,7 @@ from lightning_zerocompile.materialize import Places
 from lightning_zerocompile.peers import first_failure, has_copy_engines, map_buffer
 from lightning_zerocompile.policy import Lifetime, Policy
 from lightning_zerocompile.rows import make_master, over_local
-from lightning_zerocompile.shard import ClassCache, Moment, Slot, install
+from lightning_zerocompile.shard import ClassCache, Kept, Moment, Slot, install, kept_with
 from lightning_zerocompile.units import UnitPlan
 
 
@@ -110,7 +110,7 @@ class Runtime:
         self._unit_of_master: dict[Tensor, int] = {}
         self._masters: list[list[nn.Parameter]] = []  # by unit
         self._kept: list[int] = []  # units that stay gathered from one optimizer step to the next
-        self._classes = ClassCache()
+        self.kept = Kept()
         self._anchors: dict[torch.dtype, Tensor] = {}
         this = weakref.ref(self)  # the C++ object must not keep this one alive
 
@@ -144,7 +144,8 @@ class Runtime:
             compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
             autocast_dtype: of the autocast that the model runs under; ``None``: there is none.
         """
-        self.casts = Casts(self._classes, self.core, self.agreement, autocast_dtype)
+        self.kept = kept_with(model)
+        self.casts = Casts(self.classes, self.core, self.agreement, autocast_dtype)
         places = Places(model, self.device)
         places.check()
         mapped = has_copy_engines(self.mesh, self.device, self.agreement, self.config.copy_engine)
@@ -189,7 +190,7 @@ class Runtime:
 
     def _install(self, slot: Slot, places: Places) -> None:
         for module, local_name in places.of(slot.name):
-            install(self._classes, module, local_name, slot)
+            install(self.classes, module, local_name, slot)
 
     def used_units(self) -> dict[int, int]:
         """The units that live for one use, with the bytes of their gathered values."""
@@ -249,6 +250,8 @@ class Runtime:
             reads=self.reads,
             moment=self.moment,
             never_used=self._extension.never_used,
+            dtype=parameter.dtype,
+            grad_dtype=getattr(parameter, "grad_dtype", parameter.dtype),
         )
         leaves.keep_hooks(parameter, master)
         leaves.adopt(master, weakref.ref(slot))
@@ -277,7 +280,7 @@ class Runtime:
 
     @property
     def classes(self) -> ClassCache:
-        return self._classes
+        return self.kept.classes
 
     # ---- gradients ----
 

@@ -60,6 +60,8 @@ class Slot:
     reads: Reads  # compares the ranks before a number of it is read
     moment: Moment
     never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
+    dtype: torch.dtype  # of the parameter before it was sharded, and again when it is whole
+    grad_dtype: torch.dtype | None  # likewise; ``None``: of each gradient's own
 
     def read(self, current: nn.Parameter | None, cast: torch.dtype | None = None) -> Tensor | None:
         """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``).
@@ -189,6 +191,36 @@ class ClassCache:
         return type(base.__name__, (base,), namespace)
 
 
+KEPT = "_zerocompile_kept"
+
+
+class Kept:
+    """What is made once for a class of models and serves every run of it, see [Note: repeated runs] in compile.py.
+
+    It belongs to the class of the whole model and dies with it. A copy of that class (one that is pickled by value)
+    starts without.
+    """
+
+    def __init__(self) -> None:
+        self.classes = ClassCache()
+        self.forwards: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}  # of regions
+        self.graphs: list[tuple[Any, Any]] = []  # by configuration; the last one used comes last
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()
+
+
+def kept_with(model: nn.Module) -> Kept:
+    """What earlier runs have left with the class of ``model``; nothing stays with a class of torch's or Lightning's."""
+    owner: Any = getattr(type(model), BASE, type(model))
+    if owner.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
+        return Kept()
+    if KEPT not in owner.__dict__:
+        setattr(owner, KEPT, Kept())
+    kept: Kept = owner.__dict__[KEPT]
+    return kept
+
+
 # ---- installing ----
 
 
@@ -294,7 +326,8 @@ def check_whole(model: nn.Module) -> None:
 def unshard(model: nn.Module) -> None:
     """Makes the model an ordinary module with full parameters on the CPU; collective over the shard group.
 
-    On a device no more than one parameter is whole at a time.
+    Each parameter gets the dtype back that it had, whatever the optimizer kept it in. On a device no more than one
+    parameter is whole at a time.
     """
     full: dict[Slot, nn.Parameter] = {}
     for module in model.modules():
@@ -302,11 +335,11 @@ def unshard(model: nn.Module) -> None:
             if slot not in full:
                 value = slot.master.detach()
                 whole = full_value(value) if isinstance(value, DTensor) else value
-                full[slot] = nn.Parameter(whole.to("cpu"), requires_grad=slot.master.requires_grad)
+                full[slot] = nn.Parameter(whole.to(slot.dtype).to("cpu"), requires_grad=slot.master.requires_grad)
                 attributes = {n: v for n, v in vars(slot.master).items() if n not in ("_is_param", leaves.SLOT)}
                 full[slot].__dict__.update(attributes)
-                if slot.master.grad_dtype != slot.master.dtype:
-                    full[slot].grad_dtype = slot.master.grad_dtype
+                if slot.grad_dtype != slot.dtype:
+                    full[slot].grad_dtype = slot.grad_dtype
                 leaves.keep_hooks(slot.master, full[slot])
             module._parameters[name] = full[slot]
     remove(model)
