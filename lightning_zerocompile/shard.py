@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
@@ -292,23 +293,44 @@ def check_whole(model: nn.Module) -> None:
             )
 
 
-def unshard(model: nn.Module) -> None:
+def refuse_shards(model: nn.Module) -> None:
+    """From now on a module of ``model`` that holds a shard says so when it is called or its state is asked for.
+
+    A forward would mix the shard with full tensors, and a ``state_dict`` would hold this rank's rows without a word.
+    """
+    for module in model.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            module.register_forward_pre_hook(_check_own)
+            module.register_state_dict_pre_hook(_check_own)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _check_own(module: nn.Module, *_: Any) -> None:
+    check_whole(module)
+
+
+def unshard(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Makes the model an ordinary module with full parameters on the CPU; collective over the shard group.
 
-    On a device no more than one parameter is whole at a time.
+    On a device no more than one parameter is whole at a time. If it raises the model is as it was before.
+
+    Args:
+        model: a sharded one.
+        group: of the same ranks, on the CPU; it communicates instead of the shard group.
     """
     full: dict[Slot, nn.Parameter] = {}
     for module in model.modules():
-        for name, slot in module.__dict__.get(SLOTS, {}).items():
+        for slot in module.__dict__.get(SLOTS, {}).values():
             if slot not in full:
                 value = slot.master.detach()
-                whole = full_value(value) if isinstance(value, DTensor) else value
+                whole = full_value(value, group) if isinstance(value, DTensor) else value
                 full[slot] = nn.Parameter(whole.to("cpu"), requires_grad=slot.master.requires_grad)
                 attributes = {n: v for n, v in vars(slot.master).items() if n not in ("_is_param", leaves.SLOT)}
                 full[slot].__dict__.update(attributes)
                 if slot.master.grad_dtype != slot.master.dtype:
                     full[slot].grad_dtype = slot.master.grad_dtype
                 leaves.keep_hooks(slot.master, full[slot])
+    for module in model.modules():
+        for name, slot in module.__dict__.get(SLOTS, {}).items():
             module._parameters[name] = full[slot]
     remove(model)
 
