@@ -312,7 +312,7 @@ def test_a_module_that_stays_sharded_says_so(ranks: Ranks, stage: int) -> None:
     """A rank that fails alone waits for the others for a tenth of the timeout; what is left raises by name."""
     if ranks.device == "cuda":
         pytest.skip("NCCL's watchdog may end the other rank first")
-    assert ranks.run(_comes_too_late, stage)[1] < 3
+    assert ranks.run(_comes_too_late, stage)[1] < 6  # of the timeout of 8
 
 
 def _refused_first(what: str) -> None:
