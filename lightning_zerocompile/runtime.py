@@ -246,6 +246,7 @@ class Runtime:
             source=self._anchor(dtype),
             handle=handle.detach().requires_grad_(floating or parameter.is_complex()),
             frozen_handle=handle.detach(),
+            grad_dtype=grad_dtype,
             core=self.core,
             moment=self.moment,
             never_used=self._extension.never_used,

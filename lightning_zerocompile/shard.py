@@ -23,7 +23,7 @@ from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.rows import over_local, shard_like, sharded_if_full
 
 SLOTS = "_zerocompile_slots"
-TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, (source, handle, size)
+TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, the arguments of the operator `gather`
 BASE = "_zerocompile_base"
 
 FUNCTORCH = (
@@ -55,6 +55,7 @@ class Slot:
     source: Tensor  # of the traced gather: the resident full value, or an empty tensor of its dtype and device
     handle: Tensor  # [1] float64 on CPU, requires grad; its value is the identity
     frozen_handle: Tensor  # the same identity, requires no grad
+    grad_dtype: torch.dtype | None  # what each use's gradient is cast to; None: it stays as it is produced
     core: Any  # the C++ runtime
     moment: Moment
     never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
@@ -76,9 +77,10 @@ class Slot:
         watched = requires_grad and self.moment.depth == 0
         return gathered.as_gathered(value, self, watched)
 
-    def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...], torch.dtype | None]:
         """What the compiler sees: a handle that requires grad exactly when the parameter does now."""
-        return self.source, self.handle if self.master.requires_grad else self.frozen_handle, self.size
+        handle = self.handle if self.master.requires_grad else self.frozen_handle
+        return self.source, handle, self.size, self.grad_dtype
 
     def require_grad(self, value: bool) -> None:
         """Freezes or unfreezes the parameter, from the next forward on."""
@@ -117,8 +119,7 @@ def _property(name: str) -> property:
 
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():
-            source, handle, size = self.__dict__[traced]
-            return torch.ops.zerocompile.gather.default(source, handle, size)
+            return torch.ops.zerocompile.gather.default(*self.__dict__[traced])
         return self.__dict__[SLOTS][name].read(self._parameters[name])
 
     skip_code(get.__code__)
