@@ -181,6 +181,10 @@ void Runtime::agree_on_order() {
     if (!seen_forward_[index]) order.push_back(index);
   }
   std::reverse(order.begin(), order.end());
+  std::stable_partition(order.begin(), order.end(), [&](int64_t index) {  // see [Note: agreed dtype]
+    const auto& members = units_[index].parameters;
+    return std::all_of(members.begin(), members.end(), [&](int64_t i) { return parameters_[i].cast_grad; });
+  });
   reduce_order_ = agree_ != nullptr && world_ > 1 ? agree_(order) : order;
   TORCH_CHECK(reduce_order_.size() == units_.size(),
               text("zerocompile: rank 0 has ", reduce_order_.size(), " units, rank ",
@@ -194,6 +198,13 @@ void Runtime::publish_order() {
 }
 
 // ---- taking gradients ----
+
+// What each use's gradient is cast to; none: nothing.
+std::optional<at::ScalarType> Runtime::grad_dtype(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto& p = parameter(index);
+  return p.cast_grad ? std::optional(p.grad_dtype) : std::nullopt;
+}
 
 Count Runtime::outstanding_reads(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -211,7 +222,7 @@ void Runtime::forget_outstanding() {
 }
 
 // [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose
-// backward computed in fp32 never opens an fp32 bucket. With `grad_dtype=None` the first gradients decide, see
+// backward computed in fp32 never opens an fp32 bucket. With `grad_dtype=None` each backward decides, see
 // [Note: agreed dtype]. `shared`: somebody else holds it and may write to it again.
 void Runtime::contribute(const std::vector<int64_t>& indices, at::TensorList grads, bool from_graph, bool shared) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);

@@ -115,6 +115,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::enum_<Lifetime>(m, "Lifetime").value("USE", Lifetime::Use).value("STEP", Lifetime::Step);
 
+  py::enum_<Unbound>(m, "Unbound")
+      .value("REDUCED", Unbound::Reduced)
+      .value("SUM", Unbound::Sum)
+      .value("EARLY", Unbound::Early);
+
   py::class_<Saved>(m, "Saved");
 
   m.def("never_used", &never_used);
@@ -193,8 +198,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("check_backward_ended", &Runtime::check_backward_ended, Release())
       .def("frozen_gradients", &Runtime::frozen_gradients, Release())
       .def("drop_gradient", changes("drop_gradient", &Runtime::drop_gradient), Release())
+      .def("drop_waiting", changes("drop_waiting", &Runtime::drop_waiting), Release())
       .def("unbound_gradient",
-           [](Runtime& self, int64_t parameter, bool waiting) -> std::optional<std::pair<Tensor, bool>> {
+           [](Runtime& self, int64_t parameter, bool waiting) -> std::optional<std::pair<Tensor, Unbound>> {
              self.check_entry("grad");
              auto found = self.unbound_gradient(parameter, waiting);
              return found.first.defined() ? std::optional(std::move(found)) : std::nullopt;

@@ -24,9 +24,10 @@ int64_t row_numel(const Parameter& p) {
 
 // Whether it has a gradient to be reduced now; that of a frozen one waits until it is trained again.
 bool waits(const Parameter& p) { return p.grad.defined() && p.master.requires_grad(); }
-// [Note: agreed dtype] With `grad_dtype=None` the dtype of a gradient is a fact of one rank, and a collective needs one
-// that all ranks know. They agree at the end of the first backward in which some rank has a gradient: on the last of
-// this list that one of them produced. Until then the unit is not reduced earlier; from then on that is the grad dtype.
+// [Note: agreed dtype] With `grad_dtype=None` the dtype of a gradient is a fact of one rank and of one backward, and a
+// collective needs one that all ranks know. So such a unit is never reduced before the end of a backward, where the ranks
+// agree each time: on the last of this list that one of them produced. Such units come last in the order of reductions:
+// the others are reduced while the backward runs, as ever.
 constexpr std::array<at::ScalarType, 7> kGradDtypes = {
     at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble};
 constexpr char kUnused = '0', kUsed = '1', kFirstDtype = '2';
@@ -118,7 +119,7 @@ void Runtime::launch_reduction(const std::vector<int64_t>& units) {
     for (auto i : unit.parameters) {
       auto& p = parameters_[i];
       if (!p.master.requires_grad()) continue;
-      if (!p.grad.defined()) p.raw_dtype = p.cast_grad ? p.grad_dtype : p.dtype;
+      if (!p.grad.defined() && p.cast_grad) p.raw_dtype = p.grad_dtype;  // the other: as agreed
       if (p.replicated) replicated.push_back(i);
       else groups[{communicated_dtype(p), kept_dtype(p)}].push_back(i);
     }
@@ -177,7 +178,10 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
     shard.gradient = static_cast<int64_t>(gradients.size()) - 1;
   }
   if (!gradients.empty()) stats_.reductions += 1;
-  const bool by_kernel = communicated == at::kBFloat16 && kept == at::kFloat && !gradients.empty();
+  const bool fits = std::all_of(gradients.begin(), gradients.end(), [&](const auto& gradient) {
+    return gradient.mean.scalar_type() == kept;  // what it is added to may be of an earlier backward
+  });
+  const bool by_kernel = communicated == at::kBFloat16 && kept == at::kFloat && !gradients.empty() && fits;
   if (by_kernel && summing_peers_ != nullptr && summing_peers_->holds(gradients)) {
     stats_.peer_reductions += 1;
     summing_peers_->reduce_scatter(gradients, divisor_);
@@ -300,10 +304,7 @@ std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile)
   TORCH_CHECK(used.size() == parameters_.size(), "zerocompile: the ranks have different numbers of parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& p = parameters_[i];
-    if (p.cast_grad || used[i] < kFirstDtype) continue;
-    p.raw_dtype = p.grad_dtype = kGradDtypes.at(used[i] - kFirstDtype);
-    p.cast_grad = true;
-    if (!p.bound_dtype) p.bound_dtype = p.grad_dtype;
+    if (!p.cast_grad && used[i] >= kFirstDtype) p.raw_dtype = kGradDtypes.at(used[i] - kFirstDtype);
   }
   std::vector<char> flags(used.size());
   std::transform(used.begin(), used.end(), flags.begin(), [](char c) { return c != kUnused; });

@@ -28,6 +28,10 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 // What a collective moves for a tensor: the backends know no complex numbers.
 inline Tensor on_the_wire(const Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
 
+// What the gradient of a master is that has none bound: the reduced one; or, in a window or an accumulation, this rank's
+// own full sum, or its rows of what was reduced early.
+enum class Unbound : int64_t { Reduced = 0, Sum = 1, Early = 2 };
+
 // How long a gathered value lives (ZeRO-3: one use; ZeRO-1 and 2: until the optimizer's next step).
 enum class Lifetime : int64_t { Use = 0, Step = 1 };
 
@@ -35,10 +39,10 @@ struct ParameterSpec {
   std::string name;            // fully qualified
   std::vector<int64_t> size;   // of the full parameter; empty for a 0-dim one, which is replicated
   at::ScalarType dtype;        // of the gathered value: what the model computes with
-  bool cast_grad;              // false: grad_dtype=None and the ranks have not agreed yet, see [Note: agreed dtype]
+  bool cast_grad;              // false: grad_dtype=None, see [Note: agreed dtype]
   at::ScalarType grad_dtype;   // the leaf's contract; the raw gradient is cast to it before anything else
   std::optional<at::ScalarType> reduce_dtype;  // of the communication; absent: the gradient's own
-  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: not agreed either
+  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: that of the communication
 };
 
 // Shared with what autograd holds, whose end may come on any thread, with the GIL held: it must not ask for our mutex.
@@ -205,14 +209,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop_gradients();
   Tensor deferred_gradient(int64_t parameter);
   void drop_gradient(int64_t parameter);
+  void drop_waiting(int64_t parameter);
   std::vector<std::string> frozen_gradients() const;
   int64_t deferred_bytes() const;
-  std::pair<Tensor, bool> unbound_gradient(int64_t parameter, bool waiting);
+  std::pair<Tensor, Unbound> unbound_gradient(int64_t parameter, bool waiting);
   void bound(int64_t parameter, const Tensor& outer, const Tensor& local);
   std::vector<int64_t> lend_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values);
   void release_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values);
   bool any_other_dtype() const;
   Count outstanding_reads(int64_t parameter);
+  std::optional<at::ScalarType> grad_dtype(int64_t parameter);
   void forget_outstanding();
 
   Stats stats() const;

@@ -126,12 +126,19 @@ Tensor Runtime::deferred_gradient(int64_t index) {
   return p.grad;
 }
 
+// User code sets the gradient: nothing of what was there counts any more.
 void Runtime::drop_gradient(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return;
+  parameter(index).unread.reset();
+  drop_waiting(index);
+}
+
+// User code has made the gradient zero in place: what waits to be added to it does not count any more either.
+void Runtime::drop_waiting(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (shut_down_ || !pending_ || backward_) return;
   auto& p = parameter(index);
-  p.unread.reset();
-  if (!pending_ || backward_) return;
   p.grad.reset();
   p.early.reset();
   p.grad_owned = p.contributed = false;

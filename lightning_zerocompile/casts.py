@@ -37,7 +37,7 @@ def _read(module: nn.Module, name: str) -> Any:
     if torch.get_autocast_dtype(source.device.type) != source.dtype:
         return getattr(module, name)
     if torch.compiler.is_compiling():
-        _, handle, size = module.__dict__[TRACED + name]
+        _, handle, size, _ = module.__dict__[TRACED + name]
         return torch.ops.zerocompile.gather_cast.default(source, handle, size)
     return module.__dict__[SLOTS][name].read(module._parameters[name], source.dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from lightning_zerocompile.steps import OptimizerSteps
 from lightning_zerocompile.support import check_equal_on_all_ranks, explain, make_whole, take_over
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
+
+_PATIENCE = timedelta(seconds=5)  # how long a rank that has failed waits for the others to end; a tenth of the timeout
 
 
 class Engine:
@@ -261,6 +264,44 @@ class Engine:
         for group in self._own_groups:
             dist.destroy_process_group(group)
 
+    def rescue(self) -> bool:
+        """After a failure: makes the model an ordinary module again, if every rank ends its run within a few seconds.
+
+        [Note: rescue] What the failed run has started may never end, so none of its process groups is used or waited
+        for. Each rank looks in the store whether all others have ended, too; the first one that knows, or that will not
+        wait any longer, decides for all (one write, which the store makes atomic). Only then do the ranks gather the
+        masters, over a group that is new and whose waits are short. Writes to gathered values that no master has
+        heard of are lost on several ranks. Where a device may wait for another one's collective it is not tried.
+
+        Returns:
+            Whether the model is whole. If not, it is as it was: call :meth:`abandon`.
+        """
+        alone = dist.get_world_size() == 1
+        if not self.manages(self.model) or not (alone or self.device.type == "cpu"):
+            return False
+        patience = min(_PATIENCE, self.config.timeout / 10)
+        group = None
+        try:
+            if alone:
+                self.runtime.core.write_back()
+            else:
+                reasons = self.runtime.agreement.reasons(patience)
+                verdict = "gone" if None in reasons.values() else "all here"
+                if self.runtime.agreement.mark("rescue", 0, verdict)[1] != "all here":
+                    return False
+                group = dist.new_group(backend="gloo", timeout=2 * patience)
+            shard.unshard(self.model, group)
+        except RuntimeError:  # of the store, of a rank that has gone meanwhile, of a device that has failed
+            return False
+        finally:
+            if group is not None:
+                dist.destroy_process_group(group)
+        remove_regions(self.model)
+        self.attach_optimizers([])
+        self.model.cpu()
+        self.runtime.abandon()
+        return True
+
     def abandon(self) -> None:
         """After a failure: neither communicates nor waits, see [Note: abandoned communication] in csrc/runtime.cpp.
 
@@ -273,6 +314,7 @@ class Engine:
         if self.manages(self.model):
             remove_regions(self.model)
             shard.remove(self.model)
+            shard.refuse_shards(self.model)
         self.runtime.abandon()
 
 

@@ -11,8 +11,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 
-def full_value(value: DTensor) -> Tensor:
+def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """All shards of ``value`` as one detached tensor on its device, of ``value.shape``; collective over its mesh.
+
+    ``group``: of the same ranks in the same order, on the CPU; it does the work instead of the mesh's own, and the
+    result is on the CPU.
 
     [Note: full values on gloo] ``DTensor.full_tensor`` gathers by an operator that gloo runs as "ALLGATHER_COALESCED",
     and two of those free one std::string twice, see [Note: gloo gathers]: four in flight at a time crash within
@@ -20,11 +23,15 @@ def full_value(value: DTensor) -> Tensor:
     very rarely. So on the CPU the shards travel by ``all_gather``.
     """
     local, placements = value._local_tensor.detach(), value.placements
+    if group is not None:
+        local = local.cpu()
+        if all(placement.is_replicate() for placement in placements):
+            return local.clone()
     if len(placements) == 1 and isinstance(placements[0], Partial):
         return _reduced(local, placements[0], value)
     if local.device.type != "cpu" or len(placements) != 1 or type(placements[0]) is not Shard:
         return DTensor.full_tensor(value).detach()
-    dim, group = placements[0].dim % value.ndim, value.device_mesh.get_group()
+    dim, group = placements[0].dim % value.ndim, group or value.device_mesh.get_group()
     size, world = value.shape[dim], dist.get_world_size(group)
     most = -(-size // world)
     padded = local.new_zeros([most if d == dim else n for d, n in enumerate(value.shape)])

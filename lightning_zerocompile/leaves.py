@@ -226,7 +226,8 @@ def _get_data(master: Tensor) -> Tensor:
 def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
     """The reduced gradient of a master, which may have to be bound first; for use inside :data:`plain`.
 
-    ``waiting``: if there is none, this rank's own full sum, which waits to be reduced.
+    ``waiting``: if there is none, what waits for the end of a window or an accumulation: this rank's own full sum, or,
+    of what was reduced early, the reduced part.
     """
     grad: Tensor | None = _GRAD.__get__(master)
     if grad is not None or not isinstance(master, Master):
@@ -237,8 +238,8 @@ def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
     found = slot.core.unbound_gradient(slot.index, waiting)
     if found is None:
         return None
-    value, reduced = found
-    return slot.bind_gradient(value) if reduced else value  # type: ignore[no-any-return]
+    value, kind = found
+    return slot.own_gradient(value, kind.name)  # type: ignore[no-any-return]
 
 
 def bound_gradient(master: Tensor) -> Tensor | None:

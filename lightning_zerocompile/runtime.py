@@ -246,6 +246,7 @@ class Runtime:
             source=self._anchor(dtype),
             handle=handle.detach().requires_grad_(floating or parameter.is_complex()),
             frozen_handle=handle.detach(),
+            use_grad_dtype=grad_dtype,
             core=self.core,
             reads=self.reads,
             moment=self.moment,

@@ -10,7 +10,8 @@ ranks say to each other through the store that they come to it; a rank that come
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_zerocompile.comparisons import Reads
 
 _READS = "_zerocompile_reads"  # compares; None: the strategy is gone
+_ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when it is made zero in place
 _NAME = "_zerocompile_name"  # of the parameter that a failed run has left as a shard
 
 _KEEPS = frozenset({"detach", "alias", "clone", "_to_copy", "squeeze", "unsqueeze", "view", "lift_fresh"})
@@ -84,6 +86,11 @@ class Sharded(DTensor):
             if left is None or "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise RuntimeError(_LEFT.format(left)) from error
+        if name in ("zero_", "_foreach_zero_"):
+            for leaf in tree_leaves(args[0]):
+                call = leaf.__dict__.get(_ZEROED)
+                if call is not None and (drop := call()) is not None:
+                    drop()
         if name.endswith("_") and isinstance(args[0], DTensor):
             return args[0]
         return tree_map(lambda leaf: as_sharded(leaf, reads, left), result)
@@ -162,6 +169,11 @@ def as_sharded(value: Any, reads: Reads | None, left: str | None = None) -> Any:
         value.__class__ = Sharded  # type: ignore[assignment, unused-ignore]
         value.__dict__.update({_READS: reads} if left is None else {_READS: reads, _NAME: left})
     return value
+
+
+def when_zeroed(value: Tensor, call: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Sets what is called after user code has made ``value`` zero in place, see [Note: zeroed gradients] in shard.py."""
+    value.__dict__[_ZEROED] = call
 
 
 def watch(value: Tensor, reads: Reads | None) -> None:

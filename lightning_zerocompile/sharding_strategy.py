@@ -200,7 +200,7 @@ class ShardingStrategy(ProcessStrategy):
     @phase("the teardown")
     def teardown(self) -> None:
         if self._failed:
-            self._abandon()
+            self._rescue()
         else:
             _optimizers_to_device(self.optimizers, torch.device("cpu"))
             if self.config.unshard_after_fit:
@@ -230,6 +230,12 @@ class ShardingStrategy(ProcessStrategy):
                 raise
             self._use(None)
             self._restore_layers()
+
+    def _rescue(self) -> None:
+        """After an exception: makes the module whole where the ranks can, and otherwise leaves it in shards."""
+        if self._engine is not None and self.config.unshard_after_fit and self._engine.rescue():
+            self._use(None)
+        self._abandon()
 
     def _abandon(self) -> None:
         if self._engine is not None:
