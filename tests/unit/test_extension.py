@@ -365,3 +365,16 @@ def test_load_from_a_warm_cache() -> None:
     """In under a second; and the line about a build is seen where no logging is configured."""
     extension.load()
     assert seconds(LOAD, says="compiled in 1.0 s\n") < 1
+
+
+def test_sanitizers_are_part_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a build has a key of its own; what is not understood is an error."""
+    plain = extension.torch_recipe("zerocompile_test.tiny", extension.source_directory())
+    monkeypatch.setenv(extension.SANITIZE_VARIABLE, "address, undefined")
+    sanitized = extension.torch_recipe("zerocompile_test.tiny", extension.source_directory())
+    assert "-fsanitize=address,undefined" in sanitized.compile_flags and sanitized != plain
+    assert "-fsanitize=address,undefined" in sanitized.link_flags
+    for wrong in ("addres", "address,thread"):
+        monkeypatch.setenv(extension.SANITIZE_VARIABLE, wrong)
+        with pytest.raises(ExtensionBuildError, match=extension.SANITIZE_VARIABLE):
+            extension.sanitizer_flags()
