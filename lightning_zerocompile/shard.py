@@ -118,8 +118,8 @@ class Slot:
     def _over(self, local: Tensor) -> DTensor:
         """A gradient of the master over the memory of ``local``, this rank's rows.
 
-        [Note: zeroed gradients] Inside a window ``grad`` is what was there before. What waits to be added to it is not in
-        its memory: so who makes the gradient zero in place (``zero_grad(set_to_none=False)``) drops that, too.
+        [Note: zeroed gradients] Inside a window ``grad`` is what was there before. What waits to be added to it is not
+        in its memory. So who makes the gradient zero in place (``zero_grad(set_to_none=False)``) drops that, too.
         """
         with torch.inference_mode(False), torch.no_grad(), leaves.plain():
             grad: DTensor = as_sharded(over_local(local, self.master), self.reads)

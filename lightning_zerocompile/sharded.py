@@ -172,7 +172,7 @@ def as_sharded(value: Any, reads: Reads | None, left: str | None = None) -> Any:
 
 
 def when_zeroed(value: Tensor, call: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Sets what is called after user code has made ``value`` zero in place, see [Note: zeroed gradients] in shard.py."""
+    """Sets what is called after user code has made ``value`` zero in place, see [Note: zeroed gradients]."""
     value.__dict__[_ZEROED] = call
 
 
