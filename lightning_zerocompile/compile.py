@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._pytree import tree_leaves
 
 from lightning_zerocompile import gathered
-from lightning_zerocompile.casts import forward_is_inlined, forward_of
+from lightning_zerocompile.casts import INPUTS, forward_is_inlined, forward_of
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.passes.casts import widen
 from lightning_zerocompile.passes.lower import Lower
@@ -459,9 +459,12 @@ def whole_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
 
 
 def remove_regions(model: nn.Module) -> None:
-    """Forgets the regions of every module; classes are restored by ``shard.remove``."""
+    """Forgets the regions of every module, and what casts its inputs; classes are restored by ``shard.remove``."""
     for module in model.modules():
         module.__dict__.pop(REGION, None)
+        inputs = module.__dict__.pop(INPUTS, None)
+        if inputs is not None:
+            inputs.remove()
 
 
 def is_compiled(module: nn.Module) -> bool:

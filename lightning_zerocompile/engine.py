@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile import buffers, gathered, leaves, shard
 from lightning_zerocompile.budget import MemoryBudget
+from lightning_zerocompile.casts import cast_inputs
 from lightning_zerocompile.compile import Regions, remove_regions, whole_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim import (
@@ -107,6 +108,9 @@ class Engine:
                 self.regions.add(name, module, [])
         if self.config.compile == "blocks" and blocks:
             self._add_leaves([block for _, block in blocks])
+        if self.config.param_dtype is not None and self.config.cast_forward_inputs:
+            children = [child for _, child in whole_modules(self.model)]
+            cast_inputs([self.model, *children, *(block for _, block in blocks)], self.config.param_dtype)
 
     def _add_leaves(self, blocks: Sequence[nn.Module]) -> None:
         inside = {inner for block in blocks for inner in block.modules()}
@@ -162,7 +166,7 @@ class Engine:
         try:
             yield
         except RuntimeError as error:
-            explained = explain(str(error))
+            explained = explain(str(error), self.config.param_dtype)
             if explained is None:
                 raise
             raise RuntimeError(explained) from error

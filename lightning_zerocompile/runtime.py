@@ -250,6 +250,8 @@ class Runtime:
             core=self.core,
             moment=self.moment,
             never_used=self._extension.never_used,
+            dtype=parameter.dtype,
+            grad_dtype=getattr(parameter, "grad_dtype", parameter.dtype),
         )
         leaves.keep_hooks(parameter, master)
         leaves.adopt(master, weakref.ref(slot))

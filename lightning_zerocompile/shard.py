@@ -57,6 +57,8 @@ class Slot:
     core: Any  # the C++ runtime
     moment: Moment
     never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
+    dtype: torch.dtype  # of the parameter before it was sharded, and again when it is whole
+    grad_dtype: torch.dtype | None  # likewise; ``None``: of each gradient's own
 
     def read(self, current: nn.Parameter | None, cast: torch.dtype | None = None) -> Tensor | None:
         """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``).
@@ -325,7 +327,8 @@ def check_whole(model: nn.Module) -> None:
 def unshard(model: nn.Module) -> None:
     """Makes the model an ordinary module with full parameters on the CPU; collective over the shard group.
 
-    On a device no more than one parameter is whole at a time.
+    Each parameter gets the dtype back that it had, whatever the optimizer kept it in. On a device no more than one
+    parameter is whole at a time.
     """
     full: dict[Slot, nn.Parameter] = {}
     for module in model.modules():
@@ -333,11 +336,11 @@ def unshard(model: nn.Module) -> None:
             if slot not in full:
                 value = slot.master.detach()
                 whole = full_value(value) if isinstance(value, DTensor) else value
-                full[slot] = nn.Parameter(whole.to("cpu"), requires_grad=slot.master.requires_grad)
+                full[slot] = nn.Parameter(whole.to(slot.dtype).to("cpu"), requires_grad=slot.master.requires_grad)
                 attributes = {n: v for n, v in vars(slot.master).items() if n not in ("_is_param", leaves.SLOT)}
                 full[slot].__dict__.update(attributes)
-                if slot.master.grad_dtype != slot.master.dtype:
-                    full[slot].grad_dtype = slot.master.grad_dtype
+                if slot.grad_dtype != slot.dtype:
+                    full[slot].grad_dtype = slot.grad_dtype
                 leaves.keep_hooks(slot.master, full[slot])
             module._parameters[name] = full[slot]
     remove(model)
