@@ -182,10 +182,10 @@ def _refused(stage: int) -> None:
     models.train(Noisy(right=True), ZeroCompileStrategy(stage, **MODES["compiled"]))
     pruning = ModelPruning("l1_unstructured", amount=0.5)
     with pytest.raises(MisconfigurationException, match=r"ModelPruning.*configure_model"):
-        models.train(models.Module(), strategy, callbacks=[pruning])
+        models.train(models.Module(), ZeroCompileStrategy(stage, compile=False), callbacks=[pruning])
     with pytest.raises(MisconfigurationException, match=r"The LightningModule was compiled by torch.compile"):
         compiled: Any = torch.compile(models.Module())
-        models.make_trainer(strategy, max_steps=1).fit(compiled, models.Batches(models.rank()))
+        models.make_trainer(ZeroCompileStrategy(stage), max_steps=1).fit(compiled, models.Batches(models.rank()))
 
 
 def test_what_does_not_work_is_refused_with_the_remedy(ranks: Ranks) -> None:
