@@ -368,7 +368,8 @@ def check_file(path: Path, torch_format: bool = True) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip() if torch.serialization.get_crc32_options() else None
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+    # OSError, OverflowError: a damaged place of a record lies outside the file
+    except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, OSError, OverflowError) as error:
         raise damaged(path, str(error)) from error
     if record is not None:
         raise damaged(path, f"its record `{record}` does not match its checksum")
