@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import leaves
 from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharded import Sharded
 from tests import engines, models
 from tests.dist.test_lifetime import _step_with
 from tests.harness import Ranks
@@ -93,7 +93,7 @@ def _reads(stage: int) -> dict[str, Any]:
         results["unread"] = _bound(model)
         first = [p.grad for p in parameters]
         results["same"] = all(p.grad is grad for p, grad in zip(parameters, first, strict=True))
-        results["kind"] = all(type(grad) is DTensor for grad in first)
+        results["kind"] = all(type(grad) is Sharded for grad in first)
         results["read"] = _bound(model)
         results["summed"] = _apart(model, [p.grad for p in twin.parameters()])
         _backward(engine, model, 2)  # is added to what somebody has
@@ -183,7 +183,7 @@ def _abandoned() -> tuple[bool, bool]:
     _backward(engine, model, 0)
     engine.abandon()
     grads = [p.grad for p in model.parameters()]
-    return all(type(grad) is DTensor for grad in grads), any(bool(g._local_tensor.any()) for g in grads)  # type: ignore[union-attr]
+    return all(type(grad) is Sharded for grad in grads), any(bool(g._local_tensor.any()) for g in grads)  # type: ignore[union-attr]
 
 
 def test_a_failure_leaves_them(ranks: Ranks) -> None:
