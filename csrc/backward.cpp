@@ -52,6 +52,7 @@ void Runtime::arm() {
     backward_ = true;
     outermost_ = task;
     pending_ = pending_ || deferred_;
+    began_deferred_ = deferred_;
     await_reductions();
     again_ = false;
     next_reduction_ = 0;
@@ -142,11 +143,17 @@ void Runtime::finish_ended_backward() {
 void Runtime::abort_failed_backward() {
   if (!failed()) return;
   // What waits for the end of a window must not be dropped in silence, nor be used without the part that is missing.
-  TORCH_CHECK(!deferred_,
+  TORCH_CHECK(!began_deferred_,
               text("zerocompile: a backward raised inside `coalesce_grad_reduction` or an accumulation, "
                    "so the gradients that wait for its end are incomplete on rank ", rank_,
-                   ". Leave it with the exception, which drops them, and repeat the step"));
+                   ". Leave it with the exception, which drops them, or call `zero_grad()`, and repeat the step"));
   drop_gradients();
+}
+
+// An exception leaves an accumulation: if it was a backward's, what waits is incomplete on this rank.
+void Runtime::drop_failed_backward() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (backward_ && phase() != Phase::Backward) drop_gradients();
 }
 
 void Runtime::drop_gradients() {
@@ -158,7 +165,7 @@ void Runtime::drop_gradients() {
   } catch (...) {  // the gradients go all the same
     failure = std::current_exception();
   }
-  pending_ = early_ = false;
+  pending_ = early_ = began_deferred_ = false;
   for (auto& p : parameters_) {
     p.grad.reset();
     p.early.reset();
@@ -240,8 +247,12 @@ void Runtime::contribute(const std::vector<int64_t>& indices, at::TensorList gra
   latest_.reset();
 }
 
-// One gradient: kept, or among `sums`, for all to be added by one kernel.
-void Runtime::take(Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& sums) {
+// [Note: gradients of several dtypes] With `grad_dtype=None` gradients of one leaf may have several. torch adds to what
+// an earlier backward has left in place, so the dtype of that stays. Within one backward it adds in place to a sum that
+// nobody else holds, and otherwise makes a new one, of the wider dtype. So it is here.
+
+// One gradient: kept, or among `into`, for all to be added by one kernel.
+void Runtime::take(Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& into) {
   if (from_graph) p.graph_outstanding = std::max<int64_t>(0, p.graph_outstanding - 1);
   if (!p.master.requires_grad()) return;  // frozen after the forward: torch drops the gradient too
   TORCH_CHECK(handed.layout() == at::kStrided,
@@ -253,18 +264,23 @@ void Runtime::take(Parameter& p, const Tensor& handed, bool from_graph, bool sha
   auto grad = view_of(handed);
   if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
   const auto raw = grad.scalar_type();
-  p.raw_dtype = p.grad.defined() ? at::promote_types(p.raw_dtype, raw) : raw;
-  const bool sums_in_another = deferred_ && sum_dtype_.has_value() && grad.is_floating_point() && raw != *sum_dtype_;
+  const bool sums = deferred_ && sum_dtype_.has_value();
+  const bool there = p.grad.defined();
+  const bool stays = there && (!p.contributed_now || is_ours(p));  // see [Note: gradients of several dtypes]
+  p.raw_dtype = stays ? p.raw_dtype : there ? at::promote_types(p.raw_dtype, raw) : raw;
+  const bool sums_in_another = sums && grad.is_floating_point() && raw != *sum_dtype_;
   if (sums_in_another) grad = grad.to(*sum_dtype_);
-  if (!p.grad.defined()) {
+  if (!there) {
     p.grad = shared && grad.is_alias_of(handed) ? grad.clone() : grad;
     p.grad_owned = sums_in_another || shared;
-  } else if (p.grad.scalar_type() == grad.scalar_type() && is_ours(p)) {
+  } else if (is_ours(p) && (!sums || p.grad.scalar_type() == grad.scalar_type())) {
     p.grad_owned = true;
-    sums.totals.push_back(p.grad);
-    sums.parts.push_back(std::move(grad));
+    into.totals.push_back(p.grad);
+    into.parts.push_back(std::move(grad));
   } else {
+    const auto dtype = p.grad.scalar_type();
     p.grad = p.grad.add(grad);
+    if (stays && !sums) p.grad = p.grad.to(dtype);
     p.grad_owned = true;
   }
   p.contributed = p.contributed_now = true;

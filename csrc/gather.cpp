@@ -188,6 +188,22 @@ void Runtime::drop(Unit& unit) {
   stats_.resident_bytes -= unit.bytes;
 }
 
+// [Note: units after an exception] To drop a unit that is on its way is to wait for it, and another rank may have failed
+// before it came to it. But to keep it would let this rank hold what ranks without the exception have dropped, and the
+// next gathers would not match. So it counts as dropped, and its memory stays until the gather is done; a later gather
+// of the unit waits for it.
+void Runtime::drop_after_exception(Unit& unit) {
+  if (!unit.resident || unit.lifetime == Lifetime::Step || unit.lent) return;
+  if (!unit.gathering.any()) return drop(unit);
+  for (auto i : unit.parameters) {
+    gather_lane_.keep(parameters_[i].full);
+    forget(parameters_[i]);
+  }
+  unit.resident = false;
+  unit.graph_uses = 0;
+  stats_.resident_bytes -= unit.bytes;
+}
+
 // Whether the unit's compute is too short to hide a gather behind: a norm between the last block and the head.
 bool Runtime::hides_nothing(const Unit& unit) const {
   constexpr int64_t kShare = 16;

@@ -50,7 +50,7 @@ void Runtime::bind_reduced(const std::vector<char>& used) {
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& p = parameters_[i];
-    if (p.early.defined()) bind(static_cast<int64_t>(i), std::exchange(p.early, {}).to(kept_dtype(p)));
+    if (p.early.defined()) bind(static_cast<int64_t>(i), std::exchange(p.early, {}).to(p.early_dtype));
   }
   if (bind_ != nullptr && !heard.empty()) bind_(std::move(heard));
 }
@@ -108,7 +108,7 @@ std::pair<Tensor, Unbound> Runtime::unbound_gradient(int64_t index, bool waiting
     await_gradients(-1);
     return {std::exchange(p.unread, {}), Unbound::Reduced};
   }
-  if (!waiting || !pending_ || backward_) return {};
+  if (!waiting || !pending_ || (backward_ && !failed())) return {};
   if (p.early.defined()) return {p.early, Unbound::Early};
   return {deferred_gradient(index), Unbound::Sum};
 }

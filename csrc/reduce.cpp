@@ -304,7 +304,9 @@ std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile)
   TORCH_CHECK(used.size() == parameters_.size(), "zerocompile: the ranks have different numbers of parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& p = parameters_[i];
-    if (!p.cast_grad) p.raw_dtype = used[i] < kFirstDtype ? p.dtype : kGradDtypes.at(used[i] - kFirstDtype);
+    if (p.cast_grad) continue;
+    if (used[i] >= kFirstDtype) p.raw_dtype = kGradDtypes.at(used[i] - kFirstDtype);
+    else p.raw_dtype = p.dtype;  // of no rank: that of zeros, which must not be what this rank alone has had
   }
   std::vector<char> flags(used.size());
   std::transform(used.begin(), used.end(), flags.begin(), [](char c) { return c != kUnused; });

@@ -42,7 +42,7 @@ struct ParameterSpec {
   bool cast_grad;              // false: grad_dtype=None, see [Note: agreed dtype]
   at::ScalarType grad_dtype;   // the leaf's contract; the raw gradient is cast to it before anything else
   std::optional<at::ScalarType> reduce_dtype;  // of the communication; absent: the gradient's own
-  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: the gradient's own
+  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: as agreed, see [Note: agreed dtype]
 };
 
 // Shared with what autograd holds, whose end may come on any thread, with the GIL held: it must not ask for our mutex.
@@ -75,6 +75,7 @@ struct Parameter : ParameterSpec {
   bool contributed = false;  // since the last reduction
   bool contributed_now = false;  // in the backward that runs
   Tensor early;              // this rank's rows of what was reduced early, see [Note: bounded windows]
+  at::ScalarType early_dtype = at::kFloat;  // what it becomes when it is bound
   Count eager_outstanding = std::make_shared<std::atomic<int64_t>>(0);  // reads whose gradient is still to come
   int64_t graph_outstanding = 0;  // uses in forward graphs whose backward graph is still to come
   int64_t forward_version = -1;   // see [Note: stale backward]
@@ -207,6 +208,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void check_backward_ended() const;
   void flush();
   void drop_gradients();
+  void drop_failed_backward();
   Tensor deferred_gradient(int64_t parameter);
   void drop_gradient(int64_t parameter);
   void drop_waiting(int64_t parameter);
@@ -271,6 +273,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void check_order(const Unit& unit, Way way, bool full);
   void add_to_course(uint64_t number) { course_ = course_ * 1099511628211ULL + number; }
   void drop(Unit& unit);
+  void drop_after_exception(Unit& unit);
   void demanded(Token token);
   std::vector<int64_t> predicted() const;
   bool hides_nothing(const Unit& unit) const;
@@ -289,7 +292,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   struct Sums {
     std::vector<Tensor> totals, parts;
   };
-  void take(Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& sums);
+  void take(Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& into);
   void mark_ready(const std::vector<int64_t>& parameters);
   bool complete(const Unit& unit) const;
   at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(p.raw_dtype); }
@@ -366,6 +369,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::optional<at::ScalarType> sum_dtype_;  // of gradients that wait for the end of a window; absent: their own
   int64_t max_deferred_bytes_ = -1;          // of gradients that wait for the end of a window; negative: any
   bool accumulates_ = false;  // the backward that runs writes to leaves, see [Note: autograd.grad]
+  bool began_deferred_ = false;  // whether it began inside a window or an accumulation
   bool armed_ = false;    // the engine will call us when this backward ends
   std::weak_ptr<int64_t> armed_task_;  // dies with the graph task that we armed; its value is the task's number
   int64_t outermost_ = -1;             // the graph task of the first event of the backward that runs

@@ -199,13 +199,14 @@ void Runtime::write_back() {
   }
 }
 
-// Nothing stays gathered for a backward that will not come; behind an exception (`raised`) what is on its way does: to
-// drop it is to wait for it, and another rank may have failed before it came to it.
+// Nothing stays gathered for a backward that will not come. `raised`: see [Note: units after an exception].
 void Runtime::end_forward(bool raised) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto& u : units_) {
     u.open_modules = 0;
-    if (!held_ && !(raised && u.gathering.any())) drop(u);
+    if (held_) continue;
+    if (raised) drop_after_exception(u);
+    else drop(u);
   }
   before_last_ = last_ = NOWHERE;
 }

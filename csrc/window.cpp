@@ -11,6 +11,8 @@ namespace zerocompile {
 
 void Runtime::set_deferred(bool deferred) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  // A backward that raised before the window or the accumulation takes nothing away from what waits for its end.
+  if (deferred && !deferred_ && !began_deferred_) abort_failed_backward();
   deferred_ = deferred;
   pending_ = pending_ || deferred;
 }
@@ -53,7 +55,9 @@ void Runtime::reduce_largest() {
   }
   retire(0);
   for (auto& [index, rows] : std::exchange(reduced_, {})) {
-    if (used[index] && rows.defined()) parameters_[index].early = rows;
+    if (!used[index] || !rows.defined()) continue;
+    parameters_[index].early = rows;
+    parameters_[index].early_dtype = kept_dtype(parameters_[index]);
   }
 }
 
@@ -103,12 +107,14 @@ void Runtime::hold() {
   }
 }
 
-// `raised`: see end_forward.
+// `raised`: see [Note: units after an exception].
 void Runtime::let_go(bool raised) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   held_ = false;
   for (auto& u : units_) {
-    if (u.open_modules == 0 && !(raised && u.gathering.any())) drop(u);
+    if (u.open_modules > 0) continue;
+    if (raised) drop_after_exception(u);
+    else drop(u);
   }
   before_last_ = last_ = NOWHERE;  // the same on all ranks, whatever they ran
 }
@@ -116,7 +122,7 @@ void Runtime::let_go(bool raised) {
 // This rank's own sum; an undefined tensor: nothing waits. The caller may write to it.
 Tensor Runtime::deferred_gradient(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!pending_ || backward_) return {};
+  if (!pending_ || (backward_ && !failed())) return {};  // of one that failed: so that `zero_grad` finds it
   auto& p = parameter(index);
   if (!p.grad.defined()) return {};
   if (!p.grad_owned) {
@@ -126,21 +132,36 @@ Tensor Runtime::deferred_gradient(int64_t index) {
   return p.grad;
 }
 
-// User code sets the gradient: nothing of what was there counts any more.
+// User code sets the gradient: nothing of what was there counts any more. That of all parameters, after a backward that
+// raised: nothing is incomplete any more.
 void Runtime::drop_gradient(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return;
-  parameter(index).unread.reset();
-  drop_waiting(index);
+  auto& p = parameter(index);
+  p.unread.reset();
+  const bool incomplete = failed() && phase() != Phase::Backward;
+  if (!incomplete && (!pending_ || backward_)) return;
+  p.grad.reset();
+  p.early.reset();
+  p.grad_owned = p.contributed = false;
+  if (!incomplete) return;
+  const bool any = std::any_of(parameters_.begin(), parameters_.end(),
+                               [](const Parameter& other) { return other.grad.defined() || other.early.defined(); });
+  if (any) return;
+  const bool pending = pending_;  // an accumulation goes on
+  drop_gradients();
+  pending_ = pending;
 }
 
-// User code has made the gradient zero in place: what waits to be added to it does not count any more either.
+// User code has made the gradient zero in place: what waits to be added to it does not count any more either. What was
+// reduced early may itself be what was made zero: it stays a gradient, of zeros.
 void Runtime::drop_waiting(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_ || !pending_ || backward_) return;
+  at::NoGradGuard no_grad;
   auto& p = parameter(index);
   p.grad.reset();
-  p.early.reset();
+  if (p.early.defined()) p.early.zero_();
   p.grad_owned = p.contributed = false;
 }
 

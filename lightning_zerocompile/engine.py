@@ -188,6 +188,9 @@ class Engine:
             self.runtime.core.set_deferred(True)
         try:
             yield
+        except BaseException:
+            self.runtime.core.drop_failed_backward()
+            raise
         finally:
             self.windows.in_accumulation = before
             if not before:

@@ -242,3 +242,78 @@ def test_grad_dtype_is_the_masters_too(ranks: Ranks, stage: int, dtype: torch.dt
         assert seen["after"]["model.layers.0.inner.weight"] == F32
         assert len(seen["errors"]) == 2
         assert all("model.layers.0.raw" in error and "configure_model" in error for error in seen["errors"])
+
+
+class Produces(torch.autograd.Function):
+    """Zero, whose gradient with respect to `weight` is `value` everywhere, produced in `dtype`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, value: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.shape, ctx.dtype, ctx.value = weight.shape, dtype, value
+        return x * weight.float().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0], (grads[0] * x).sum().mul(ctx.value).to(ctx.dtype).expand(ctx.shape).clone(), None, None
+
+
+class Uses(nn.Module):
+    """Uses a bfloat16 weight twice: by one read, by two, or by two with a graph break between them."""
+
+    def __init__(self, how: str, dtypes: tuple[torch.dtype, torch.dtype], grad_dtype: Any) -> None:
+        super().__init__()
+        self.how, self.dtypes = how, dtypes
+        self.raw = nn.Parameter(torch.zeros(3, 2, dtype=BF16))
+        if grad_dtype != "absent":
+            self.raw.grad_dtype = grad_dtype
+
+    def forward(self, x: Tensor) -> Tensor:  # [1]
+        raw = self.raw
+        y = Produces.apply(x, raw, self.dtypes[0], 1.0)
+        if self.how == "across a break":
+            torch._dynamo.graph_break()
+        z = torch.ones_like(x)
+        return y + Produces.apply(z, raw if self.how == "one read" else self.raw, self.dtypes[1], 1.0)  # type: ignore[no-any-return]
+
+
+class Several(nn.Module):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Uses(*arguments) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(layer(x) for layer in self.layers)
+
+
+def _several(stage: int, how: str, scope: Any) -> list[str]:
+    """257 + 1 and 261 + 1: 256 and 260 in bfloat16, cast before they are added; 260 is the mean if that is after."""
+    problems = []
+    for dtypes in ((F32, F32), (F32, BF16), (BF16, F32)):
+        for grad_dtype in ("absent", F32) + ((None,) if dtypes == (F32, F32) else ()):
+            torch._dynamo.reset()
+            model = Several(how, dtypes, grad_dtype)
+            leaves = []
+            for rank in range(models.world()):
+                plain = Several(how, dtypes, grad_dtype)
+                plain(torch.tensor([_raw(rank)])).sum().backward()
+                leaves.append(plain.layers[0].raw.grad)
+            with engines.engine(model, stage, compile=scope, master_dtype=None) as engine:
+                with engine.training_step():
+                    x = torch.tensor([_raw(models.rank())], device=models.device())
+                    engines.backward(engine, model(x).sum())
+                mean = torch.stack(leaves).double().mean(0)
+                for block in model.layers:
+                    grad = full_value(block._parameters["raw"].grad).cpu()
+                    if grad.dtype != leaves[0].dtype or not torch.equal(grad.double(), mean):
+                        problems.append(f"{scope} {dtypes} {grad_dtype}: {grad}, not {mean} in {leaves[0].dtype}")
+    return problems
+
+
+@pytest.mark.parametrize("how", ["one read", "two reads", "across a break"])
+@pytest.mark.parametrize("stage, scope", [(1, "blocks"), (2, False), (3, False), (3, "blocks")])
+def test_several_uses(ranks: Ranks, stage: int, scope: Any, how: str) -> None:
+    """Each use's gradient is cast to the leaf's dtype before it is added to the others, as in torch."""
+    for problems in ranks.run(_several, stage, how, scope):
+        assert problems == [], "\n".join(problems)

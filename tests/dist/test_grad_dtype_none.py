@@ -1,4 +1,7 @@
-"""`grad_dtype=None`: gradients keep the dtype in which they are produced, and all ranks agree which one that is."""
+"""`grad_dtype=None`: gradients keep the dtype in which they are produced, and all ranks agree which one that is.
+
+As in torch, each backward decides anew where `grad` is None, and adds to it in its own dtype where it is not.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,15 @@ class Raw(torch.autograd.Function):
     """Zero, whose gradient with respect to `weight` is `value` everywhere, produced in `dtype`."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, value: float) -> Tensor:
-        ctx.shape, ctx.dtype, ctx.value = weight.shape, dtype, value
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        ctx.shape, ctx.dtype = weight.shape, dtype
         return weight.float().sum() * 0
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return torch.full(ctx.shape, ctx.value, dtype=ctx.dtype, device=grads[0].device), None, None
+        (value,) = ctx.saved_tensors
+        return value.to(ctx.dtype).expand(ctx.shape).clone(), None, None
 
 
 class Block(nn.Module):
@@ -55,13 +60,21 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, raw: tuple[torch.dtype, float] | None) -> Tensor:
+        if raw is not None:  # a number would become a symbol, which torch cannot trace here
+            raw = raw[0], torch.tensor(raw[1], device=self.layers[0].bias.device)  # type: ignore[assignment]
         return sum(layer(raw) for layer in self.layers)
 
 
-def _grads(plan: Plan, stage: int, window: str, options: dict[str, Any]) -> tuple[list[dict[str, Tensor | None]], int]:
-    """Gradients behind each backward of `plan` (in a window: behind the last), and the bytes that were reduced."""
+def _grads(
+    plan: Plan, stage: int, window: str, options: dict[str, Any], scope: Any
+) -> tuple[list[dict[str, Tensor | None]], int]:
+    """Gradients after each backward of `plan` (in a window: after the last), and the bytes that were reduced.
+
+    ``window``: "" and "kept": there is none; the latter leaves gradients where they are.
+    """
+    torch._dynamo.reset()
     model = Net()
-    with engines.engine(model, stage, compile=False, master_dtype=None, **options) as engine:
+    with engines.engine(model, stage, compile=scope, master_dtype=None, **options) as engine:
         seen = []
 
         def backward(raw: Any) -> None:
@@ -71,12 +84,14 @@ def _grads(plan: Plan, stage: int, window: str, options: dict[str, Any]) -> tupl
         def note() -> None:
             seen.append({n: _full(p.grad) for n, p in model.named_parameters() if "layers.0" in n})
             for p in model.parameters():
-                p.grad = None
+                if window != "kept":
+                    p.grad = None
 
-        if window:
-            with engine.windows.open("auto", None, None) if window == "coalesced" else nullcontext():
+        if window in WINDOWS:
+            opened = WINDOWS[window]
+            with nullcontext() if opened is None else engine.windows.open("auto", *opened):
                 for raws in plan[:-1]:
-                    with nullcontext() if window == "coalesced" else engine.accumulation():
+                    with engine.accumulation() if opened is None else nullcontext():
                         backward(raws[models.rank()])
                 backward(plan[-1][models.rank()])
             note()
@@ -88,10 +103,13 @@ def _grads(plan: Plan, stage: int, window: str, options: dict[str, Any]) -> tupl
 
 
 def _full(grad: Any) -> Tensor | None:
-    return full_value(grad).cpu() if isinstance(grad, DTensor) else grad
+    return full_value(grad).cpu().clone() if isinstance(grad, DTensor) else grad if grad is None else grad.clone()
 
 
 ONE, OTHER, BOTH = (F32, 257.0), (BF16, 4.0), (F32, 259.0)
+LOW, LITTLE = (BF16, 256.0), (F32, 1.0)  # their sum needs nine bits
+# name -> max_bytes and accumulate_dtype of the window; None: an accumulation
+WINDOWS: dict[str, Any] = {"local": None, "coalesced": (None, None), "bounded": (0, None), "fp32": (None, F32)}
 # name -> (plan, options, window, (dtype, value) behind each backward: of the mean over the two ranks)
 CASES: dict[str, tuple[Plan, dict[str, Any], str, list[tuple[torch.dtype, float] | None]]] = {
     "one rank": ([[ONE, None]], {}, "", [(F32, 128.5)]),
@@ -99,17 +117,26 @@ CASES: dict[str, tuple[Plan, dict[str, Any], str, list[tuple[torch.dtype, float]
     "other dtypes": ([[ONE, OTHER]], {}, "", [(F32, 130.5)]),
     "both halves": ([[(F16, 256.0), (BF16, 2.0**17)]], {}, "", [(BF16, 2.0**16)]),
     "no rank at first": ([[None, None], [OTHER, ONE], [OTHER, OTHER]], {}, "", [None, (F32, 130.5), (BF16, 4.0)]),
-    "anew": ([[OTHER, OTHER], [ONE, None]], {}, "", [(BF16, 4.0), (F32, 128.5)]),
+    "each time anew": ([[OTHER, OTHER], [ONE, None]], {}, "", [(BF16, 4.0), (F32, 128.5)]),
+    "kept, narrow": ([[LOW, LOW], [LITTLE, LITTLE]], {}, "kept", [(BF16, 256.0), (BF16, 256.0)]),
+    "kept, wide": ([[ONE, ONE], [OTHER, OTHER]], {}, "kept", [(F32, 257.0), (F32, 261.0)]),
     "reduced in float32": ([[OTHER, OTHER], [OTHER, None]], {"reduce_dtype": F32}, "", [(BF16, 4.0), (BF16, 2.0)]),
     "reduced in bfloat16": ([[ONE, BOTH]], {"reduce_dtype": BF16}, "", [(F32, 258.0)]),
     "accumulated": ([[ONE, None], [OTHER, BOTH]], {"accumulate": "local"}, "local", [(F32, 260.0)]),
+    "accumulated, narrow": ([[LOW, LOW], [LITTLE, LITTLE]], {"accumulate": "local"}, "local", [(BF16, 256.0)]),
     "coalesced": ([[OTHER, None], [None, ONE]], {}, "coalesced", [(F32, 130.5)]),
+    "coalesced, narrow": ([[LOW, LOW], [LITTLE, LITTLE]], {}, "coalesced", [(BF16, 256.0)]),
+    "coalesced, wide": ([[ONE, ONE], [OTHER, OTHER]], {}, "coalesced", [(F32, 261.0)]),
+    "bounded, narrow": ([[LOW, LOW], [LITTLE, LITTLE]], {}, "bounded", [(BF16, 256.0)]),
+    "bounded, wide": ([[ONE, None], [None, OTHER]], {}, "bounded", [(F32, 130.5)]),
+    "bounded, then nothing": ([[ONE, ONE], [None, None]], {}, "bounded", [(F32, 257.0)]),
+    "summed in float32": ([[LOW, LOW], [(BF16, 3.0), (BF16, 3.0)], [LITTLE, LITTLE]], {}, "fp32", [(BF16, 260.0)]),
 }
 
 
-def _case(name: str, stage: int) -> list[str]:
+def _case(name: str, stage: int, scope: Any) -> list[str]:
     plan, options, window, expected = CASES[name]
-    seen, reduced = _grads(plan, stage, window, options)
+    seen, reduced = _grads(plan, stage, window, options, scope)
     problems = []
     for number, (grads, wanted) in enumerate(zip(seen, expected, strict=True)):
         for parameter in ("layers.0.weight", "layers.0.scalar"):
@@ -119,19 +146,70 @@ def _case(name: str, stage: int) -> list[str]:
             else:
                 right = grad.dtype == wanted[0] and bool((grad == torch.tensor(wanted[1]).to(wanted[0])).all())
             if not right:
-                problems.append(f"{name}, stage {stage}, backward {number}: {parameter} is {grad}, not {wanted}")
+                problems.append(f"stage {stage} {scope}, backward {number}: {parameter} is {grad}, not {wanted}")
+    if window in ("bounded", "fp32") or (window == "kept" and options == {}):  # not what `grad` is in
+        return problems
     wire = options.get("reduce_dtype", F32)
     # per backward and block: weight [3 -> 4, 2] and scalar in the agreed dtype, bias [3 -> 4] in the wire's
     sizes = [2 * (9 * options.get("reduce_dtype", w[0]).itemsize + 4 * wire.itemsize) for w in expected if w]
     sizes += [2 * (9 * BF16.itemsize + 4 * wire.itemsize) for w in expected if w is None]
     if reduced != sum(sizes):
-        problems.append(f"{name}, stage {stage}: reduced {reduced} bytes, not {sum(sizes)}")
+        problems.append(f"stage {stage} {scope}: reduced {reduced} bytes, not {sum(sizes)}")
     return problems
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_agree(ranks: Ranks, name: str, long: bool) -> None:
     """Value, dtype and bytes on the wire, when ranks differ in who has a gradient and in which dtype."""
-    for stage in (1, 2, 3) if long else (1, 3):
-        for problems in ranks.run(_case, name, stage, timeout=30):
+    cells: list[Any] = [(1, False), (3, False), (2, "blocks")]
+    for stage, scope in cells + [(2, False), (1, "blocks"), (3, "blocks")] * long:
+        for problems in ranks.run(_case, name, stage, scope, timeout=60):
             assert problems == [], "\n".join(problems)
+
+
+def _dropped(stage: int) -> list[Any]:
+    """A dtype that one rank alone has had in a backward whose gradients were dropped is no word of the ranks'."""
+    model = Net()
+    with engines.engine(model, stage, compile=False, master_dtype=None) as engine:
+
+        def backward(raw: Any) -> None:
+            with engine.training_step():
+                engines.backward(engine, model(raw))
+
+        backward(OTHER)
+        model.zero_grad()
+        with engine.windows.open("auto", None, None):
+            backward(ONE if models.rank() == 0 else None)
+            model.zero_grad()
+            backward(None)
+        block = model.layers[0]
+        with engine.training_step():
+            return [p.grad is None for p in (block.weight, block.scalar, block.bias)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_dtype_that_was_dropped(ranks: Ranks, stage: int) -> None:
+    for without in ranks.run(_dropped, stage, timeout=30):
+        assert without == [True, True, False]
+
+
+def _one_backward(stage: int) -> list[str]:
+    """Gradients of several dtypes in one backward: what a plain leaf has, in dtype and to the bit."""
+    problems = []
+    for pair in ((LOW, LITTLE), (LITTLE, LOW), (ONE, OTHER), (OTHER, ONE)):
+        model, twin = Net(), Net()
+        with engines.engine(model, stage, compile=False, master_dtype=None) as engine:
+            with engine.training_step():
+                engines.backward(engine, model(pair[0]) + model(pair[1]))
+            (twin(pair[0]) + twin(pair[1])).backward()
+            for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+                grad = _full(p.grad)
+                if grad is None or q.grad is None or grad.dtype != q.grad.dtype or not torch.equal(grad, q.grad):
+                    problems.append(f"{pair}: {name} is {grad}, not {q.grad}")
+    return problems
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_several_dtypes_in_one_backward(ranks: Ranks, stage: int) -> None:
+    for problems in ranks.run(_one_backward, stage):
+        assert problems == [], "\n".join(problems)

@@ -74,7 +74,10 @@ class Reference(Side):
                 continue
             dtype = parameter.grad_dtype or max((part.dtype for part in there), key=lambda d: _WIDTH_OF[d])
             total = sum((part.to(dtype) for part in there[1:]), there[0].to(dtype)) / WORLD
-            self.mean[parameter] = self.mean[parameter] + total if parameter in self.mean else total
+            if parameter in self.mean:  # as torch does: in place, in the dtype that is there
+                self.mean[parameter] = (self.mean[parameter] + total).to(self.mean[parameter].dtype)
+            else:
+                self.mean[parameter] = total
         self.local = [{} for _ in range(WORLD)]
 
     def evaluate(self, number: int, how: str) -> None:
