@@ -107,6 +107,7 @@ void Runtime::launch_reduction(const std::vector<int64_t>& units) {
   std::vector<int64_t> replicated;
   Reduction reduction;
   reduction.units = units;
+  reduction.number = ++reductions_launched_;
   if (units.size() == 1) {
     const auto& unit = units_[units.front()];
     const bool just_now = complete(unit) && latest_ != nullptr && unit.ready == latest_;
@@ -281,7 +282,7 @@ void Runtime::retire(size_t keep) {
 // `meanwhile`: what this rank can do before it asks; the others may wait for its word.
 std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile) {
   std::string used(parameters_.size(), kUnused);
-  bool asks = false;
+  bool asks = deferred_;  // in a window a rank may have failed: before it meets another one's reductions it hears of it
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& p = parameters_[i];
     if (p.contributed) used[i] = p.cast_grad ? kUsed : letter_of(p);

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <exception>
 
 namespace zerocompile {
 
@@ -120,30 +121,67 @@ namespace {
   TORCH_CHECK(false, text("zerocompile: ", what, " failed on rank ", rank, ": ", why));
 }
 
-void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank) {
+// `look` may raise, which ends the wait with that.
+void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank,
+              const std::function<void()>& look) {
+  std::exception_ptr raised;
+  const auto goes_on = [&] {
+    try {
+      look();
+    } catch (...) {
+      raised = std::current_exception();
+    }
+    return raised == nullptr;
+  };
   try {
-    pending.wait(device);
+    pending.wait(device, goes_on);
   } catch (const c10::Error& error) {
     fail(what, rank, error.what_without_backtrace());
   } catch (const std::exception& error) {  // gloo's
     fail(what, rank, error.what());
   }
+  if (raised != nullptr) std::rethrow_exception(raised);
 }
 
 }  // namespace
+
+// [Note: blocked ranks] A rank that waits here for others asks about once a second (`waiting_`) whether they can still
+// come: one may have died, have failed, or wait for this rank in something else. Whoever looks at this rank's wait
+// needs to know how far each of the others has come: so gathers and reductions are counted, alike on all ranks.
+void Runtime::wait_watched(Pending& pending, const std::string& kind, int64_t number, const std::string& what) {
+  bool looked = false;
+  const auto over = [&] {
+    if (looked) waiting_(kind, 0, what);
+  };
+  try {
+    wait_for(pending, device_, what, rank_, [&] {
+      looked = waiting_ != nullptr;
+      if (looked) waiting_(kind, number, what);
+    });
+  } catch (...) {
+    over();
+    throw;
+  }
+  over();
+}
+
+std::pair<int64_t, int64_t> Runtime::launches() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return {launched_, reductions_launched_};
+}
 
 // Waits for the unit's gather, which fails with a message that names it.
 void Runtime::await(Unit& unit) {
   static const char* const names[] = {"forward", "backward"};
   if (!unit.gathering.any()) return;
   const auto what = text("the gather of unit `", unit.name, "` in ", names[unit.gathered_in]);
-  wait_for(unit.gathering, device_, what, rank_);
+  wait_watched(unit.gathering, "gathers", unit.gather_number, what);
 }
 
 void Runtime::await(Reduction& reduction) {
   const auto what = text("the reduction of unit `", names_of(reduction.units), "` in backward number ",
                          stats_.backwards);
-  for (auto& done : reduction.done) wait_for(done, device_, what, rank_);
+  for (auto& done : reduction.done) wait_watched(done, "reductions", reduction.number, what);
 }
 
 // [Note: abandoned communication] After a failure this rank waits for nobody: another may have failed before it came to
@@ -191,6 +229,8 @@ void Runtime::shutdown(bool wait) {
   agree_ = nullptr;
   compare_ = nullptr;
   unite_ = nullptr;
+  waiting_ = nullptr;
+  meet_ = nullptr;
   peers_.reset();
   summing_peers_.reset();
   kernels_.reset();
@@ -273,11 +313,13 @@ int64_t Runtime::sent_bytes(const Parameter& p, at::ScalarType dtype) const {
 void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                             std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                             std::function<std::string(int64_t, std::string)> compare,
-                            std::function<std::string(int64_t, std::string, bool)> unite) {
+                            std::function<std::string(int64_t, std::string, bool)> unite,
+                            std::function<void(std::string, int64_t, std::string)> waiting) {
   bind_ = std::move(bind);
   agree_ = std::move(agree);
   compare_ = std::move(compare);
   unite_ = std::move(unite);
+  waiting_ = std::move(waiting);
 }
 
 Parameter& Runtime::parameter(int64_t index) {

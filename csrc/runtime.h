@@ -98,6 +98,7 @@ struct Unit {
   int64_t sent = 0;         // bytes of one rank's rows of it
   Pending gathering;
   int64_t gathered_in = 0;  // a Way
+  int64_t gather_number = 0;  // of the last gather that it was part of
   bool reduced = false;     // in the backward that runs
   bool nested = false;      // a nested backward contributed to it: see [Note: nested contributions]
   Ready ready;              // behind its gradients so far, see [Note: late reductions]
@@ -114,6 +115,7 @@ struct Shard {
 // backward ends (see [Note: reductions behind a backward]).
 struct Reduction {
   std::vector<int64_t> units;
+  int64_t number = 0;  // how many were launched before, with it
   Ready ready;  // what it is ordered behind; null: all that the caller's stream holds
   std::vector<Tensor> inputs;
   std::vector<Pending> done;
@@ -147,7 +149,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                      std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                      std::function<std::string(int64_t, std::string)> compare,
-                     std::function<std::string(int64_t, std::string, bool)> unite);
+                     std::function<std::string(int64_t, std::string, bool)> unite,
+                     std::function<void(std::string, int64_t, std::string)> waiting);
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, int64_t timeout_ms);
   void set_kernels(const std::string& code);
@@ -160,6 +163,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // gathering
   Tensor read(int64_t parameter, std::optional<at::ScalarType> cast = std::nullopt);
+  void refresh(const std::vector<int64_t>& units);
   int64_t enter(const std::vector<int64_t>& units, bool trusted);
   int64_t leave(const std::vector<int64_t>& units);
   void need(const std::vector<int64_t>& parameters, const std::vector<at::ScalarType>& dtypes, bool expects_grad);
@@ -178,6 +182,12 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::string lent_unit() const;
   void end_forward(bool raised);
   std::string gathered_so_far() const;
+  std::pair<int64_t, int64_t> launches() const;
+  using Run = std::pair<std::vector<int64_t>, bool>;  // the units of a gather, and whether in full precision
+  void log_runs(bool logs);
+  std::vector<Run> logged_runs() const;
+  void come_apart(std::function<void()> meet);
+  void catch_up(const std::vector<Run>& runs);
   int64_t parameter_of(const Tensor& value) const;
   int64_t parameter_of_handle(const Tensor& tensor) const;
   int64_t seen_version(int64_t parameter) const { return parameters_.at(parameter).seen_version(); }
@@ -255,11 +265,13 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // gather.cpp, uses.cpp
   void acquire(int64_t unit, Phase phase, int64_t needed, bool full = false);
   using RowsByDtype = std::map<at::ScalarType, std::vector<PeerMemory::Rows>>;  // of what is gathered
-  void launch_gather(const std::vector<int64_t>& units, Way way, bool restores = false, bool full = false);
+  void launch_gather(const std::vector<int64_t>& units, Way way, bool restores = false, bool full = false,
+                     bool checked = false);
   void add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const std::vector<int64_t>& units, bool full);
   std::vector<std::vector<int64_t>> runs_of(const std::vector<int64_t>& units, int64_t limit, bool padded) const;
-  void check_order(const Unit& unit, Way way, bool full);
+  void check_order(const std::vector<int64_t>& units, Way way, bool full);
+  void wait_watched(Pending& pending, const std::string& kind, int64_t number, const std::string& what);
   void add_to_course(uint64_t number) { course_ = course_ * 1099511628211ULL + number; }
   void drop(Unit& unit);
   void demanded(Token token);
@@ -326,6 +338,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::function<std::vector<int64_t>(std::vector<int64_t>)> agree_;
   std::function<std::string(int64_t, std::string)> compare_;
   std::function<std::string(int64_t, std::string, bool)> unite_;
+  std::function<void(std::string, int64_t, std::string)> waiting_;  // see [Note: blocked ranks]
+  std::function<void()> meet_;  // before the next gather: see [Note: ranks apart]
   int64_t exchanges_ = 0;  // of used flags so far
   Lane gather_lane_, reduce_lane_;
   std::unique_ptr<PeerMemory> peers_;          // of the gathers' lane; null: their process group does all
@@ -342,7 +356,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<int64_t> forward_order_;                   // units by their first use
   std::vector<char> seen_forward_;
 
-  int64_t launched_ = 0;                                 // gathers so far
+  int64_t launched_ = 0;                                 // units gathered so far
+  int64_t reductions_launched_ = 0;
+  bool logs_runs_ = false;
+  std::vector<Run> runs_logged_;                         // since the window opened, see [Note: ranks apart]
   uint64_t course_ = 0;                                  // digest of their units and runs
   Token last_launched_ = NOWHERE;
   std::map<std::pair<Token, Way>, std::set<int64_t>> followers_;  // the units that followed a gather on all ranks

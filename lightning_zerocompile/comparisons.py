@@ -24,7 +24,19 @@ class Comparisons:
     def __init__(self, agreement: Agreement, timeout: timedelta) -> None:
         self._agreement, self._timeout = agreement, timeout
         self._marks = 0  # that were passed
+        self._window = 0
+        self._used = ("used", 0)  # the last exchange of used flags: its series and its number there
+        self._outside = 0  # of these exchanges
         self._compared = ""  # the last gather that was compared
+
+    def in_window(self, number: int) -> None:
+        """What is exchanged from here on belongs to this window; 0: to none.
+
+        A rank that has failed inside a window is in another one, or in none, while others still exchange in the first:
+        their messages must not be taken for each other.
+        """
+        self._window = number
+        self._used = ("used in a window", number * 2**20) if number else ("used", self._outside)
 
     def order(self, order: list[int]) -> list[int]:
         """Rank 0's order of units, on all ranks.
@@ -39,7 +51,7 @@ class Comparisons:
     def gather(self, sequence: int, unit: str) -> str:
         """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
         mine, topic = dist.get_rank(), f"gather/{sequence}"
-        heard = self._agreement.exchange(topic, unit)
+        heard = self._agreement.exchange(topic, unit, f"gather number {sequence} (here of unit `{unit}`)")
         if self._compared:  # who has come to this comparison has read the last one
             self._agreement.forget(self._compared)
         self._compared = topic
@@ -75,24 +87,29 @@ class Comparisons:
                 f"zerocompile: rank {dist.get_rank()} is at {mine}, but rank {rank} came there at {theirs}. With "
                 "parameters sharded (stage 3) every rank must run the same number of batches, and of forwards inside "
                 "each. Give all ranks equally many batches (a distributed sampler, `drop_last`, `limit_val_batches`), "
-                "generate with `synced_gpus=True`, or use stage 1 or 2."
+                "generate with `synced_gpus=True`, save checkpoints on all ranks, or use stage 1 or 2."
             )
 
     def used_parameters(self, exchange: int, used: str, asks: bool) -> str:
         """Which parameters have a gradient on some rank, a letter each: "0": none; the largest of all ranks counts.
 
         Args:
-            exchange: its number.
-            used: this rank's letters, which are told.
-            asks: whether to wait for the others' letters; otherwise this rank's are returned.
+            exchange: of all, the number of this one.
+            used: this rank's letters.
+            asks: whether to wait for the others' letters; otherwise this rank's are told and returned.
 
         Raises:
             RuntimeError: a rank has not told its own in time.
         """
-        self._agreement.tell_numbered("used", exchange, used)
+        series, number = self._used
         if not asks:
+            number += 1
+            self._outside += not self._window
+            self._used = (series, number)
+            self._agreement.tell_numbered(series, number, used)
             return used
-        for rank, theirs in self._agreement.ask_numbered("used", exchange).items():
+        heard = self._agreement.ask_numbered(series, number, f"the end of backward number {exchange}")
+        for rank, theirs in heard.items():
             if theirs is None:
                 raise self._agreement.silent(rank, f"has ended backward number {exchange}")
             used = "".join(map(max, used, theirs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,14 @@ from lightning_zerocompile.optim import (
 )
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.stepping import UnitStepper, on_shards
-from lightning_zerocompile.support import check_equal_on_all_ranks, explain, make_whole, take_over
+from lightning_zerocompile.support import (
+    check_equal_on_all_ranks,
+    check_equal_optimizers,
+    explain,
+    make_whole,
+    settings_of,
+    take_over,
+)
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
 
@@ -42,10 +49,11 @@ class Engine:
         compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
         backend: of the process groups.
         autocast_dtype: of the autocast that every step runs under; ``None``: there is none.
+        settings: what else all ranks must have alike, by name.
 
     Raises:
-        RuntimeError: the ranks hold different models; a parameter is a shard that a failed run has left, is on a
-            foreign device or cannot be initialised.
+        RuntimeError: the ranks hold different models, options or versions; a parameter is a shard that a failed run has
+            left, is on a foreign device or cannot be initialised.
     """
 
     def __init__(
@@ -56,10 +64,11 @@ class Engine:
         compute_dtype: torch.dtype | None,
         backend: str,
         autocast_dtype: torch.dtype | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self.model, self.device, self.config = model, device, config
         take_over(model)
-        check_equal_on_all_ranks(model)
+        check_equal_on_all_ranks(model, settings_of(config) | dict(settings or {}))
         check_names(model, config.keep_gathered)
         one_graph = config.compile == "model"
         units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered, join_blocks=one_graph)
@@ -171,7 +180,7 @@ class Engine:
 
     def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
         # in the reductions' group: in that of the gathers, the forward would wait for all that the optimizer started
-        buffers.broadcast(modules, self._own_groups[-1])
+        buffers.broadcast(modules, self._own_groups[-1], self.runtime.agreement)
 
     def before_backward(self, loss: Tensor) -> None:
         """Lets the runtime know the outermost backward when it starts: the loss's gradient comes first."""
@@ -260,7 +269,7 @@ class Engine:
         """Watches the optimizers' steps; those of a former call are left alone.
 
         Raises:
-            RuntimeError: an optimizer holds parameters that are not the model's.
+            RuntimeError: an optimizer holds parameters that are not the model's, or the ranks have different ones.
             MisconfigurationException: an optimizer cannot work on sharded parameters.
         """
         for handles in self._hooks.values():
@@ -286,6 +295,9 @@ class Engine:
                 optimizer.register_step_pre_hook(self._enter_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
+        if optimizers:
+            names: dict[Tensor, str] = {slot.master: slot.name for slot in self.runtime.slots}
+            check_equal_optimizers(optimizers, names, self.runtime.agreement)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """``optimizer.step(closure)``; optimizers of known kind update unit by unit, see [Note: step by unit]."""

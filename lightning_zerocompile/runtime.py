@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,10 +122,16 @@ class Runtime:
 
         self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
         self.agreement = Agreement(mesh, self.name, config.timeout)
-        self._comparisons = Comparisons(self.agreement, config.timeout)
+        self.agreement.progress = partial(_progress, this)
+        self.comparisons = Comparisons(self.agreement, config.timeout)
         self.core.set_callbacks(
-            bind, self._comparisons.order, self._comparisons.gather, self._comparisons.used_parameters
+            bind,
+            self.comparisons.order,
+            self.comparisons.gather,
+            self.comparisons.used_parameters,
+            self.agreement.blocked,
         )
+        self.agreement.watch()
 
     # ---- set-up ----
 
@@ -316,7 +323,7 @@ class Runtime:
             RuntimeError: another rank came to another mark, or after other gathers.
         """
         if self.mesh.size() > 1 and len(self._kept) < len(self._masters):
-            self._comparisons.mark(f"{what}, after {self.core.gathered_so_far()}")
+            self.comparisons.mark(f"{what}, after {self.core.gathered_so_far()}")
 
     # ---- phases of a step ----
 
@@ -351,8 +358,7 @@ class Runtime:
     @torch.no_grad()  # so this does not count as the forward's order
     def _refresh_kept(self) -> None:
         """Gathers stale values (first step, loaded weights) here, since ranks may read different parameters later."""
-        self.core.enter(self._kept, False)
-        self.core.leave(self._kept)
+        self.core.refresh(self._kept)
 
     def masters_changed(self, masters: Sequence[Tensor]) -> None:
         """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""
@@ -371,11 +377,19 @@ class Runtime:
 
     def shutdown(self) -> None:
         """Drops every reference to the process groups, before they are destroyed. Waits for what is on its way."""
-        self.core.shutdown(wait=True)
+        with contextlib.closing(self.agreement):
+            self.core.shutdown(wait=True)
 
     def abandon(self) -> None:
         """:meth:`shutdown` after a failure: waits for nothing, since other ranks may not come to it."""
-        self.core.shutdown(wait=False)
+        with contextlib.closing(self.agreement):
+            self.core.shutdown(wait=False)
+
+
+def _progress(owner: weakref.ref[Runtime]) -> dict[str, int]:
+    """How much of each kind of collective the runtime has started."""
+    runtime = owner()
+    return {} if runtime is None else dict(zip(("gathers", "reductions"), runtime.core.launches(), strict=True))
 
 
 def _grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[torch.dtype | None, bool]:

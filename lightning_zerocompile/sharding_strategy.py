@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,12 +24,12 @@ from lightning_zerocompile.callbacks import before_optimizer_state, prepare_call
 from lightning_zerocompile.checkpoint import Checkpoints
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.failures import CommunicationError, phase
+from lightning_zerocompile.failures import phase
 from lightning_zerocompile.launcher import Launcher
 from lightning_zerocompile.materialize import place
 from lightning_zerocompile.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
 from lightning_zerocompile.processes import ProcessStrategy
-from lightning_zerocompile.support import check_module
+from lightning_zerocompile.support import check_module, trainer_settings
 
 
 class ShardingStrategy(ProcessStrategy):
@@ -87,9 +88,8 @@ class ShardingStrategy(ProcessStrategy):
                 self._revert_layers = partial(layer_sync.revert, module)
             self.model = self.precision_plugin.convert_module(module)
             backend = self._process_group_backend or "gloo"
-            self._use(
-                Engine(module, self.root_device, self.config, dtype, backend, autocast_dtype(self.precision_plugin))
-            )
+            autocast, settings = autocast_dtype(self.precision_plugin), trainer_settings(trainer)
+            self._use(Engine(module, self.root_device, self.config, dtype, backend, autocast, settings))
             self.model_to_device()
         prepare_callbacks(trainer, module, self.engine)
         if fitting:
@@ -132,11 +132,13 @@ class ShardingStrategy(ProcessStrategy):
         if self._engine is not None:
             self._engine.runtime.pass_mark("a checkpoint")
             self._engine.settle()
+        self.meet("a checkpoint of the model")
         return self._checkpoints.model_state(self._module)
 
     @override
     @phase("a checkpoint: an optimizer's state")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.meet("a checkpoint of an optimizer")
         return self._checkpoints.optimizer_state(_raw(optimizer))
 
     @override
@@ -166,7 +168,7 @@ class ShardingStrategy(ProcessStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True  # ranks may be out of step: no collective from here on
-        if self.agreement is not None and not isinstance(exception, CommunicationError):
+        if self.agreement is not None:
             self.agreement.leave(f"{type(exception).__name__}: {exception}")
 
     @override
@@ -212,6 +214,8 @@ class ShardingStrategy(ProcessStrategy):
 
     def _use(self, engine: Engine | None) -> None:
         self._engine = engine
+        if engine is not None:
+            engine.runtime.agreement.where = partial(_hook_of, weakref.ref(self._module))
         if isinstance(self.precision_plugin, StepsThroughEngine):
             self.precision_plugin.engine = engine
 
@@ -247,6 +251,12 @@ class ShardingStrategy(ProcessStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": None, "_revert_layers": None}
+
+
+def _hook_of(module: weakref.ref[pl.LightningModule]) -> str:
+    """The hook of Lightning's that runs; "": none."""
+    held = module()
+    return (held._current_fx_name or "") if held is not None else ""
 
 
 def _raw(optimizer: Optimizer) -> Optimizer:

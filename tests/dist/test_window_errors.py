@@ -129,10 +129,10 @@ def _one_sided(what: str, stage: int) -> None:
 @pytest.mark.parametrize(
     ("what", "stage", "text"),
     [
-        ("not opened", 1, "has not come to it within"),
-        pytest.param("not opened", 2, "has not come to it within", marks=pytest.mark.long),
-        pytest.param("not opened", 3, "has not ", marks=pytest.mark.long),
-        pytest.param("not opened held", 3, "has not ", marks=pytest.mark.long),
+        ("not opened", 1, "for the end of window 1 of `coalesce_grad_reduction`, to which rank 1 has not come"),
+        pytest.param("not opened", 2, "for the end of window 1", marks=pytest.mark.long),
+        pytest.param("not opened", 3, "wait", marks=pytest.mark.long),
+        pytest.param("not opened held", 3, "wait", marks=pytest.mark.long),
         ("raises", 1, "failed inside window 1 of `coalesce_grad_reduction` with ArithmeticError: on rank 0 only"),
         ("raises", 3, "failed inside window 1"),
         pytest.param("raises", 2, "failed inside window 1", marks=pytest.mark.long),
