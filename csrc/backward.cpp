@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -75,6 +76,9 @@ void Runtime::arm() {
 // every rank. `compiled`: the region's name, if it is a graph. A CUDA graph returns one tensor again and again, with
 // another node: a hook of the tensor would stay with the first.
 void Runtime::watch_backward(const Tensor& result, std::vector<int64_t> units, std::string compiled) {
+  TORCH_CHECK(result.grad_fn() != nullptr,
+              text("zerocompile: a tensor of sizes ", result.sizes(), " that no operation has made (a leaf, or one that ",
+                   "requires no grad) is not a result of a region, so the region's backward cannot begin at it"));
   result.grad_fn()->add_tensor_pre_hook(std::make_unique<Entry>(
       [weak = weak_from_this(), units = std::move(units), compiled = std::move(compiled)] {
         if (auto self = weak.lock()) self->enter_backward(units, compiled);
@@ -148,7 +152,12 @@ void Runtime::abort_failed_backward() {
 void Runtime::drop_gradients() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (failed() || torch::autograd::get_current_graph_task_id() == -1) backward_ = armed_ = accumulates_ = false;
-  retire(0);
+  std::exception_ptr failure;
+  try {
+    retire(0);
+  } catch (...) {  // the gradients go all the same
+    failure = std::current_exception();
+  }
   pending_ = early_ = false;
   for (auto& p : parameters_) {
     p.grad.reset();
@@ -158,6 +167,7 @@ void Runtime::drop_gradients() {
   }
   for (auto& u : units_) u.reduced = false;
   reduced_.clear();
+  if (failure) std::rethrow_exception(failure);
 }
 
 // [Note: order of reductions] One fixed order on all ranks: the reverse of the order in which rank 0 first used the
@@ -171,6 +181,10 @@ void Runtime::agree_on_order() {
     if (!seen_forward_[index]) order.push_back(index);
   }
   std::reverse(order.begin(), order.end());
+  std::stable_partition(order.begin(), order.end(), [&](int64_t index) {  // see [Note: agreed dtype]
+    const auto& members = units_[index].parameters;
+    return std::all_of(members.begin(), members.end(), [&](int64_t i) { return parameters_[i].cast_grad; });
+  });
   reduce_order_ = agree_ != nullptr && world_ > 1 ? agree_(order) : order;
   TORCH_CHECK(reduce_order_.size() == units_.size(),
               text("zerocompile: rank 0 has ", reduce_order_.size(), " units, rank ",
@@ -184,6 +198,13 @@ void Runtime::publish_order() {
 }
 
 // ---- taking gradients ----
+
+// What each use's gradient is cast to; none: nothing.
+std::optional<at::ScalarType> Runtime::grad_dtype(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto& p = parameter(index);
+  return p.cast_grad ? std::optional(p.grad_dtype) : std::nullopt;
+}
 
 Count Runtime::outstanding_reads(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -201,7 +222,7 @@ void Runtime::forget_outstanding() {
 }
 
 // [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose
-// backward computed in fp32 never opens an fp32 bucket. With `grad_dtype=None` the first gradients decide, see
+// backward computed in fp32 never opens an fp32 bucket. With `grad_dtype=None` each backward decides, see
 // [Note: agreed dtype]. `shared`: somebody else holds it and may write to it again.
 void Runtime::contribute(const std::vector<int64_t>& indices, at::TensorList grads, bool from_graph, bool shared) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -247,7 +268,7 @@ void Runtime::take(Parameter& p, const Tensor& handed, bool from_graph, bool sha
     p.grad_owned = true;
   }
   p.contributed = p.contributed_now = true;
-  auto& unit = units_[p.unit];
+  auto& unit = unit_of(p);
   unit.nested = unit.nested || torch::autograd::get_current_graph_task_id() != outermost_;
   if (from_graph) stats_.graph_reductions += 1;
 }
@@ -263,7 +284,7 @@ void Runtime::mark_ready(const std::vector<int64_t>& indices) {
     const auto& p = parameter(i);
     if (device_.is_cpu() || deferred_ || !p.grad.defined()) continue;
     if (!latest_) latest_ = mark(device_);
-    units_[p.unit].ready = latest_;
+    unit_of(p).ready = latest_;
   }
 }
 

@@ -36,31 +36,6 @@ void all_gather_flat(c10d::ProcessGroup& group, Lane::Launch& launch, std::vecto
   });
 }
 
-// [Note: gloo sums] Gloo's own reduce-scatter sums everything on every rank and keeps a part, and its wait knows no end:
-// a rank could not look whether the others still come (see [Note: blocked ranks]). So the sum is asked for directly.
-void reduce_scatter_flat(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                         const std::vector<at::Tensor>& inputs, bool average) {
-  std::vector<at::Tensor> parts;
-  for (const auto& input : inputs) parts.push_back(input.reshape(-1));
-  auto sum = at::cat(parts);  // [sum of n_i]
-  std::vector<at::Tensor> tensors{sum};
-  c10d::AllreduceOptions options;
-  options.asyncOp = true;
-  launch.add(group.allreduce(tensors, options));
-  const int64_t rank = group.getRank(), world = group.getSize();
-  launch.then([sum, outputs = std::move(outputs), rank, world, average] {
-    at::NoGradGuard no_grad;
-    int64_t offset = 0;
-    for (const auto& output : outputs) {
-      const auto numel = output.numel();
-      auto own = sum.narrow(0, offset + rank * numel, numel);
-      if (average) own.div_(world);
-      output.copy_(own.view(output.sizes()));
-      offset += numel * world;
-    }
-  });
-}
-
 }  // namespace
 
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
@@ -77,12 +52,9 @@ void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at:
 
 void reduce_scatter(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
                     std::vector<at::Tensor> inputs, const c10d::ReduceOp& op) {
-  if (outputs.front().device().is_cpu()) {
-    return reduce_scatter_flat(group, launch, std::move(outputs), inputs, op.op_ == c10d::ReduceOp::AVG);
-  }
   c10d::ReduceScatterOptions options;
   options.reduceOp = op;
-  options.asyncOp = false;
+  options.asyncOp = outputs.front().device().is_cpu();
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   launch.add(group.reduce_scatter_single_coalesced(outputs, inputs, options));
 #else

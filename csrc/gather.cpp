@@ -54,7 +54,7 @@ void Runtime::check_order(const std::vector<int64_t>& units, Way way, bool full)
     any_full = any_full || wide;
     digest = digest * 1099511628211ULL + static_cast<uint64_t>(number) + 1;
     add_to_course(static_cast<uint64_t>(number) + 1);
-    units_[index].gather_number = ++launched_;
+    ++launched_;
   }
   // one unit: its number; several: a number that is no unit's
   const auto step = units.size() == 1 ? static_cast<int64_t>(digest) - 1 : 2 * count + static_cast<int64_t>(digest >> 2);
@@ -96,13 +96,13 @@ void Runtime::come_apart(std::function<void()> meet) {
 
 void Runtime::catch_up(const std::vector<Run>& runs) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
+  check_running();
   const bool logs = std::exchange(logs_runs_, false);  // a new window may be open
   for (const auto& [units, full] : runs) {
     for (auto index : units) {
       drop(unit(index));
       add_to_course(static_cast<uint64_t>(index + (full ? static_cast<int64_t>(units_.size()) : 0)) + 1);
-      units_[index].gather_number = ++launched_;
+      ++launched_;
     }
     launch_gather(units, Way::Forth, /*restores=*/true, full, /*checked=*/true);
   }
@@ -128,14 +128,35 @@ void Runtime::launch_gather(const std::vector<int64_t>& units, Way way, bool res
   }
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
-  for (auto index : units) {
-    await(units_[index]);  // an earlier gather into the same memory must not finish after this one
-    for (auto i : units_[index].parameters) {
-      auto& p = parameters_[i];
-      if (!p.full.defined()) allocate(p, gathered_dtype(p, full));
+  std::vector<Pending> started;
+  try {
+    for (auto index : units) {
+      units_[index].gathered_in = static_cast<int64_t>(way);
+      await(units_[index]);  // an earlier gather into the same memory must not finish after this one
+      for (auto i : units_[index].parameters) {
+        auto& p = parameters_[i];
+        if (!p.full.defined()) allocate(p, gathered_dtype(p, full));
+      }
     }
+    start_gather(units, restores, started);
+  } catch (...) {
+    abandon_gather(units, started);
+    throw;
   }
-  Lane::Launch launch(gather_lane_);
+  for (auto index : units) {
+    auto& unit = units_[index];
+    unit.gathering = started.front();
+    unit.stale = false;
+    if (unit.resident) continue;
+    unit.resident = true;
+    stats_.resident_bytes += unit.bytes;
+    stats_.peak_resident_bytes = std::max(stats_.peak_resident_bytes, stats_.resident_bytes);
+  }
+}
+
+// Into the units' memory. `started`: see [Note: unfinished launches].
+void Runtime::start_gather(const std::vector<int64_t>& units, bool restores, std::vector<Pending>& started) {
+  Lane::Launch launch(gather_lane_, started);
   RowsByDtype calls, unmoved;
   for (auto index : units) add_rows(units_[index], restores, calls, unmoved);
   for (const auto& [dtype, call] : unmoved) fill_rows(call);
@@ -156,16 +177,21 @@ void Runtime::launch_gather(const std::vector<int64_t>& units, Way way, bool res
     }
     all_gather(*gather_group_, launch, std::move(outputs), std::move(inputs));
   }
-  const auto gathering = launch.finish();
+  launch.finish();
+}
+
+// A gather has failed before all of it was started. What was not gathered before is not half there now: memory that a
+// later gather would find could have another dtype than that one asks for. What was there stays, and is stale.
+void Runtime::abandon_gather(const std::vector<int64_t>& units, const std::vector<Pending>& started) {
   for (auto index : units) {
     auto& unit = units_[index];
-    unit.gathering = gathering;
-    unit.gathered_in = static_cast<int64_t>(way);
+    if (!started.empty()) unit.gathering = started.front();
+    if (unit.resident || unit.lifetime == Lifetime::Step) continue;
     unit.stale = false;
-    if (unit.resident) continue;
-    unit.resident = true;
-    stats_.resident_bytes += unit.bytes;
-    stats_.peak_resident_bytes = std::max(stats_.peak_resident_bytes, stats_.resident_bytes);
+    for (auto i : unit.parameters) {
+      gather_lane_.keep(parameters_[i].full);  // gloo's works hold theirs
+      forget(parameters_[i]);
+    }
   }
 }
 
@@ -287,6 +313,7 @@ void Runtime::demanded(Token token) {
 
 // `full`: it is needed in full precision, see [Note: low gathers].
 void Runtime::acquire(int64_t index, Phase phase, int64_t needed, bool full) {
+  check_entry("gather");
   abort_failed_backward();
   if (phase == Phase::Backward) arm();
   auto& unit = units_[index];
@@ -313,8 +340,12 @@ std::vector<int64_t> Runtime::unit_order() const {
 // The optimizer wrote: resident values are gathered anew, in the order of the forward.
 void Runtime::masters_changed(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  check_running();
   std::vector<char> changed(units_.size(), 0);
-  for (auto index : units) changed.at(index) = 1;
+  for (auto index : units) {
+    (void)unit(index);  // there is one
+    changed[index] = 1;
+  }
   std::vector<int64_t> resident;
   for (auto index : unit_order()) {
     if (!changed[index]) continue;

@@ -98,17 +98,19 @@ void Runtime::await_reductions() {
   retire(0);
 }
 
-// What `grad` is of a master that has none bound, and whether it is the reduced one, which is given away and is to be
-// bound; otherwise, if asked for, this rank's own sum, which waits. The caller may write to either.
-std::pair<Tensor, bool> Runtime::unbound_gradient(int64_t index, bool waiting) {
+// What `grad` is of a master that has none bound. The reduced one is given away and is to be bound; what waits is only
+// asked for with `waiting`. The caller may write to it.
+std::pair<Tensor, Unbound> Runtime::unbound_gradient(int64_t index, bool waiting) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return {};
   auto& p = parameter(index);
   if (p.unread.defined()) {
     await_gradients(-1);
-    return {std::exchange(p.unread, {}), true};
+    return {std::exchange(p.unread, {}), Unbound::Reduced};
   }
-  return {waiting ? deferred_gradient(index) : Tensor(), false};
+  if (!waiting || !pending_ || backward_) return {};
+  if (p.early.defined()) return {p.early, Unbound::Early};
+  return {deferred_gradient(index), Unbound::Sum};
 }
 
 void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {

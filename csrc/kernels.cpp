@@ -68,29 +68,35 @@ int64_t blocks_of(int64_t numel) { return (numel + kPerBlock - 1) / kPerBlock; }
 
 }  // namespace
 
-Kernels::Kernels(const std::string& code, c10::Device device) : device_(device) {
+void Kernels::CloseDriver::operator()(void* driver) const { (void)dlclose(driver); }
+
+void Kernels::UnloadModule::operator()(void* module) const {
+  try {
+    const c10::DeviceGuard guard(device);
+    (void)in_driver<Unload>(driver, "cuModuleUnload")(module);
+  } catch (...) {  // the device has failed: nothing is left to be freed
+  }
+}
+
+Kernels::Kernels(const std::string& code, c10::Device device)
+    : device_(device), module_(nullptr, UnloadModule{device, nullptr}) {
   TORCH_CHECK(device_.is_cuda(), text("zerocompile: kernels are for CUDA devices, not for ", device_));
   const c10::DeviceGuard guard(device_);
-  driver_ = dlopen("libcuda.so.1", RTLD_NOW);
+  driver_.reset(dlopen("libcuda.so.1", RTLD_NOW));
   TORCH_CHECK(driver_ != nullptr, "zerocompile: there is no CUDA driver (libcuda.so.1)");
-  check(driver_, in_driver<LoadData>(driver_, "cuModuleLoadData")(&module_, code.c_str()), "loading the kernels");
-  const auto get = in_driver<GetFunction>(driver_, "cuModuleGetFunction");
-  check(driver_, get(&cast_, module_, "zerocompile_cast"), "finding the kernel of casts");
-  check(driver_, get(&sum_, module_, "zerocompile_sum"), "finding the kernel of sums");
+  auto* const driver = driver_.get();
+  void* module = nullptr;
+  check(driver, in_driver<LoadData>(driver, "cuModuleLoadData")(&module, code.c_str()), "loading the kernels");
+  module_ = {module, UnloadModule{device_, driver}};
+  const auto get = in_driver<GetFunction>(driver, "cuModuleGetFunction");
+  check(driver, get(&cast_, module, "zerocompile_cast"), "finding the kernel of casts");
+  check(driver, get(&sum_, module, "zerocompile_sum"), "finding the kernel of sums");
   // The driver loads a kernel when it is first launched, and may wait for the device then: so now, with no elements.
   CastArguments no_casts{};
   SumArguments no_sums{};
   no_casts.count = no_sums.count = 1;
   launch(cast_, 1, &no_casts);
   launch(sum_, 1, &no_sums);
-}
-
-Kernels::~Kernels() {
-  try {
-    const c10::DeviceGuard guard(device_);
-    (void)in_driver<Unload>(driver_, "cuModuleUnload")(module_);
-  } catch (...) {  // the device has failed: nothing is left to be freed
-  }
 }
 
 bool Kernels::takes(const Cast& cast) {
@@ -108,8 +114,8 @@ bool Kernels::takes(const Sum& sum) {
 void Kernels::launch(void* function, int64_t blocks, void* argument) const {
   const auto stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   void* arguments[] = {argument};
-  const auto launch = in_driver<LaunchKernel>(driver_, "cuLaunchKernel");
-  check(driver_,
+  const auto launch = in_driver<LaunchKernel>(driver_.get(), "cuLaunchKernel");
+  check(driver_.get(),
         launch(function, static_cast<unsigned>(blocks), 1, 1, kThreads, 1, 1, 0, stream.native_handle(), arguments,
                nullptr),
         "launching a kernel");

@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -24,10 +25,6 @@ class Kernels {
 
   // `code`: the text of kernels.ptx. Raises where there is no CUDA driver, or one that cannot read it.
   Kernels(const std::string& code, c10::Device device);
-  ~Kernels();
-  Kernels(const Kernels&) = delete;
-  Kernels& operator=(const Kernels&) = delete;
-
   // Whether the arrays have the dtypes, the layout and the alignment that the kernels ask for.
   static bool takes(const Cast& cast);
   static bool takes(const Sum& sum);
@@ -43,8 +40,19 @@ class Kernels {
  private:
   void launch(void* function, int64_t blocks, void* argument) const;
 
+  struct CloseDriver {
+    void operator()(void* driver) const;
+  };
+  struct UnloadModule {
+    c10::Device device;
+    void* driver;
+    void operator()(void* module) const;
+  };
+
   c10::Device device_;
-  void *driver_ = nullptr, *module_ = nullptr, *cast_ = nullptr, *sum_ = nullptr;
+  std::unique_ptr<void, CloseDriver> driver_;   // closed after the module, also where the constructor raises
+  std::unique_ptr<void, UnloadModule> module_;
+  void *cast_ = nullptr, *sum_ = nullptr;  // of the module
 };
 
 }  // namespace zerocompile

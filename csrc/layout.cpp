@@ -33,7 +33,7 @@ std::string Runtime::asked() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   std::string letters;
   for (const auto& p : parameters_) {
-    const bool full = p.asked_full || units_.at(p.unit).lifetime == Lifetime::Step;
+    const bool full = p.asked_full || unit_of(p).lifetime == Lifetime::Step;
     letters += full ? 'f' : p.asked_cast ? 'c' : '-';
   }
   return letters;

@@ -1,5 +1,6 @@
 // Units that stay gathered: those that `full_parameters` holds, and those that memory allows.
 #include <algorithm>
+#include <set>
 
 #include "runtime.h"
 #include "text.h"
@@ -12,31 +13,39 @@ namespace zerocompile {
 // all ranks at once, or, where an exception may have met one rank alone, at the next use.
 void Runtime::lend(const std::vector<int64_t>& indices) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
+  const std::set<int64_t> each(indices.begin(), indices.end());
+  TORCH_CHECK(each.size() == indices.size(), "zerocompile: a unit is lent once, not twice in one call");
   for (auto index : indices) {
-    TORCH_CHECK(!units_.at(index).lent,
+    TORCH_CHECK(!unit(index).lent,
                 text("zerocompile: `full_parameters` inside another one that holds the same parameters, or others of ",
-                     "their unit `", units_.at(index).name, "`. Enter once, with a module that contains both"));
+                     "their unit `", unit(index).name, "`. Enter once, with a module that contains both"));
   }
   abort_failed_backward();
-  for (auto index : indices) {
-    auto& unit = units_.at(index);
-    const bool whole = std::all_of(unit.parameters.begin(), unit.parameters.end(),
-                                   [&](int64_t i) { return current(unit, i, /*full=*/true); });
-    if (!whole) {
-      drop(unit);
-      launch_gather({index}, Way::Forth, /*restores=*/false, /*full=*/true);
+  std::vector<int64_t> lent;
+  try {
+    for (auto index : indices) {
+      auto& unit = units_[index];
+      const bool whole = std::all_of(unit.parameters.begin(), unit.parameters.end(),
+                                     [&](int64_t i) { return current(unit, i, /*full=*/true); });
+      if (!whole) {
+        drop(unit);
+        launch_gather({index}, Way::Forth, /*restores=*/false, /*full=*/true);
+      }
+      await(unit);
+      for (auto i : unit.parameters) write_back(parameters_[i]);  // what was written before counts
+      lent.push_back(index);
+      unit.lent = true;
     }
-    await(unit);
-    for (auto i : unit.parameters) write_back(parameters_[i]);  // what was written before counts
-    unit.lent = true;
+  } catch (...) {  // out of memory, say: nobody will give back what was lent before
+    take_back(lent, /*keep=*/false, /*together=*/false);
+    throw;
   }
 }
 
 Tensor Runtime::lent_value(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
-  TORCH_CHECK(units_[p.unit].lent, text("zerocompile: `", p.name, "` is not lent"));
+  TORCH_CHECK(unit_of(p).lent, text("zerocompile: `", p.name, "` is not lent"));
   p.read_eagerly = true;
   return p.value.detach();
 }
@@ -44,23 +53,38 @@ Tensor Runtime::lent_value(int64_t index) {
 void Runtime::take_back(const std::vector<int64_t>& indices, bool keep, bool together) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return;
-  for (auto index : indices) {
-    auto& unit = units_.at(index);
-    unit.lent = false;
-    for (auto i : unit.parameters) {
-      auto& p = parameters_[i];
-      if (keep) write_back(p);
-      p.read_eagerly = false;
-      p.value_version = static_cast<int64_t>(p.value._version());
+  for (auto index : indices) unit(index).lent = false;  // whatever happens below
+  size_t done = 0;
+  try {
+    for (; done < indices.size(); ++done) {
+      auto& unit = units_[indices[done]];
+      for (auto i : unit.parameters) {
+        auto& p = parameters_[i];
+        if (keep) write_back(p);
+        forget_writes(p);
+      }
+      if (unit.lifetime == Lifetime::Use && !held_ && unit.open_modules <= 0 && unit.graph_uses == 0) {
+        drop(unit);
+      } else if (together) {
+        launch_gather({indices[done]}, Way::Forth, /*restores=*/!keep);
+      } else {
+        unit.stale = true;
+      }
     }
-    if (unit.lifetime == Lifetime::Use && !held_ && unit.open_modules <= 0 && unit.graph_uses == 0) {
-      drop(unit);
-    } else if (together) {
-      launch_gather({index}, Way::Forth, /*restores=*/!keep);
-    } else {
-      unit.stale = true;
+  } catch (...) {  // the values of this unit and of those after it are gathered anew at their next use
+    for (; done < indices.size(); ++done) {
+      auto& unit = units_[indices[done]];
+      unit.stale = unit.resident;
+      for (auto i : unit.parameters) forget_writes(parameters_[i]);
     }
+    throw;
   }
+}
+
+// What user code has written to the value so far never reaches the master.
+void Runtime::forget_writes(Parameter& p) {
+  p.read_eagerly = false;
+  if (p.value.defined()) p.value_version = static_cast<int64_t>(p.value._version());
 }
 
 // The name of a unit that is lent; "": none is.
@@ -75,19 +99,19 @@ std::string Runtime::lent_unit() const {
 // From now on the unit lives from one optimizer step to the next.
 void Runtime::keep(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
   auto& unit = this->unit(index);
   TORCH_CHECK(!held_ && !unit.lent && unit.open_modules == 0 && unit.graph_uses == 0,
               text("zerocompile: unit `", unit.name, "` is in use, so how long it lives cannot change now"));
   if (unit.lifetime == Lifetime::Step) return;
   drop(unit);
-  unit.lifetime = Lifetime::Step;
-  for (auto i : unit.parameters) {
-    parameters_[i].low.reset();
-    allocate(parameters_[i], parameters_[i].dtype);
+  try {
+    for (auto i : unit.parameters) allocate(parameters_[i], parameters_[i].dtype);
+  } catch (...) {  // out of memory: the unit lives for one use, as before
+    for (auto i : unit.parameters) forget(parameters_[i]);
+    throw;
   }
-  gathers_in_backward_ =
-      std::any_of(units_.begin(), units_.end(), [](const Unit& u) { return u.lifetime == Lifetime::Use; });
+  for (auto i : unit.parameters) parameters_[i].low.reset();
+  unit.lifetime = Lifetime::Step;
 }
 
 }  // namespace zerocompile

@@ -1,4 +1,6 @@
-// What Python sees. Every call releases the GIL: the runtime calls back into Python when a backward ends.
+// What Python sees. Whatever takes the runtime's mutex releases the GIL first, since the runtime asks Python while it
+// holds the mutex: two threads that took the two in different orders would wait for each other. So the order is the
+// mutex, then the GIL, and every method of the runtime is bound with `Release`.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/variable.h>
@@ -19,26 +21,45 @@ namespace {
 struct Saved {
   Tensor tensor;            // an activation or a handle, detached; undefined for a gathered parameter
   int64_t version = 0;
-  int64_t parameter = -1;   // whose value it is
-  int64_t handle_of = -1, forward_version = 0;  // see [Note: stale backward]
+  int64_t parameter = -1;   // whose value it is a view of, and how it sees that memory:
+  at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> size, stride;
   int64_t offset = 0;
-  bool as_real = false, conj = false, neg = false;  // how a complex parameter's memory is seen
+  bool conj = false, neg = false;
+  int64_t handle_of = -1, forward_version = 0;  // see [Note: stale backward]
 };
 
 // [Note: saved tensors] A gathered weight that eager code saves for backward is kept as its identity and gathered
-// again when backward asks for it. Hooks switch torch's own check for in-place writes off, so it is repeated here.
+// again when backward asks for it. What was saved may be any view of the weight's memory: of other sizes, of a part, in
+// another dtype (`view_as_complex`, `view(dtype)`), conjugated or negated by a bit. All of that is kept. A subclass of Tensor
+// that dispatches operators itself is kept as it is, which keeps the gathered memory: only it knows what it is. One that
+// does not comes back as a plain tensor, as torch's hooks have it. Hooks switch torch's own check for in-place writes
+// off, so it is repeated here.
+bool dispatches_itself(const Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::Python); }
+
+void describe(Saved& saved, const Runtime& runtime, const Tensor& tensor) {
+  const bool known = tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested();
+  TORCH_CHECK(known, text("zerocompile: autograd is to save a value of parameter `",
+                          runtime.parameter_name(saved.parameter), "` as a ", tensor.toString(),
+                          ", which cannot be made again for the backward. Compute it from a copy (`clone()`)"));
+  saved.dtype = tensor.scalar_type();
+  saved.size = tensor.sizes().vec();
+  saved.stride = tensor.strides().vec();
+  saved.offset = tensor.storage_offset();
+  saved.conj = tensor.is_conj();
+  saved.neg = tensor.is_neg();
+  TORCH_CHECK(bytes_of_view(saved.dtype, saved.size, saved.stride, saved.offset) <= tensor.storage().nbytes(),
+              text("zerocompile: autograd is to save a view of parameter `", runtime.parameter_name(saved.parameter),
+                   "` that reaches beyond it: sizes ", tensor.sizes(), ", strides ", tensor.strides(), ", offset ",
+                   saved.offset));
+}
+
 Saved pack(Runtime& runtime, const Tensor& tensor) {
   Saved saved;
-  saved.parameter = runtime.parameter_of(tensor);
+  saved.parameter = dispatches_itself(tensor) ? -1 : runtime.parameter_of(tensor);
   if (saved.parameter >= 0) {
     saved.version = runtime.seen_version(saved.parameter);
-    saved.size = tensor.sizes().vec();
-    saved.stride = tensor.strides().vec();
-    saved.offset = tensor.storage_offset();
-    saved.as_real = runtime.is_complex(saved.parameter) && !tensor.is_complex();
-    saved.conj = tensor.is_conj();
-    saved.neg = tensor.is_neg();
+    describe(saved, runtime, tensor);
   } else {
     saved.handle_of = runtime.parameter_of_handle(tensor);
     if (saved.handle_of >= 0) saved.forward_version = runtime.seen_version(saved.handle_of);
@@ -61,11 +82,11 @@ Tensor unpack(Runtime& runtime, const Saved& saved) {
               text("zerocompile: parameter `", runtime.parameter_name(saved.parameter),
                    "` was modified between its forward and its backward (by an optimizer step or an in-place write), ",
                    "so the gradients would be wrong. Run the backward before the modification"));
-  auto value = runtime.value_in_backward(saved.parameter);
-  if (saved.as_real) value = at::view_as_real(value);
-  value = value.as_strided(saved.size, saved.stride, saved.offset);
-  if (saved.conj) value = value.conj();
-  return saved.neg ? value._neg_view() : value;
+  const auto value = runtime.value_in_backward(saved.parameter);
+  auto view = view_of(value, saved.dtype, saved.size, saved.stride, saved.offset);
+  if (saved.conj) view.unsafeGetTensorImpl()->_set_conj(true);
+  if (saved.neg) view.unsafeGetTensorImpl()->_set_neg(true);
+  return view;
 }
 
 // Whether autograd has recorded no operation on this value: then no gradient with respect to it can exist.
@@ -76,6 +97,15 @@ bool never_used(const Tensor& value) {
 
 using Release = py::call_guard<py::gil_scoped_release>;
 
+// A method that changes something: it raises inside a question to the other ranks, see [Note: re-entry].
+template <typename Result, typename... Arguments>
+auto changes(const char* name, Result (Runtime::*method)(Arguments...)) {
+  return [name, method](Runtime& self, Arguments... arguments) -> Result {
+    self.check_entry(name);
+    return (self.*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+
 }  // namespace
 
 }  // namespace zerocompile
@@ -84,6 +114,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace zerocompile;
 
   py::enum_<Lifetime>(m, "Lifetime").value("USE", Lifetime::Use).value("STEP", Lifetime::Step);
+
+  py::enum_<Unbound>(m, "Unbound")
+      .value("REDUCED", Unbound::Reduced)
+      .value("SUM", Unbound::Sum)
+      .value("EARLY", Unbound::Early);
 
   py::class_<Saved>(m, "Saved");
 
@@ -119,76 +154,78 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              return self.add_parameter(std::move(spec), std::move(master), std::move(local), std::move(handle));
            },
            Release())
-      .def("add_unit", &Runtime::add_unit, Release())
-      .def("set_callbacks", &Runtime::set_callbacks)
-      .def("shutdown", &Runtime::shutdown, py::arg("wait"), Release())  // gloo's threads may need the GIL to end
-      .def("peer_bytes", &Runtime::peer_bytes)
-      .def("set_peers", &Runtime::set_peers, Release())
-      .def("set_kernels", &Runtime::set_kernels, Release())
-      .def("summing_peer_bytes", &Runtime::summing_peer_bytes)
-      .def("set_summing_peers", &Runtime::set_summing_peers, Release())
-      .def("identity", &Runtime::identity)
+      .def("add_unit", changes("add_unit", &Runtime::add_unit), Release())
+      .def("set_callbacks", changes("set_callbacks", &Runtime::set_callbacks), Release())
+      .def("shutdown", changes("shutdown", &Runtime::shutdown), py::arg("wait"), Release())
+      .def("peer_bytes", &Runtime::peer_bytes, Release())
+      .def("set_peers", changes("set_peers", &Runtime::set_peers), Release())
+      .def("set_kernels", changes("set_kernels", &Runtime::set_kernels), Release())
+      .def("summing_peer_bytes", &Runtime::summing_peer_bytes, Release())
+      .def("set_summing_peers", changes("set_summing_peers", &Runtime::set_summing_peers), Release())
+      .def("identity", &Runtime::identity, Release())
       .def("resident_value", &Runtime::resident_value, Release())
       .def("read", [](const std::shared_ptr<Runtime>& self, int64_t parameter, const Tensor& handle,
                       bool requires_grad, std::optional<at::ScalarType> cast) {
+             self->check_entry("read");
              return zerocompile::read(self, parameter, handle, requires_grad, cast);
            },
            py::arg("parameter"), py::arg("handle"), py::arg("requires_grad"), py::arg("cast") = py::none(), Release())
       .def("asked", &Runtime::asked, Release())
-      .def("gather_low", &Runtime::gather_low, Release())
-      .def("refresh", &Runtime::refresh, Release())
-      .def("launches", &Runtime::launches, Release())
-      .def("log_runs", &Runtime::log_runs, Release())
+      .def("gather_low", changes("gather_low", &Runtime::gather_low), Release())
+      .def("refresh", changes("refresh", &Runtime::refresh), Release())
+      .def("log_runs", changes("log_runs", &Runtime::log_runs), Release())
       .def("logged_runs", &Runtime::logged_runs, Release())
-      .def("come_apart", &Runtime::come_apart)
-      .def("catch_up", &Runtime::catch_up, Release())
-      .def("enter", &Runtime::enter, Release())
-      .def("leave", &Runtime::leave, Release())
+      .def("come_apart", changes("come_apart", &Runtime::come_apart), Release())
+      .def("catch_up", changes("catch_up", &Runtime::catch_up), Release())
+      .def("enter", changes("enter", &Runtime::enter), Release())
+      .def("leave", changes("leave", &Runtime::leave), Release())
       .def("unit_order", &Runtime::unit_order, Release())
-      .def("masters_changed", &Runtime::masters_changed, Release())
-      .def("write_back", py::overload_cast<>(&Runtime::write_back), Release())
-      .def("keep", &Runtime::keep, Release())
-      .def("lend", &Runtime::lend, Release())
-      .def("lent_value", &Runtime::lent_value, Release())
-      .def("take_back", &Runtime::take_back, Release())
+      .def("masters_changed", changes("masters_changed", &Runtime::masters_changed), Release())
+      .def("write_back", changes("write_back", static_cast<void (Runtime::*)()>(&Runtime::write_back)), Release())
+      .def("keep", changes("keep", &Runtime::keep), Release())
+      .def("lend", changes("lend", &Runtime::lend), Release())
+      .def("lent_value", changes("lent_value", &Runtime::lent_value), Release())
+      .def("take_back", changes("take_back", &Runtime::take_back), Release())
       .def("lent_unit", &Runtime::lent_unit, Release())
-      .def("end_forward", &Runtime::end_forward, py::arg("raised") = false, Release())
+      .def("end_forward", changes("end_forward", &Runtime::end_forward), py::arg("raised") = false, Release())
       .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
       .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())
-      .def("watch_backward", &Runtime::watch_backward, Release())
-      .def("arm", &Runtime::arm, Release())
-      .def("finish_backward", [](Runtime& self) { self.finish_ended_backward(); }, Release())
-      .def("set_deferred", &Runtime::set_deferred)
-      .def("set_window", &Runtime::set_window, Release())
-      .def("hold", &Runtime::hold, Release())
-      .def("let_go", &Runtime::let_go, py::arg("raised") = false, Release())
-      .def("deferred", &Runtime::deferred)
-      .def("pending", &Runtime::pending)
-      .def("publish_order", &Runtime::publish_order, Release())
+      .def("watch_backward", changes("watch_backward", &Runtime::watch_backward), Release())
+      .def("arm", changes("arm", &Runtime::arm), Release())
+      .def("finish_backward", changes("finish_backward", &Runtime::finish_ended_backward), Release())
+      .def("set_deferred", changes("set_deferred", &Runtime::set_deferred), Release())
+      .def("set_window", changes("set_window", &Runtime::set_window), Release())
+      .def("hold", changes("hold", &Runtime::hold), Release())
+      .def("let_go", changes("let_go", &Runtime::let_go), py::arg("raised") = false, Release())
+      .def("deferred", &Runtime::deferred, Release())
+      .def("pending", &Runtime::pending, Release())
+      .def("publish_order", changes("publish_order", &Runtime::publish_order), Release())
       .def("check_backward_ended", &Runtime::check_backward_ended, Release())
       .def("frozen_gradients", &Runtime::frozen_gradients, Release())
-      .def("drop_gradient", &Runtime::drop_gradient, Release())
+      .def("drop_gradient", changes("drop_gradient", &Runtime::drop_gradient), Release())
+      .def("drop_waiting", changes("drop_waiting", &Runtime::drop_waiting), Release())
       .def("unbound_gradient",
-           [](Runtime& self, int64_t parameter, bool waiting) -> std::optional<std::pair<Tensor, bool>> {
+           [](Runtime& self, int64_t parameter, bool waiting) -> std::optional<std::pair<Tensor, Unbound>> {
+             self.check_entry("grad");
              auto found = self.unbound_gradient(parameter, waiting);
              return found.first.defined() ? std::optional(std::move(found)) : std::nullopt;
            },
            Release())
-      .def("lend_gradients", &Runtime::lend_gradients, Release())
-      .def("release_gradients", &Runtime::release_gradients, Release())
+      .def("lend_gradients", changes("lend_gradients", &Runtime::lend_gradients), Release())
+      .def("release_gradients", changes("release_gradients", &Runtime::release_gradients), Release())
       .def("any_other_dtype", &Runtime::any_other_dtype, Release())
-      .def("flush", &Runtime::flush, Release())
-      .def("drop_gradients", &Runtime::drop_gradients, Release())
+      .def("flush", changes("flush", &Runtime::flush), Release())
+      .def("drop_gradients", changes("drop_gradients", &Runtime::drop_gradients), Release())
       .def("deferred_bytes", &Runtime::deferred_bytes, Release())
-      .def("bound", &Runtime::bound, Release())
-      .def("forget_outstanding", &Runtime::forget_outstanding, Release())
-      .def("stats", &Runtime::stats)
+      .def("bound", changes("bound", &Runtime::bound), Release())
+      .def("forget_outstanding", changes("forget_outstanding", &Runtime::forget_outstanding), Release())
+      .def("stats", &Runtime::stats, Release())
       .def("resident_units", &Runtime::resident_units, Release())
       .def("gathered_so_far", &Runtime::gathered_so_far, Release())
-      .def("eager_reads_of", &Runtime::eager_reads_of)
-      .def("gathers_of", &Runtime::gathers_of)
-      .def("set_gradient_divisor", &Runtime::set_gradient_divisor)
-      .def("set_prefetch", &Runtime::set_prefetch)
-      .def("set_merge_bytes", &Runtime::set_merge_bytes)
-      .def("set_copies_gradients", &Runtime::set_copies_gradients);
+      .def("eager_reads_of", &Runtime::eager_reads_of, Release())
+      .def("gathers_of", &Runtime::gathers_of, Release())
+      .def("set_gradient_divisor", changes("set_gradient_divisor", &Runtime::set_gradient_divisor), Release())
+      .def("set_prefetch", changes("set_prefetch", &Runtime::set_prefetch), Release())
+      .def("set_merge_bytes", changes("set_merge_bytes", &Runtime::set_merge_bytes), Release())
+      .def("set_copies_gradients", changes("set_copies_gradients", &Runtime::set_copies_gradients), Release());
 }

@@ -33,7 +33,7 @@ Uses find_all(at::TensorList handles) {
 
 // ---- traced ----
 
-Tensor gather(const Tensor& source, const Tensor& handle, at::IntArrayRef size) {
+Tensor gather(const Tensor& source, const Tensor& handle, at::IntArrayRef size, std::optional<at::ScalarType>) {
   auto [runtime, parameter] = find(handle);
   auto value = runtime->read(parameter);
   TORCH_CHECK(value.sizes() == size,
@@ -57,13 +57,12 @@ Tensor reduce_grad(const Tensor& grad, const Tensor& handle) {
   return at::zeros_like(handle);
 }
 
-using Gather = Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef);
-
 Tensor call_gather(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size, bool casts) {
+  using Cast = Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef);
+  using Gather = Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, std::optional<at::ScalarType>);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("zerocompile::gather", "").typed<Gather>();
-  static const auto cast =
-      c10::Dispatcher::singleton().findSchemaOrThrow("zerocompile::gather_cast", "").typed<Gather>();
-  return casts ? cast.call(source, handle, size) : op.call(source, handle, size);
+  static const auto cast = c10::Dispatcher::singleton().findSchemaOrThrow("zerocompile::gather_cast", "").typed<Cast>();
+  return casts ? cast.call(source, handle, size) : op.call(source, handle, size, std::nullopt);
 }
 
 Tensor call_reduce_grad(const Tensor& grad, const Tensor& handle) {
@@ -95,20 +94,22 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
   }
 };
 
-// The value's gradient reaches us as it was produced: what it is cast to is the parameter's business, not that of the
-// value (see [Note: grad dtype] in backward.cpp).
-Tensor keep_raw_gradient(Tensor value) {
+// Each use's gradient of the value becomes `dtype` before autograd adds it to the others, as at a leaf of torch; none:
+// they are added as they were produced. What it is cast to is the parameter's business, not that of the value (see
+// [Note: grad dtype] in backward.cpp). A value that was cast in the gather is no leaf's: it has the gradient of a cast.
+Tensor with_grad_dtype(Tensor value, std::optional<at::ScalarType> dtype) {
   if (value.grad_fn() == nullptr) return value;
-  value.grad_fn()->mutable_input_metadata(value.output_nr()).set_grad_dtype(std::nullopt);
+  value.grad_fn()->mutable_input_metadata(value.output_nr()).set_grad_dtype(dtype);
   return value;
 }
 
-Tensor gather_autograd(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size) {
-  return keep_raw_gradient(GatherFunction::apply(source, handle, size, false));
+Tensor gather_autograd(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size,
+                       std::optional<at::ScalarType> grad_dtype) {
+  return with_grad_dtype(GatherFunction::apply(source, handle, size, false), grad_dtype);
 }
 
 Tensor gather_cast_autograd(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size) {
-  return keep_raw_gradient(GatherFunction::apply(source, handle, size, true));
+  return GatherFunction::apply(source, handle, size, true);
 }
 
 // ---- lowered ----
@@ -221,12 +222,13 @@ Tensor read(const std::shared_ptr<Runtime>& runtime, int64_t parameter, const Te
   const bool in_backward = runtime->in_backward();
   auto token = c10::make_intrusive<ReadToken>(runtime, parameter, cast.has_value());
   if (in_backward) token->finish();  // a recomputation: its graph gives no gradient, or gives it at once
-  return keep_raw_gradient(ReadFunction::apply(handle, value, token));
+  auto result = ReadFunction::apply(handle, value, token);
+  return cast.has_value() ? result : with_grad_dtype(std::move(result), runtime->grad_dtype(parameter));
 }
 
 TORCH_LIBRARY(zerocompile, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
-  m.def("gather(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
+  m.def("gather(Tensor source, Tensor handle, SymInt[] size, ScalarType? grad_dtype=None) -> Tensor", tags);
   m.def("gather_cast(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
   m.def("reduce_grad(Tensor grad, Tensor handle) -> Tensor", tags);
   m.def("gather_unit(Tensor[] sources, Tensor[] handles, int[] sizes, bool expects_grad) -> Tensor[]", tags);

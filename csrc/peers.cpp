@@ -50,6 +50,7 @@ PeerMemory::PeerMemory(at::Tensor buffer, const std::string& group, std::shared_
       half_bytes_(buffer_.numel() / 2 / kAlignment * kAlignment) {
   TORCH_CHECK(buffer_.scalar_type() == at::kByte && buffer_.dim() == 1,
               text("zerocompile: a buffer of peers is flat and of bytes, got sizes ", buffer_.sizes()));
+  TORCH_CHECK(world_ > 1, "zerocompile: a buffer of peers is for two ranks or more");
 }
 
 int64_t PeerMemory::slot_bytes() const { return half_bytes_ / (world_ - 1) / kAlignment * kAlignment; }

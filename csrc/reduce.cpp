@@ -24,9 +24,10 @@ int64_t row_numel(const Parameter& p) {
 
 // Whether it has a gradient to be reduced now; that of a frozen one waits until it is trained again.
 bool waits(const Parameter& p) { return p.grad.defined() && p.master.requires_grad(); }
-// [Note: agreed dtype] With `grad_dtype=None` the dtype of a gradient is a fact of one rank, and a collective needs one
-// that all ranks know. They agree at the end of the first backward in which some rank has a gradient: on the last of
-// this list that one of them produced. Until then the unit is not reduced earlier; from then on that is the grad dtype.
+// [Note: agreed dtype] With `grad_dtype=None` the dtype of a gradient is a fact of one rank and of one backward, and a
+// collective needs one that all ranks know. So such a unit is never reduced before the end of a backward, where the ranks
+// agree each time: on the last of this list that one of them produced. Such units come last in the order of reductions:
+// the others are reduced while the backward runs, as ever.
 constexpr std::array<at::ScalarType, 7> kGradDtypes = {
     at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble};
 constexpr char kUnused = '0', kUsed = '1', kFirstDtype = '2';
@@ -94,20 +95,20 @@ at::ScalarType Runtime::kept_dtype(const Parameter& p) const {
 
 // For messages and traces.
 std::string Runtime::names_of(const std::vector<int64_t>& units) const {
-  auto names = units_.at(units.front()).name;
-  for (size_t k = 1; k < units.size(); ++k) names += text("`, `", units_.at(units[k]).name);
+  auto names = unit(units.front()).name;
+  for (size_t k = 1; k < units.size(); ++k) names += text("`, `", unit(units[k]).name);
   return names;
 }
 
-// Reduces the units: every trainable parameter of them, in the units' order, zeros for one without a gradient here.
+// Reduces the units: every trainable parameter of them, in the units' order, zeros for one without a gradient here. It
+// is in flight from its beginning: see [Note: unfinished launches].
 void Runtime::launch_reduction(const std::vector<int64_t>& units) {
   at::NoGradGuard no_grad;
   RECORD_USER_SCOPE(text("zerocompile: reduce ", names_of(units)));
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, kept) dtypes
   std::vector<int64_t> replicated;
-  Reduction reduction;
+  auto& reduction = in_flight_.emplace_back();
   reduction.units = units;
-  reduction.number = ++reductions_launched_;
   if (units.size() == 1) {
     const auto& unit = units_[units.front()];
     const bool just_now = complete(unit) && latest_ != nullptr && unit.ready == latest_;
@@ -118,7 +119,7 @@ void Runtime::launch_reduction(const std::vector<int64_t>& units) {
     for (auto i : unit.parameters) {
       auto& p = parameters_[i];
       if (!p.master.requires_grad()) continue;
-      if (!p.grad.defined()) p.raw_dtype = p.cast_grad ? p.grad_dtype : p.dtype;
+      if (!p.grad.defined() && p.cast_grad) p.raw_dtype = p.grad_dtype;  // the other: as agreed
       if (p.replicated) replicated.push_back(i);
       else groups[{communicated_dtype(p), kept_dtype(p)}].push_back(i);
     }
@@ -128,7 +129,6 @@ void Runtime::launch_reduction(const std::vector<int64_t>& units) {
   }
   if (!replicated.empty()) replicate_group(replicated, reduction);
   for (auto& [dtypes, group] : groups) reduce_group(group, reduction);
-  in_flight_.push_back(std::move(reduction));
   retire(2);
 }
 
@@ -150,7 +150,7 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
   const auto make_partition = [&] { return at::empty({binds ? total : 0}, options.dtype(kept)); };
   Tensor partition;  // of the caller's stream, where the optimizer reads it, if the lane is ordered behind all of that
   if (!reduction.ready) partition = make_partition();
-  Lane::Launch launch(reduce_lane_, reduction.ready);
+  Lane::Launch launch(reduce_lane_, reduction.done, reduction.ready);
   if (reduction.ready) partition = make_partition();
   reduction.inputs.push_back(partition);  // the lane writes to it even if nobody binds it
   std::vector<PeerMemory::Gradient> gradients;
@@ -178,14 +178,17 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
     shard.gradient = static_cast<int64_t>(gradients.size()) - 1;
   }
   if (!gradients.empty()) stats_.reductions += 1;
-  const bool by_kernel = communicated == at::kBFloat16 && kept == at::kFloat && !gradients.empty();
+  const bool fits = std::all_of(gradients.begin(), gradients.end(), [&](const auto& gradient) {
+    return gradient.mean.scalar_type() == kept;  // what it is added to may be of an earlier backward
+  });
+  const bool by_kernel = communicated == at::kBFloat16 && kept == at::kFloat && !gradients.empty() && fits;
   if (by_kernel && summing_peers_ != nullptr && summing_peers_->holds(gradients)) {
     stats_.peer_reductions += 1;
     summing_peers_->reduce_scatter(gradients, divisor_);
   } else {
     reduce_by_collective(launch, group, shards, gradients, partition, total, communicated);
   }
-  reduction.done.push_back(launch.finish());
+  launch.finish();
 }
 
 // The same through the process group: the result is in the dtype that is communicated, and copied or added from there.
@@ -232,7 +235,7 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& redu
   if (!reduction.ready) {
     for (auto i : group) results.push_back(make_result(parameters_[i]));
   }
-  Lane::Launch launch(reduce_lane_, reduction.ready);
+  Lane::Launch launch(reduce_lane_, reduction.done, reduction.ready);
   for (size_t k = 0; k < group.size(); ++k) {
     auto& p = parameters_[group[k]];
     if (reduction.ready) results.push_back(make_result(p));
@@ -260,7 +263,7 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& redu
       if (existing.defined()) existing.add_(result);
     });
   }
-  reduction.done.push_back(launch.finish());
+  launch.finish();
 }
 
 // [Note: gloo reductions] Gloo's waits block the host. A rank that waited inside its backward for the reduction of a
@@ -270,7 +273,12 @@ void Runtime::retire(size_t keep) {
   if (device_.is_cpu() && keep > 0) return;
   while (in_flight_.size() > keep) {
     if (!device_.is_cpu() && !in_flight_.front().done.empty()) last_retired_ = in_flight_.front().done.back();
-    await(in_flight_.front());
+    try {
+      await(in_flight_.front());
+    } catch (...) {  // nobody waits for it, or for those after it, again
+      drop_reductions();
+      throw;
+    }
     in_flight_.erase(in_flight_.begin());
   }
 }
@@ -282,7 +290,7 @@ void Runtime::retire(size_t keep) {
 // `meanwhile`: what this rank can do before it asks; the others may wait for its word.
 std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile) {
   std::string used(parameters_.size(), kUnused);
-  bool asks = deferred_;  // in a window a rank may have failed: before it meets another one's reductions it hears of it
+  bool asks = deferred_;  // in a window a rank may have failed: the others hear of it before they start reductions
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& p = parameters_[i];
     if (p.contributed) used[i] = p.cast_grad ? kUsed : letter_of(p);
@@ -290,16 +298,14 @@ std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile)
   }
   const bool alone = world_ == 1 || unite_ == nullptr;
   if (!alone) unite_(exchanges_, used, /*asks=*/false);
-  meanwhile();
+  if (!deferred_) meanwhile();
   if (!alone && asks) used = unite_(exchanges_, used, /*asks=*/true);
+  if (deferred_) meanwhile();
   exchanges_ += 1;
   TORCH_CHECK(used.size() == parameters_.size(), "zerocompile: the ranks have different numbers of parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& p = parameters_[i];
-    if (p.cast_grad || used[i] < kFirstDtype) continue;
-    p.raw_dtype = p.grad_dtype = kGradDtypes.at(used[i] - kFirstDtype);
-    p.cast_grad = true;
-    if (!p.bound_dtype) p.bound_dtype = p.grad_dtype;
+    if (!p.cast_grad && used[i] >= kFirstDtype) p.raw_dtype = kGradDtypes.at(used[i] - kFirstDtype);
   }
   std::vector<char> flags(used.size());
   std::transform(used.begin(), used.end(), flags.begin(), [](char c) { return c != kUnused; });

@@ -73,6 +73,7 @@ Runtime::~Runtime() {
 // Bytes of a half: of one rank's rows of the usual unit, or of a run of small ones ([Note: merged gathers]). What does
 // not fit (an embedding, a head) goes through the process group.
 int64_t Runtime::peer_bytes() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (usual_bytes_ == 0) return 0;
   int64_t all = 0;
   for (const auto& unit : units_) all += unit.sent;
@@ -81,6 +82,7 @@ int64_t Runtime::peer_bytes() const {
 
 void Runtime::set_peers(const Tensor& buffer, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  check_running();
   peers_ = std::make_unique<PeerMemory>(buffer, gather_group_->getGroupName(), kernels_, timeout_ms);
 }
 
@@ -91,6 +93,7 @@ void Runtime::set_kernels(const std::string& code) {
 
 // Bytes of a half: what the other ranks send of the usual unit's gradients. 0: kernels cannot sum them.
 int64_t Runtime::summing_peer_bytes() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto usual = std::find_if(units_.begin(), units_.end(), [&](const Unit& u) { return u.sent == usual_bytes_; });
   if (kernels_ == nullptr || usual == units_.end() || world_ - 1 > Kernels::kPeers) return 0;
   int64_t bytes = 0;
@@ -105,6 +108,7 @@ int64_t Runtime::summing_peer_bytes() const {
 
 void Runtime::set_summing_peers(const Tensor& buffer, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  check_running();
   summing_peers_ = std::make_unique<PeerMemory>(buffer, gather_group_->getGroupName(), kernels_, timeout_ms);
 }
 
@@ -121,18 +125,21 @@ namespace {
   TORCH_CHECK(false, text("zerocompile: ", what, " failed on rank ", rank, ": ", why));
 }
 
-// `look` may raise, which ends the wait with that.
+// `look` may raise, which ends the wait with that; null: there is nothing to look at.
 void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank,
               const std::function<void()>& look) {
   std::exception_ptr raised;
-  const auto goes_on = [&] {
-    try {
-      look();
-    } catch (...) {
-      raised = std::current_exception();
-    }
-    return raised == nullptr;
-  };
+  std::function<bool()> goes_on;
+  if (look != nullptr) {
+    goes_on = [&] {
+      try {
+        look();
+      } catch (...) {
+        raised = std::current_exception();
+      }
+      return raised == nullptr;
+    };
+  }
   try {
     pending.wait(device, goes_on);
   } catch (const c10::Error& error) {
@@ -145,43 +152,19 @@ void wait_for(Pending& pending, c10::Device device, const std::string& what, int
 
 }  // namespace
 
-// [Note: blocked ranks] A rank that waits here for others asks about once a second (`waiting_`) whether they can still
-// come: one may have died, have failed, or wait for this rank in something else. Whoever looks at this rank's wait
-// needs to know how far each of the others has come: so gathers and reductions are counted, alike on all ranks.
-void Runtime::wait_watched(Pending& pending, const std::string& kind, int64_t number, const std::string& what) {
-  bool looked = false;
-  const auto over = [&] {
-    if (looked) waiting_(kind, 0, what);
-  };
-  try {
-    wait_for(pending, device_, what, rank_, [&] {
-      looked = waiting_ != nullptr;
-      if (looked) waiting_(kind, number, what);
-    });
-  } catch (...) {
-    over();
-    throw;
-  }
-  over();
-}
-
-std::pair<int64_t, int64_t> Runtime::launches() const {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return {launched_, reductions_launched_};
-}
-
-// Waits for the unit's gather, which fails with a message that names it.
+// Waits for the unit's gather, which fails with a message that names it. On the CPU this rank looks about once a second
+// (`waiting_`) whether the others still come: one may have died, or have failed in a window that this rank is still in.
 void Runtime::await(Unit& unit) {
   static const char* const names[] = {"forward", "backward"};
   if (!unit.gathering.any()) return;
   const auto what = text("the gather of unit `", unit.name, "` in ", names[unit.gathered_in]);
-  wait_watched(unit.gathering, "gathers", unit.gather_number, what);
+  wait_for(unit.gathering, device_, what, rank_, waiting_);
 }
 
 void Runtime::await(Reduction& reduction) {
   const auto what = text("the reduction of unit `", names_of(reduction.units), "` in backward number ",
                          stats_.backwards);
-  for (auto& done : reduction.done) wait_watched(done, "reductions", reduction.number, what);
+  for (auto& done : reduction.done) wait_for(done, device_, what, rank_, nullptr);
 }
 
 // [Note: abandoned communication] After a failure this rank waits for nobody: another may have failed before it came to
@@ -240,6 +223,7 @@ void Runtime::shutdown(bool wait) {
 
 int64_t Runtime::add_parameter(ParameterSpec spec, Tensor master, Tensor local, Tensor handle) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  check_running();
   const auto index = static_cast<int64_t>(parameters_.size());
   Parameter p;
   static_cast<ParameterSpec&>(p) = std::move(spec);
@@ -265,6 +249,7 @@ int64_t Runtime::add_parameter(ParameterSpec spec, Tensor master, Tensor local, 
 
 int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifetime lifetime) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  check_running();
   const auto index = static_cast<int64_t>(units_.size());
   Unit unit;
   unit.name = std::move(name);
@@ -273,12 +258,11 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
     auto& p = parameter(i);
     TORCH_CHECK(p.unit < 0,
                 text("zerocompile: parameter `", p.name, "` is in two units"));
-    p.unit = index;
     if (lifetime == Lifetime::Step) allocate(p, p.dtype);
   }
+  for (auto i : members) parameters_[i].unit = index;
   unit.parameters = std::move(members);
   unit.sent = sent_bytes(unit);
-  gathers_in_backward_ = gathers_in_backward_ || lifetime == Lifetime::Use;
   units_.push_back(std::move(unit));
   seen_forward_.push_back(0);
   const auto sent = units_.back().sent, count = ++units_by_bytes_[sent];
@@ -310,28 +294,138 @@ int64_t Runtime::sent_bytes(const Parameter& p, at::ScalarType dtype) const {
   return (rows * static_cast<int64_t>(c10::elementSize(dtype)) + 511) / 512 * 512;
 }
 
+namespace {
+
+// `flag` is set while the function runs.
+template <typename Result, typename... Arguments>
+std::function<Result(Arguments...)> flagged(std::function<Result(Arguments...)> function, bool& flag) {
+  if (function == nullptr) return nullptr;
+  return [function = std::move(function), &flag](Arguments... arguments) {
+    struct Running {
+      explicit Running(bool& flag) : flag(flag) { flag = true; }
+      ~Running() { flag = false; }
+      bool& flag;
+    };
+    const Running running(flag);
+    return function(std::move(arguments)...);
+  };
+}
+
+}  // namespace
+
 void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                             std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                             std::function<std::string(int64_t, std::string)> compare,
                             std::function<std::string(int64_t, std::string, bool)> unite,
-                            std::function<void(std::string, int64_t, std::string)> waiting) {
+                            std::function<void()> waiting) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   bind_ = std::move(bind);
-  agree_ = std::move(agree);
-  compare_ = std::move(compare);
-  unite_ = std::move(unite);
-  waiting_ = std::move(waiting);
+  agree_ = flagged(std::move(agree), asking_);
+  compare_ = flagged(std::move(compare), asking_);
+  unite_ = flagged(std::move(unite), asking_);
+  waiting_ = flagged(std::move(waiting), asking_);
 }
 
-Parameter& Runtime::parameter(int64_t index) {
+// [Note: re-entry] What asks the other ranks (`agree_`, `compare_`, `unite_`, `waiting_`) is Python code, in the middle of
+// a gather or of a reduction, with our mutex held. Python runs signal handlers between its instructions on the main
+// thread, so a handler that saves a checkpoint (Lightning's for SLURM) or reads a parameter would come back in here on
+// the same thread, which owns the mutex: its collectives would run before those that were announced, and tear-down would
+// free what the interrupted call goes on with. So whatever changes anything raises. Other threads wait for the mutex.
+// `bind_`, which runs users' hooks, may come back: nothing is half done then.
+void Runtime::check_entry(const char* what) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  TORCH_CHECK(!asking_,
+              text("zerocompile: `", what, "` was called on rank ", rank_, " while this rank was asking the others what ",
+                   "they gather or reduce next, so by a signal handler that Python has run in between. Its ",
+                   "collectives would be mixed with those of the call that it has interrupted. Let the handler note the ",
+                   "signal, and act on it between two steps (for example in `on_train_batch_end`)"));
+}
+
+void Runtime::check_running() const {
   TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down; the model's parameters are not gathered any more");
+}
+
+const Parameter& Runtime::parameter(int64_t index) const {
+  check_running();
   TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(parameters_.size()),
               text("zerocompile: no parameter ", index));
   return parameters_[index];
 }
 
-Unit& Runtime::unit(int64_t index) {
+const Unit& Runtime::unit(int64_t index) const {
+  check_running();
   TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
   return units_[index];
+}
+
+const Unit& Runtime::unit_of(const Parameter& p) const {
+  TORCH_CHECK(p.unit >= 0, text("zerocompile: parameter `", p.name, "` is used while its model is still being sharded, ",
+                                "so it belongs to no unit yet. Initialise the model on a real device before training, ",
+                                "or use the parameter once the model is set up"));
+  return units_[p.unit];
+}
+
+// ---- what Python asks for or sets ----
+
+int64_t Runtime::identity(int64_t index) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return parameter(index).identity;
+}
+
+int64_t Runtime::seen_version(int64_t index) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return parameter(index).seen_version();
+}
+
+std::string Runtime::parameter_name(int64_t index) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return parameter(index).name;
+}
+
+bool Runtime::deferred() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return deferred_;
+}
+
+bool Runtime::pending() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return pending_;
+}
+
+Stats Runtime::stats() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return stats_;
+}
+
+int64_t Runtime::eager_reads_of(int64_t index) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return unit(index).eager_reads;
+}
+
+std::pair<int64_t, int64_t> Runtime::gathers_of(int64_t index) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto& u = unit(index);
+  return {u.gathers, u.gather_bytes};
+}
+
+void Runtime::set_gradient_divisor(double divisor) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  divisor_ = divisor;
+}
+
+void Runtime::set_prefetch(int64_t distance) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  prefetch_ = distance;
+}
+
+void Runtime::set_merge_bytes(int64_t bytes) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  merge_bytes_ = bytes;
+}
+
+void Runtime::set_copies_gradients(bool copies) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  copies_gradients_ = copies;
 }
 
 std::vector<int64_t> Runtime::padded_size(const Parameter& p) const {
@@ -358,6 +452,7 @@ void Runtime::allocate(Parameter& p, at::ScalarType dtype) {
 }
 
 void Runtime::forget(Parameter& p) {
+  if (!p.full.defined()) return;
   by_storage_.erase(p.full.storage().unsafeGetStorageImpl());
   p.full.reset();
   p.value.reset();

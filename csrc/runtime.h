@@ -28,6 +28,10 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 // What a collective moves for a tensor: the backends know no complex numbers.
 inline Tensor on_the_wire(const Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
 
+// What the gradient of a master is that has none bound: the reduced one; or, in a window or an accumulation, this rank's
+// own full sum, or its rows of what was reduced early.
+enum class Unbound : int64_t { Reduced = 0, Sum = 1, Early = 2 };
+
 // How long a gathered value lives (ZeRO-3: one use; ZeRO-1 and 2: until the optimizer's next step).
 enum class Lifetime : int64_t { Use = 0, Step = 1 };
 
@@ -35,10 +39,10 @@ struct ParameterSpec {
   std::string name;            // fully qualified
   std::vector<int64_t> size;   // of the full parameter; empty for a 0-dim one, which is replicated
   at::ScalarType dtype;        // of the gathered value: what the model computes with
-  bool cast_grad;              // false: grad_dtype=None and the ranks have not agreed yet, see [Note: agreed dtype]
+  bool cast_grad;              // false: grad_dtype=None, see [Note: agreed dtype]
   at::ScalarType grad_dtype;   // the leaf's contract; the raw gradient is cast to it before anything else
   std::optional<at::ScalarType> reduce_dtype;  // of the communication; absent: the gradient's own
-  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: not agreed either
+  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: that of the communication
 };
 
 // Shared with what autograd holds, whose end may come on any thread, with the GIL held: it must not ask for our mutex.
@@ -98,7 +102,6 @@ struct Unit {
   int64_t sent = 0;         // bytes of one rank's rows of it
   Pending gathering;
   int64_t gathered_in = 0;  // a Way
-  int64_t gather_number = 0;  // of the last gather that it was part of
   bool reduced = false;     // in the backward that runs
   bool nested = false;      // a nested backward contributed to it: see [Note: nested contributions]
   Ready ready;              // behind its gradients so far, see [Note: late reductions]
@@ -111,11 +114,10 @@ struct Shard {
   int64_t gradient = -1;  // which of the collective's; -1: it has no elements
 };
 
-// A reduction on its way: it holds what the collective reads until the compute stream is behind it, or until the
-// backward ends (see [Note: reductions behind a backward]).
+// A reduction that is started or on its way: it holds what the collective reads until the compute stream is behind it,
+// or until the backward ends (see [Note: reductions behind a backward], [Note: unfinished launches]).
 struct Reduction {
   std::vector<int64_t> units;
-  int64_t number = 0;  // how many were launched before, with it
   Ready ready;  // what it is ordered behind; null: all that the caller's stream holds
   std::vector<Tensor> inputs;
   std::vector<Pending> done;
@@ -150,7 +152,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                      std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                      std::function<std::string(int64_t, std::string)> compare,
                      std::function<std::string(int64_t, std::string, bool)> unite,
-                     std::function<void(std::string, int64_t, std::string)> waiting);
+                     std::function<void()> waiting);
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, int64_t timeout_ms);
   void set_kernels(const std::string& code);
@@ -158,7 +160,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_summing_peers(const Tensor& buffer, int64_t timeout_ms);
   void settle();
   void shutdown(bool wait);
-  int64_t identity(int64_t parameter) const { return parameters_.at(parameter).identity; }
+  int64_t identity(int64_t parameter) const;
   Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input
 
   // gathering
@@ -182,7 +184,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::string lent_unit() const;
   void end_forward(bool raised);
   std::string gathered_so_far() const;
-  std::pair<int64_t, int64_t> launches() const;
   using Run = std::pair<std::vector<int64_t>, bool>;  // the units of a gather, and whether in full precision
   void log_runs(bool logs);
   std::vector<Run> logged_runs() const;
@@ -190,10 +191,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void catch_up(const std::vector<Run>& runs);
   int64_t parameter_of(const Tensor& value) const;
   int64_t parameter_of_handle(const Tensor& tensor) const;
-  int64_t seen_version(int64_t parameter) const { return parameters_.at(parameter).seen_version(); }
+  int64_t seen_version(int64_t parameter) const;
   void forward_saw(int64_t parameter, int64_t version);
-  const std::string& parameter_name(int64_t parameter) const { return parameters_.at(parameter).name; }
-  bool is_complex(int64_t parameter) const { return at::isComplexType(parameters_.at(parameter).dtype); }
+  std::string parameter_name(int64_t parameter) const;
   Tensor value_in_backward(int64_t parameter);
   std::string asked() const;
   void gather_low(const std::vector<int64_t>& parameters, at::ScalarType dtype);
@@ -205,13 +205,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void backward_ended();
   void finish_backward();
   void finish_ended_backward();
-  void set_deferred(bool deferred) {
-    deferred_ = deferred;
-    pending_ = pending_ || deferred;
-  }
+  void set_deferred(bool deferred);
   void set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes);
-  bool deferred() const { return deferred_; }
-  bool pending() const { return pending_; }
+  bool deferred() const;
+  bool pending() const;
   bool in_backward() const { return phase() == Phase::Backward; }
   void publish_order();
   void check_backward_ended() const;
@@ -219,28 +216,27 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop_gradients();
   Tensor deferred_gradient(int64_t parameter);
   void drop_gradient(int64_t parameter);
+  void drop_waiting(int64_t parameter);
   std::vector<std::string> frozen_gradients() const;
   int64_t deferred_bytes() const;
-  std::pair<Tensor, bool> unbound_gradient(int64_t parameter, bool waiting);
+  std::pair<Tensor, Unbound> unbound_gradient(int64_t parameter, bool waiting);
   void bound(int64_t parameter, const Tensor& outer, const Tensor& local);
   std::vector<int64_t> lend_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values);
   void release_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values);
   bool any_other_dtype() const;
   Count outstanding_reads(int64_t parameter);
+  std::optional<at::ScalarType> grad_dtype(int64_t parameter);
   void forget_outstanding();
 
-  Stats stats() const { return stats_; }
+  Stats stats() const;
   std::vector<std::string> resident_units() const;
-  int64_t eager_reads_of(int64_t unit) const { return units_.at(unit).eager_reads; }
-  std::pair<int64_t, int64_t> gathers_of(int64_t unit) const {
-    return {units_.at(unit).gathers, units_.at(unit).gather_bytes};
-  }
-  void set_gradient_divisor(double divisor) { divisor_ = divisor; }
-  void set_prefetch(int64_t distance) { prefetch_ = distance; }
-  void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
-  void set_copies_gradients(bool copies) { copies_gradients_ = copies; }
-  int64_t world() const { return world_; }
-  std::recursive_mutex& mutex() { return mutex_; }
+  int64_t eager_reads_of(int64_t unit) const;
+  std::pair<int64_t, int64_t> gathers_of(int64_t unit) const;
+  void set_gradient_divisor(double divisor);
+  void set_prefetch(int64_t distance);
+  void set_merge_bytes(int64_t bytes);
+  void set_copies_gradients(bool copies);
+  void check_entry(const char* what) const;
 
  private:
   enum class Phase : int64_t { Forward = 0, NoGrad = 1, Backward = 2 };
@@ -249,8 +245,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   using Token = std::pair<Way, int64_t>;  // (way, unit)
   static constexpr Token NOWHERE{Way::Forth, -1};
 
-  Parameter& parameter(int64_t index);
-  Unit& unit(int64_t index);
+  // [Note: checked indices] An index that comes from outside (Python, an operator, what autograd has saved) goes through
+  // these: the runtime may be shut down, and a parameter's unit may not be planned yet. They raise, with the name.
+  void check_running() const;
+  const Parameter& parameter(int64_t index) const;
+  Parameter& parameter(int64_t index) { return const_cast<Parameter&>(std::as_const(*this).parameter(index)); }
+  const Unit& unit(int64_t index) const;
+  Unit& unit(int64_t index) { return const_cast<Unit&>(std::as_const(*this).unit(index)); }
+  const Unit& unit_of(const Parameter& p) const;
+  Unit& unit_of(const Parameter& p) { return const_cast<Unit&>(std::as_const(*this).unit_of(p)); }
   std::vector<int64_t> padded_size(const Parameter& p) const;
   int64_t full_bytes(const Unit& unit) const;
   int64_t sent_bytes(const Unit& unit) const;
@@ -267,11 +270,13 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   using RowsByDtype = std::map<at::ScalarType, std::vector<PeerMemory::Rows>>;  // of what is gathered
   void launch_gather(const std::vector<int64_t>& units, Way way, bool restores = false, bool full = false,
                      bool checked = false);
+  void start_gather(const std::vector<int64_t>& units, bool restores, std::vector<Pending>& started);
+  void abandon_gather(const std::vector<int64_t>& units, const std::vector<Pending>& started);
+  void unneed(const std::vector<int64_t>& parameters, size_t count, Phase phase, bool expects_grad);
   void add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const std::vector<int64_t>& units, bool full);
   std::vector<std::vector<int64_t>> runs_of(const std::vector<int64_t>& units, int64_t limit, bool padded) const;
   void check_order(const std::vector<int64_t>& units, Way way, bool full);
-  void wait_watched(Pending& pending, const std::string& kind, int64_t number, const std::string& what);
   void add_to_course(uint64_t number) { course_ = course_ * 1099511628211ULL + number; }
   void drop(Unit& unit);
   void demanded(Token token);
@@ -279,6 +284,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool hides_nothing(const Unit& unit) const;
   bool current(const Unit& unit, int64_t needed, bool full = false) const;
   void write_back(Parameter& p);
+  static void forget_writes(Parameter& p);
 
   // layout.cpp
   void ask(Parameter& p, at::ScalarType dtype);
@@ -333,13 +339,13 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t merge_bytes_ = 0;  // see [Note: merged gathers], [Note: merged reductions]
   std::vector<Parameter> parameters_;
   std::vector<Unit> units_;
-  bool gathers_in_backward_ = false;  // some unit lives for one use
   std::function<void(std::vector<ReducedGrad>)> bind_;
   std::function<std::vector<int64_t>(std::vector<int64_t>)> agree_;
   std::function<std::string(int64_t, std::string)> compare_;
   std::function<std::string(int64_t, std::string, bool)> unite_;
-  std::function<void(std::string, int64_t, std::string)> waiting_;  // see [Note: blocked ranks]
+  std::function<void()> waiting_;  // asked once a second while this rank waits for a gather; may raise
   std::function<void()> meet_;  // before the next gather: see [Note: ranks apart]
+  bool asking_ = false;    // one of the last runs, except `meet_`, see [Note: re-entry]
   int64_t exchanges_ = 0;  // of used flags so far
   Lane gather_lane_, reduce_lane_;
   std::unique_ptr<PeerMemory> peers_;          // of the gathers' lane; null: their process group does all
@@ -357,7 +363,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<char> seen_forward_;
 
   int64_t launched_ = 0;                                 // units gathered so far
-  int64_t reductions_launched_ = 0;
   bool logs_runs_ = false;
   std::vector<Run> runs_logged_;                         // since the window opened, see [Note: ranks apart]
   uint64_t course_ = 0;                                  // digest of their units and runs

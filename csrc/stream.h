@@ -39,7 +39,8 @@ class Pending {
   Pending(std::vector<WorkPtr> works, std::vector<std::function<void()>> afterwards)
       : on_cpu_(std::make_shared<OnCpu>(OnCpu{std::move(works), std::move(afterwards)})) {}
 
-  // On the CPU `goes_on` is asked about once a second; the result is false if it said no, and then nothing has changed.
+  // On the CPU `goes_on`, if there is one, is asked about once a second; the result is false if it said no, and then
+  // nothing has changed.
   bool wait(c10::Device device, const std::function<bool()>& goes_on) {
     if (event_ != nullptr) {
       c10::impl::VirtualGuardImpl impl(device.type());
@@ -78,6 +79,7 @@ class Pending {
  private:
   // A work that is not done in time raises, as one does that has failed: then it is done, or raises at once.
   static bool finish(c10d::Work& work, const std::function<bool()>& goes_on) {
+    if (goes_on == nullptr) return work.wait();
     constexpr std::chrono::milliseconds kPatience(1000);
     while (true) {
       const auto start = std::chrono::steady_clock::now();
@@ -101,6 +103,10 @@ class Pending {
 
 // One communication stream. A `Launch` makes it current, ordered behind the work that the caller's stream holds now;
 // `finish` returns what to wait for. On the CPU there is no stream and the collectives' own handles are kept.
+//
+// [Note: unfinished launches] An exception between two collectives of a launch (out of memory) leaves the first one on
+// its way: it still reads and writes memory that the exception's way out would free. So a launch tells `started` what to
+// wait for on every way out, and its owner keeps what that reads and writes.
 class Lane {
  public:
   explicit Lane(c10::Device device) : device_(device) {}
@@ -113,12 +119,25 @@ class Lane {
   class Launch {
    public:
     // `ready`: what to be ordered behind instead of all that the caller's stream holds.
-    explicit Launch(Lane& lane, const Ready& ready = {}) : device_(lane.device_) {
+    Launch(Lane& lane, std::vector<Pending>& started, const Ready& ready = {})
+        : device_(lane.device_), started_(started) {
       if (device_.is_cpu()) return;
       c10::impl::VirtualGuardImpl impl(device_.type());
       if (!lane.stream_) lane.stream_ = impl.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
       (ready ? ready : mark(device_))->block(*lane.stream_);
       guard_.emplace(*lane.stream_);
+    }
+
+    Launch(const Launch&) = delete;
+    Launch& operator=(const Launch&) = delete;
+
+    ~Launch() {
+      if (finished_) return;
+      afterwards_.clear();  // nothing is computed from a part
+      try {
+        finish();
+      } catch (...) {  // the device has failed, or there is no memory even for this
+      }
     }
 
     void add(WorkPtr work) {
@@ -136,12 +155,18 @@ class Lane {
       afterwards_.push_back(std::move(follow));
     }
 
+    // Tells `started`, too.
     Pending finish() {
-      if (device_.is_cpu()) return Pending(std::move(works_), std::move(afterwards_));
-      auto event = std::make_shared<c10::Event>(device_.type());
-      event->record(guard_->current_stream());
-      guard_.reset();
-      return Pending(std::move(event));
+      finished_ = true;
+      if (device_.is_cpu()) {
+        started_.emplace_back(std::move(works_), std::move(afterwards_));
+      } else {
+        auto event = std::make_shared<c10::Event>(device_.type());
+        event->record(guard_->current_stream());
+        guard_.reset();
+        started_.emplace_back(std::move(event));
+      }
+      return started_.back();
     }
 
    private:
@@ -149,6 +174,8 @@ class Lane {
     std::optional<c10::StreamGuard> guard_;
     std::vector<WorkPtr> works_;
     std::vector<std::function<void()>> afterwards_;
+    std::vector<Pending>& started_;
+    bool finished_ = false;
   };
 
  private:

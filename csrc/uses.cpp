@@ -23,13 +23,14 @@ Tensor Runtime::resident_value(int64_t index) {
 Tensor Runtime::read(int64_t index, std::optional<at::ScalarType> cast) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
+  auto& unit = unit_of(p);
   const auto dtype = cast.value_or(p.dtype);
   ask(p, dtype);
   const auto before = stats_.gathers;
   acquire(p.unit, phase(), index, needs_full(p, dtype));
-  await(units_[p.unit]);
+  await(unit);
   stats_.eager_reads += 1;
-  units_[p.unit].eager_reads += 1;
+  unit.eager_reads += 1;
   stats_.eager_gathers += stats_.gathers - before;
   if (cast.has_value()) return p.value.to(dtype, /*non_blocking=*/false, /*copy=*/true);
   p.read_eagerly = p.read_eagerly || !trusted_;
@@ -39,7 +40,7 @@ Tensor Runtime::read(int64_t index, std::optional<at::ScalarType> cast) {
 // What the masters do not hold any more is gathered anew, by all ranks at once.
 void Runtime::refresh(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
+  check_running();
   abort_failed_backward();
   std::vector<int64_t> missing;
   for (auto index : units) {
@@ -52,11 +53,17 @@ void Runtime::refresh(const std::vector<int64_t>& units) {
 // parameter was read outside of graphs.
 int64_t Runtime::enter(const std::vector<int64_t>& units, bool trusted) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
-  for (auto index : units) {
-    auto& u = unit(index);
-    acquire(index, phase(), -1);
-    u.open_modules += 1;
+  check_running();
+  for (auto index : units) (void)unit(index);  // there is one
+  size_t entered = 0;
+  try {
+    for (; entered < units.size(); ++entered) {
+      acquire(units[entered], phase(), -1);
+      units_[units[entered]].open_modules += 1;
+    }
+  } catch (...) {  // nobody will leave
+    while (entered > 0) units_[units[--entered]].open_modules -= 1;
+    throw;
   }
   trusted_ = trusted;
   return stats_.eager_reads;
@@ -91,24 +98,43 @@ void Runtime::need(const std::vector<int64_t>& indices, const std::vector<at::Sc
   std::set<int64_t> full;  // units that all of the graph's uses take in full precision
   for (size_t k = 0; k < indices.size(); ++k) {
     auto& p = parameter(indices[k]);
+    (void)unit_of(p);  // there is one
     ask(p, dtypes[k]);
     if (needs_full(p, dtypes[k])) full.insert(p.unit);
   }
-  for (const auto i : indices) {
-    auto& p = parameter(i);
-    acquire(p.unit, now, i, full.count(p.unit) > 0);
-    await(units_[p.unit]);
-    if (units_[p.unit].lifetime == Lifetime::Use) units_[p.unit].graph_uses += 1;
-    if (now == Phase::Forward) {
-      p.forward_version = p.seen_version();
-      if (expects_grad && p.master.requires_grad()) p.graph_outstanding += 1;
-    } else if (now == Phase::Backward) {
-      TORCH_CHECK(p.forward_version < 0 || p.forward_version == p.seen_version(),
+  size_t needed = 0;
+  try {
+    for (; needed < indices.size(); ++needed) {
+      auto& p = parameters_[indices[needed]];
+      auto& unit = units_[p.unit];
+      acquire(p.unit, now, indices[needed], full.count(p.unit) > 0);
+      await(unit);
+      TORCH_CHECK(now != Phase::Backward || p.forward_version < 0 || p.forward_version == p.seen_version(),
                   text("zerocompile: parameter `", p.name, "` was modified between its forward and its backward (by an "
                        "optimizer step or an in-place write), so the gradients would be wrong. Run the backward before "
                        "the modification"));
+      if (unit.lifetime == Lifetime::Use) unit.graph_uses += 1;
+      if (now == Phase::Forward) {
+        p.forward_version = p.seen_version();
+        if (expects_grad && p.master.requires_grad()) p.graph_outstanding += 1;
+      }
+      stats_.graph_uses += 1;
     }
-    stats_.graph_uses += 1;
+  } catch (...) {  // the graph will not come to its `release`
+    unneed(indices, needed, now, expects_grad);
+    throw;
+  }
+}
+
+// Takes the first `count` uses of a graph back.
+void Runtime::unneed(const std::vector<int64_t>& indices, size_t count, Phase phase, bool expects_grad) {
+  for (size_t k = 0; k < count; ++k) {
+    auto& p = parameters_[indices[k]];
+    auto& uses = units_[p.unit].graph_uses;
+    uses = std::max<int64_t>(0, uses - 1);  // what was dropped meanwhile has none
+    const bool counted = phase == Phase::Forward && expects_grad && p.master.requires_grad();
+    if (counted) p.graph_outstanding = std::max<int64_t>(0, p.graph_outstanding - 1);
+    stats_.graph_uses -= 1;
   }
 }
 
@@ -132,7 +158,7 @@ void Runtime::release(const std::vector<int64_t>& indices, bool last) {
   const auto next = keeps_all ? std::vector<int64_t>() : predicted();
   for (auto i : indices) {
     auto& p = parameter(i);
-    auto& unit = units_[p.unit];
+    auto& unit = unit_of(p);
     if (unit.lifetime == Lifetime::Step || !unit.resident) continue;
     unit.graph_uses = std::max<int64_t>(0, unit.graph_uses - 1);
     if (keeps_all || unit.lent || !p.full.defined()) continue;
@@ -148,8 +174,9 @@ void Runtime::release(const std::vector<int64_t>& indices, bool last) {
 Tensor Runtime::value_in_backward(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto& p = parameter(index);
+  auto& unit = unit_of(p);
   acquire(p.unit, phase(), index, needs_full(p, p.dtype));
-  await(units_[p.unit]);
+  await(unit);
   return p.full;
 }
 

@@ -15,6 +15,16 @@ inline at::Tensor view_of(const at::Tensor& tensor) {
   return at::Tensor(self->shallow_copy_and_detach(self->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
+// How many bytes the memory must have for such a view; 0: it has no elements.
+inline size_t bytes_of_view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  int64_t last = offset;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return 0;
+    last += (sizes[d] - 1) * strides[d];
+  }
+  return static_cast<size_t>(last + 1) * c10::elementSize(dtype);
+}
+
 // Contiguous, from this element of the (contiguous) tensor on.
 inline at::Tensor view_of(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t offset) {
   TORCH_CHECK(offset >= 0 && offset + c10::multiply_integers(sizes) <= tensor.numel(),
@@ -24,6 +34,19 @@ inline at::Tensor view_of(const at::Tensor& tensor, at::IntArrayRef sizes, int64
   auto* self = view.unsafeGetTensorImpl();
   self->set_sizes_contiguous(sizes);
   self->set_storage_offset(tensor.storage_offset() + offset);
+  return view;
+}
+
+// Any view of the tensor's memory; `offset` and `strides` count elements of `dtype`.
+inline at::Tensor view_of(const at::Tensor& tensor, at::ScalarType dtype, at::IntArrayRef sizes,
+                          at::IntArrayRef strides, int64_t offset) {
+  TORCH_CHECK(bytes_of_view(dtype, sizes, strides, offset) <= tensor.storage().nbytes(),
+              "zerocompile: a view beyond its tensor's memory");
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKey::Python);  // as above
+  auto view = view_of(tensor);
+  auto* self = view.unsafeGetTensorImpl();
+  self->set_storage_and_dtype(tensor.storage(), c10::scalarTypeToTypeMeta(dtype));
+  self->set_sizes_and_strides(sizes, strides, offset);
   return view;
 }
 

@@ -9,6 +9,12 @@
 
 namespace zerocompile {
 
+void Runtime::set_deferred(bool deferred) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  deferred_ = deferred;
+  pending_ = pending_ || deferred;
+}
+
 void Runtime::set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   sum_dtype_ = sum_dtype;
@@ -61,9 +67,16 @@ void Runtime::check_backward_ended() const {
 // The window closes (or an accumulation ends without a further backward): one reduction of all that was deferred.
 void Runtime::flush() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  check_running();
   check_backward_ended();
-  await_reductions();  // of a backward before the window, if none was in it
-  reduce_everything(/*merged=*/true);
+  try {
+    await_reductions();  // of a backward before the window, if none was in it
+    reduce_everything(/*merged=*/true);
+  } catch (...) {  // a part was reduced: it must not reach the next step
+    drop_reductions();
+    drop_gradients();
+    throw;
+  }
 }
 
 // [Note: held units] Within a window no parameter changes, so at stage 3 one gather of each unit can serve all of its
@@ -71,7 +84,7 @@ void Runtime::flush() {
 // inside, and ranks may run different numbers of backwards.
 void Runtime::hold() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down");
+  check_running();
   held_ = true;
   std::vector<int64_t> missing;
   for (size_t index = 0; index < units_.size(); ++index) {
@@ -82,7 +95,12 @@ void Runtime::hold() {
     drop(u);
     missing.push_back(static_cast<int64_t>(index));
   }
-  gather_in_runs(missing, /*full=*/true);
+  try {
+    gather_in_runs(missing, /*full=*/true);
+  } catch (...) {  // out of memory, say: the window does not open
+    let_go(/*raised=*/true);
+    throw;
+  }
 }
 
 // `raised`: see end_forward.
@@ -108,12 +126,19 @@ Tensor Runtime::deferred_gradient(int64_t index) {
   return p.grad;
 }
 
+// User code sets the gradient: nothing of what was there counts any more.
 void Runtime::drop_gradient(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (shut_down_) return;
+  parameter(index).unread.reset();
+  drop_waiting(index);
+}
+
+// User code has made the gradient zero in place: what waits to be added to it does not count any more either.
+void Runtime::drop_waiting(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (shut_down_ || !pending_ || backward_) return;
   auto& p = parameter(index);
-  p.unread.reset();
-  if (!pending_ || backward_) return;
   p.grad.reset();
   p.early.reset();
   p.grad_owned = p.contributed = false;

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zerocompile.agreement import Agreement
-
 _TOGETHER = 250 * 2**20  # bytes that share a broadcast, as in DDP
 
 
@@ -21,10 +19,9 @@ def move(modules: Iterable[nn.Module], device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def broadcast(modules: Iterable[nn.Module], group: dist.ProcessGroup, agreement: Agreement) -> None:
+def broadcast(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     """Rank 0's values on every rank of ``group``, as DDP gives them before each forward."""
     found = dict.fromkeys(buffer for module in modules if module._buffers for buffer in module._buffers.values())
     buffers = [b.detach() for b in found if b is not None and b.numel() > 0]
     if buffers and dist.get_world_size(group) > 1:
-        agreement.line_up("the broadcast of buffers", group)
         dist._broadcast_coalesced(group, buffers, _TOGETHER, 0)  # type: ignore[attr-defined]

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -18,6 +20,21 @@ from lightning_zerocompile.rows import sharded_if_full
 
 if TYPE_CHECKING:
     from lightning_zerocompile.engine import Engine
+
+
+def refuse_callbacks(trainer: pl.Trainer) -> None:
+    """Raises for callbacks that replace parameters of the module while it is trained.
+
+    Raises:
+        MisconfigurationException: names the callback and the remedy.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning) and trainer.state.fn == TrainerFn.FITTING:
+            raise MisconfigurationException(
+                f"The callback {type(callback).__name__} replaces parameters while the model is trained, when this "
+                "strategy has sharded them already. Prune before that: call `torch.nn.utils.prune` in `__init__`, "
+                "`configure_model` or `setup`, or before `fit`; what is pruned then stays so in training."
+            )
 
 
 def prepare_callbacks(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> None:

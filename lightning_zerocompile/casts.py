@@ -12,13 +12,15 @@ parameter both ways asks for the full value only (passes/casts.py), or one rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.shard import BASE, SLOTS, TRACED, ClassCache, Slot
@@ -35,7 +37,7 @@ def _read(module: nn.Module, name: str) -> Any:
     if torch.get_autocast_dtype(source.device.type) != source.dtype:
         return getattr(module, name)
     if torch.compiler.is_compiling():
-        _, handle, size = module.__dict__[TRACED + name]
+        _, handle, size, _ = module.__dict__[TRACED + name]
         return torch.ops.zerocompile.gather_cast.default(source, handle, size)
     return module.__dict__[SLOTS][name].read(module._parameters[name], source.dtype)
 
@@ -70,6 +72,29 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
 def forward_is_inlined(forward: Callable[..., Any]) -> bool:
     """Whether ``forward`` is one of ours, which Dynamo inlines and never starts with."""
     return forward in _FORWARDS.values()
+
+
+INPUTS = "_zerocompile_inputs"  # the handle of the hook that casts what the module is passed
+
+
+def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Lets each module cast the floating-point tensors that it is passed, in whatever structure, to ``dtype``.
+
+    FSDP2 does so before all other hooks (``MixedPrecisionPolicy.cast_forward_inputs``): parameters that are read in
+    ``dtype`` meet inputs of the same dtype.
+    """
+    for module in modules:
+        if INPUTS not in module.__dict__:
+            hook = partial(_cast_inputs, dtype)
+            handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            module.__dict__[INPUTS] = handle
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    return tree_map_only(Tensor, cast, (args, kwargs))
 
 
 class Casts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,11 @@ class Checkpoints:
         if kind == "a directory":
             masters = dict(module.named_parameters(remove_duplicate=False))
             return sharded_checkpoint.load(local, masters, weights_only, with_optimizers)
+        own = type(_inner(io)) in (AtomicCheckpointIO, TorchCheckpointIO)  # others may have a format of their own
         if kind == "a file":
             first = dist.get_rank() == 0  # one rank reads it all; the others would find the same
-            together(f"Reading the checkpoint `{path}`", lambda: files.check_file(local) if first else None)
-        with sharded_checkpoint.refusals(str(local)):
+            together(f"Reading the checkpoint `{path}`", lambda: files.check_file(local, own) if first else None)
+        with sharded_checkpoint.refusals(str(local)), files.unreadable(local) if own else nullcontext():
             return sharded_checkpoint.as_lightning(io.load_checkpoint(local, weights_only=weights_only))
 
     @staticmethod

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch
@@ -14,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._pytree import tree_leaves
 
 from lightning_zerocompile import gathered
-from lightning_zerocompile.casts import forward_is_inlined, forward_of
+from lightning_zerocompile.casts import INPUTS, forward_is_inlined, forward_of
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.passes.casts import widen
 from lightning_zerocompile.passes.lower import Lower
@@ -23,6 +26,7 @@ from lightning_zerocompile.passes.writes import reject_writes
 from lightning_zerocompile.policy import Lifetime
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.shard import BASE, SLOTS, Moment, refresh
+from lightning_zerocompile.units import signature
 
 REGION = "_zerocompile_region"
 
@@ -32,14 +36,45 @@ EAGER = (
     "reported again."
 )
 
+OVER_LIMIT = (
+    "`{}` ({}) is compiled, but in {} it runs eagerly where no graph fits: `{}` has {} graphs, torch.compile's limit "
+    "(`torch._dynamo.config.recompile_limit`). One more was refused; what did not fit: {}. Results are right, only "
+    "slower. Let inputs be more alike (or `dynamic=True`), or raise the limit; TORCH_LOGS=recompiles shows each "
+    "recompilation. Equal modules are not reported again."
+)
+
+HOOKED = (
+    "`{}` ({}) runs eagerly as long as hooks are registered on a module inside it or on all modules: one compilation "
+    "serves all equal modules, and would call the hooks of none of them, or of all. Hooks on `{}` itself do not stop "
+    "it from being compiled. Equal modules are not reported again."
+)
+
 
 @dataclass
 class CompileStats:
-    """Graphs that our backend compiled. ``forward`` counts inference graphs too."""
+    """Graphs that were compiled since set-up, also those that came from a compile cache of torch's; not those that an
+    earlier run in this process has left (see [Note: repeated runs]).
+
+    Attributes:
+        dynamo_graphs: Dynamo's, whatever they are for.
+        forward: those that read parameters, for training or for inference.
+        backward: those among them that have a backward.
+    """
 
     dynamo_graphs: int = 0
     forward: int = 0
     backward: int = 0
+
+    def add(self, module: fx.GraphModule) -> None:
+        """Counts one of Dynamo's graphs. The passes cannot: they do not run where a compile cache has the graph."""
+        self.dynamo_graphs += 1
+        nodes = [node for inner in module.modules() if isinstance(inner, fx.GraphModule) for node in inner.graph.nodes]
+        if any("zerocompile.gather" in str(node.target) for node in nodes if node.op == "call_function"):
+            self.forward += 1
+            results = next(node for node in module.graph.nodes if node.op == "output").all_input_nodes
+            values = tree_leaves([node.meta.get("example_value") for node in results])
+            trains = any(isinstance(value, Tensor) and value.requires_grad for value in values)
+            self.backward += trains and torch.is_grad_enabled()
 
 
 class Composed(CustomGraphPass):  # type: ignore[misc, unused-ignore]
@@ -55,22 +90,6 @@ class Composed(CustomGraphPass):  # type: ignore[misc, unused-ignore]
     def uuid(self) -> Any:
         first = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
         return None if first is None else (first, self.second.uuid())
-
-
-class Counted(CustomGraphPass):  # type: ignore[misc, unused-ignore]
-    """Counts the graphs that a pass sees, without being part of what the compile cache knows of it."""
-
-    def __init__(self, inner: CustomGraphPass, stats: CompileStats) -> None:
-        self.inner, self.stats = inner, stats
-
-    def __call__(self, graph: fx.Graph) -> None:
-        reduces = any(n.target is torch.ops.zerocompile.reduce_grad.default for n in graph.nodes)
-        self.stats.backward += reduces
-        self.stats.forward += not reduces
-        self.inner(graph)
-
-    def uuid(self) -> Any:
-        return self.inner.uuid()
 
 
 def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> dict[str, Any]:
@@ -109,15 +128,15 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
 # the last one's results invalid.
 
 
-def make_backend(config: Config, stats: CompileStats, regional: bool) -> Callable[..., Any]:
+def make_backend(config: Config, count: Callable[[fx.GraphModule], None], regional: bool) -> Callable[..., Any]:
     """The backend that torch.compile calls with each of Dynamo's graphs; ``regional`` as in :class:`Lower`."""
-    lower = Counted(Lower(regional, config.unit_bytes), stats)
+    lower = Lower(regional, config.unit_bytes)
     run = _inductor(config, lower, regional) if config.backend == "inductor" else _aot_eager(lower)
 
     def zerocompile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
         reject_writes(module)
         widen(module)
-        stats.dynamo_graphs += 1
+        count(module)
         # as in eager code, where backward runs behind autocast; torch's default traces it inside, which on devices
         # sums bias gradients in float32 and runs the backward of float32 islands in half precision
         with functorch.patch(backward_pass_autocast="off"):  # type: ignore[no-untyped-call, unused-ignore]
@@ -164,6 +183,122 @@ def _aot_eager(lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Ten
     return backend
 
 
+# [Note: repeated runs] Dynamo keeps graphs with a function's code object, at most eight for each, and runs the function
+# eagerly beyond that. A class's ``forward`` has one code object, so all runs in a process (k folds, a sweep),
+# validation, `generate` with its lengths, and layers of any size would use up the same eight. Therefore what Dynamo
+# compiles is a copy: one for each kind of equal modules, for training and for inference apart. The copies are kept with
+# the class of the whole model. So are the classes that its modules are given, and the backend, since Dynamo's guards
+# insist on these: a later run with the same options finds its graphs there. Nothing of a model itself is kept; what
+# differs between runs (handles, sources) are inputs of the graphs. CUDA graphs record addresses and are made anew.
+
+
+class Refused(NamedTuple):
+    """A code object that is over Dynamo's limit."""
+
+    name: str
+    graphs: int
+    reason: str  # the guard that failed
+
+
+class Code:
+    """A class's ``forward``, compiled for training and for inference, see [Note: repeated runs].
+
+    Args:
+        forward: of the class.
+        number: how many copies of it there were before.
+        compile: compiles a function; calls its second argument with each guard that fails.
+    """
+
+    def __init__(self, forward: Callable[..., Any], number: int, compile: Callable[..., Any]) -> None:
+        self._failed: dict[CodeType, deque[str]] = {}
+        suffix = f"_{number}" if number else ""
+        self._training = compile(_copy_of(forward, f"_in_training{suffix}"), self._guard_failed)
+        self._inference = compile(_copy_of(forward, f"_in_inference{suffix}"), self._guard_failed)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = self._training if torch.is_grad_enabled() else self._inference
+        return run(module, *args, **kwargs)
+
+    def refused(self) -> Refused | None:
+        """What has met Dynamo's limit so far: the ``forward``, or a part of it behind a graph break."""
+        for code, reasons in self._failed.items():
+            graphs = len(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
+            if graphs >= torch._dynamo.config.recompile_limit:
+                return Refused(code.co_name, graphs, reasons[-min(graphs, len(reasons))])  # the first of the last call
+        return None
+
+    def _guard_failed(self, failure: Any) -> None:
+        reasons = self._failed.setdefault(failure.orig_code, deque(maxlen=64))
+        reasons.append(" ".join(failure.reason.strip().partition("\n")[0].split()))
+
+
+class Graphs:
+    """What is compiled with one configuration, in one run or in several."""
+
+    def __init__(self, config: Config) -> None:
+        self.stats = CompileStats()  # of the run that calls
+        self._dynamic = config.dynamic
+        self._backends = {regional: make_backend(config, self._count, regional) for regional in (True, False)}
+        self._codes: dict[tuple[Any, ...], Code] = {}
+
+    def code_of(self, module: nn.Module, regional: bool) -> Code:
+        """The compiled ``forward`` that ``module`` shares with all modules that are equal to the compiler."""
+        base, forward = _base(module), forward_of(module)
+        key = (base, forward, regional, signature(module, base))
+        if key not in self._codes:
+            number = sum(other[:3] == key[:3] for other in self._codes)
+            self._codes[key] = Code(forward, number, functools.partial(self._compile, self._backends[regional]))
+        return self._codes[key]
+
+    def _compile(self, backend: Callable[..., Any], function: Any, guard_failed: Callable[[Any], None]) -> Any:
+        """``torch.compile``, which does not pass on that a guard failed."""
+        return torch._dynamo.optimize(backend, dynamic=self._dynamic, guard_fail_fn=guard_failed)(function)
+
+    def _count(self, module: fx.GraphModule) -> None:
+        self.stats.add(module)
+
+
+_CONFIGURATIONS = 8  # whose graphs are kept for later runs of a model's class
+
+
+def _graphs_of(runtime: Runtime, config: Config) -> Graphs:
+    """What an equal run in this process has left, or a new one for this and later runs."""
+    if config.cuda_graphs:
+        return Graphs(config)
+    kept, key = runtime.kept.graphs, (config, str(runtime.device), runtime.mesh.size())
+    found = next((entry for entry in kept if entry[0] == key), None)
+    if found is None:
+        found = (key, Graphs(config))
+    else:
+        kept.remove(found)
+    kept.append(found)
+    del kept[:-_CONFIGURATIONS]
+    return found[1]
+
+
+def _copy_of(forward: Callable[..., Any], suffix: str) -> Callable[..., Any]:
+    """The function with a code object of its own; ``suffix``: what its name ends with in traces and messages.
+
+    One that is no frame of Dynamo's own, or not a plain function, is called by the copy.
+    """
+    plain = isinstance(forward, FunctionType) and "_torchdynamo_orig_callable" not in vars(forward)
+    if not plain or forward_is_inlined(forward):
+
+        def forward_(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs)
+
+        function: Any = forward_
+    else:
+        function = forward
+    code = function.__code__.replace(co_name=function.__code__.co_name + suffix)
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    for name in (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"):
+        if name != "__type_params__":
+            setattr(copy, name, getattr(function, name))
+    copy.__dict__.update(function.__dict__)
+    return copy
+
+
 @dataclass(eq=False)
 class Region:
     """One module that is compiled (or, without compilation, entered) as a whole."""
@@ -171,35 +306,66 @@ class Region:
     name: str
     core: Any
     units: list[int]  # gathered while the module runs
-    run: Callable[..., Any]  # the class's forward, compiled once for all equal regions
+    eager: Callable[..., Any]  # the class's forward
+    run: Callable[..., Any]  # the same, compiled once for all equal regions
     sharded: list[nn.Module] = field(default_factory=list)  # modules inside that hold parameters
+    inside: list[nn.Module] = field(default_factory=list)  # all modules inside, but not the region itself
     trusted: bool = False  # its code is torch's own: it reads parameters and never writes to them
     regathers: bool = False  # its units are gathered again for its backward, see [Note: entry of backward]
     compiled: bool = False
-    ran_eagerly: Callable[[str], None] = lambda name: None  # told when code inside read parameters outside of graphs
+    ran_eagerly: Callable[[bool], None] = lambda hooked: None  # told when a compiled one ran eagerly, in part or whole
     moment: Moment = field(default_factory=Moment)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not refresh(self.sharded):
             return _base(module).forward(module, *args, **kwargs)  # graphs know the module's own parameters only
-        if self.compiled:
+        hooked = self.compiled and has_hooks(self.inside)
+        compiled = self.compiled and not hooked
+        if compiled:
             for value in (*args, *kwargs.values()):
                 gathered.unwatch(value)
         reads = self.core.enter(self.units, self.trusted)
         self.moment.depth += 1
         try:
-            results = self.run(module, *args, **kwargs)
+            results = (self.run if compiled else self.eager)(module, *args, **kwargs)
         finally:
             self.moment.depth -= 1
             reads = self.core.leave(self.units) - reads
-        if self.compiled and reads > 0:
-            self.ran_eagerly(self.name)
-        if (self.regathers or self.compiled) and torch.is_grad_enabled():
-            units, compiled = self.units if self.regathers else [], self.name if self.compiled else ""
+        if hooked or (compiled and reads > 0):
+            self.ran_eagerly(hooked)
+        if (self.regathers or compiled) and torch.is_grad_enabled():
+            units, name = self.units if self.regathers else [], self.name if compiled else ""
             for result in (results,) if isinstance(results, Tensor) else tree_leaves(results):
                 if isinstance(result, Tensor) and result.requires_grad and not result.is_leaf:
-                    self.core.watch_backward(result, units, compiled)
+                    self.core.watch_backward(result, units, name)
         return results
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether a call of one of the modules runs hooks of the user's.
+
+    Dynamo traces hooks and does not look at them again, so a graph would run those that it has seen, for all equal
+    modules and for ever. torch's own (``weight_norm``, ``prune``) belong to what a module is, and may be traced.
+    """
+    everywhere = torch.nn.modules.module
+    if (
+        everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    ):
+        return True
+    for module in modules:
+        members = module.__dict__
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            hooks = members.get(kind)
+            if hooks and any(_is_users(hook) for hook in hooks.values()):
+                return True
+    return False
+
+
+def _is_users(hook: Callable[..., Any]) -> bool:
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "lightning_zerocompile")
 
 
 class Regions:
@@ -213,66 +379,58 @@ class Regions:
     def __init__(self, runtime: Runtime, config: Config) -> None:
         self.stats = CompileStats()
         self._runtime, self._config = runtime, config
-        self._backends = {regional: make_backend(config, self.stats, regional) for regional in (True, False)}
-        self._forwards: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}
-        self._warned: set[type] = set()
-        self._runs: dict[tuple[type, Callable[..., Any], bool], Callable[..., Any]] = {}
+        self._graphs = _graphs_of(runtime, config)
+        self._warned: set[tuple[Any, ...]] = set()
 
     def add(self, name: str, module: nn.Module, units: list[int]) -> None:
         """Makes ``module`` a region. The units in ``units`` stay gathered while it runs; without any, its graph gathers
         each parameter where it is used."""
-        sharded = [inner for inner in module.modules() if SLOTS in inner.__dict__]
-        regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
-        run = self._run(module, regional=bool(units))
-        compiled, base = bool(self._config.compile), _base(module)
-
-        def ran_eagerly(name: str) -> None:
-            if base not in self._warned:
-                self._warned.add(base)
-                rank_zero_warn(EAGER.format(name, base.__name__))
-
-        self._install(
-            module, Region(name, self._runtime.core, units, run, sharded, False, regathers, compiled, ran_eagerly)
-        )
+        core, compiled, eager = self._runtime.core, bool(self._config.compile), forward_of(module)
+        region = Region(name, core, units, eager, eager, compiled=compiled)
+        region.inside = list(module.modules())[1:]
+        region.sharded = [inner for inner in module.modules() if SLOTS in inner.__dict__]
+        region.regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
+        if compiled:
+            code = self._graphs.code_of(module, regional=bool(units))
+            region.run = functools.partial(_run, self._graphs, self.stats, code)
+            region.ran_eagerly = functools.partial(self._ran_eagerly, name, _base(module), code)
+        self._install(module, region)
 
     def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:
         """Makes one of torch's own layers outside blocks a region that runs eagerly, see [Note: write back]."""
         run = forward_of(module)
-        self._install(module, Region(name, self._runtime.core, [unit], run, [module], trusted=True))
+        self._install(module, Region(name, self._runtime.core, [unit], run, run, [module], trusted=True))
 
     def _install(self, module: nn.Module, region: Region) -> None:
         region.moment = self._runtime.moment
         module.__dict__[REGION] = region
         inner = forward_of(module)
-        forward = self._forwards.setdefault((_base(module), inner), _entering(inner))
+        forward = self._runtime.kept.forwards.setdefault((_base(module), inner), _entering(inner))
         self._runtime.classes.swap(module, frozenset(module.__dict__.get(SLOTS, ())), forward)
 
-    def _run(self, module: nn.Module, regional: bool) -> Callable[..., Any]:
-        """The class's ``forward``, compiled once: all equal regions share its graphs."""
-        forward = forward_of(module)
-        if not self._config.compile:
-            return forward
-        key = (_base(module), forward, regional)
-        if key not in self._runs:
-            backend = self._backends[regional]
-            self._runs[key] = torch.compile(_inlining(forward), backend=backend, dynamic=self._config.dynamic)
-        return self._runs[key]
+    def _ran_eagerly(self, name: str, base: type, code: Code, hooked: bool) -> None:
+        where = "training" if torch.is_grad_enabled() else "inference"
+        refused = None if hooked else code.refused()
+        kind = (base, hooked, where if refused else "")
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        if hooked:
+            rank_zero_warn(HOOKED.format(name, base.__name__, name))
+        elif refused is None:
+            rank_zero_warn(EAGER.format(name, base.__name__))
+        else:
+            rank_zero_warn(OVER_LIMIT.format(name, base.__name__, where, refused.name, refused.graphs, refused.reason))
+
+
+def _run(graphs: Graphs, stats: CompileStats, code: Code, *args: Any, **kwargs: Any) -> Any:
+    graphs.stats = stats
+    return code(*args, **kwargs)
 
 
 def _base(module: nn.Module) -> Any:
     """The user's class of a module whose class may have been swapped."""
     return getattr(type(module), BASE, type(module))
-
-
-def _inlining(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """What to compile for ``forward``; one that is no frame of Dynamo's own needs another round it."""
-    if not forward_is_inlined(forward):
-        return forward
-
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
-
-    return run
 
 
 def _entering(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,9 +459,12 @@ def whole_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
 
 
 def remove_regions(model: nn.Module) -> None:
-    """Forgets the regions of every module; classes are restored by ``shard.remove``."""
+    """Forgets the regions of every module, and what casts its inputs; classes are restored by ``shard.remove``."""
     for module in model.modules():
         module.__dict__.pop(REGION, None)
+        inputs = module.__dict__.pop(INPUTS, None)
+        if inputs is not None:
+            inputs.remove()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -45,6 +45,7 @@ class Config:
     dynamic: bool | None = None
     options: dict[str, Any] = field(default_factory=dict)
     param_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = torch.float32
     unit_bytes: int = 64 * 2**20
@@ -92,7 +93,7 @@ class Config:
                 f"`checkpoint={self.checkpoint!r}` is not understood; choose 'full' (one file with full tensors) or "
                 "'sharded' (a directory to which every rank writes its shards)."
             )
-        for name in ("keep_gradients", "unshard_after_fit"):
+        for name in ("cast_forward_inputs", "keep_gradients", "unshard_after_fit"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}={getattr(self, name)!r}` is not understood; choose True or False.")
         if not isinstance(self.unit_bytes, int) or isinstance(self.unit_bytes, bool) or self.unit_bytes <= 0:

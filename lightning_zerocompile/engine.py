@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zerocompile import buffers, gathered, leaves, shard
+from lightning_zerocompile import buffers, leaves, shard
 from lightning_zerocompile.budget import MemoryBudget
+from lightning_zerocompile.casts import cast_inputs
 from lightning_zerocompile.compile import Regions, remove_regions, whole_modules
 from lightning_zerocompile.config import Config
-from lightning_zerocompile.optim import (
-    check_gradients,
-    check_optimizers,
-    is_elementwise,
-    masters_of,
-    steps_by_unit,
-    take_masters,
-)
+from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.runtime import Runtime
-from lightning_zerocompile.stepping import UnitStepper, on_shards
+from lightning_zerocompile.steps import OptimizerSteps
 from lightning_zerocompile.support import (
     check_equal_on_all_ranks,
     check_equal_optimizers,
@@ -37,6 +32,8 @@ from lightning_zerocompile.support import (
 )
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
+
+_PATIENCE = timedelta(seconds=5)  # how long a rank that has failed waits for the others to end; a tenth of the timeout
 
 
 class Engine:
@@ -79,11 +76,8 @@ class Engine:
         if device.type != "cpu":  # NCCL connects the ranks at first use and blocks the host: here all ranks are
             dist.all_reduce(torch.zeros(1, device=device), group=reductions)
         self.runtime = Runtime(mesh, device, config, gathers, reductions)
-        self._stepper = UnitStepper(
-            self.runtime.units_in_order, self._units_written, self._kept, self.runtime.core, config.whole_values
-        )
-        self._hooks: dict[Optimizer, list[Any]] = {}
-        self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
+        self.budget = MemoryBudget(self.runtime)
+        self.steps = OptimizerSteps(self.runtime, self.reduce_pending, self.budget.optimizer_stepped)
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype)
             buffers.move(model.modules(), device)
@@ -93,14 +87,8 @@ class Engine:
         except BaseException:
             self.abandon()
             raise
-        self._stepped_by_unit = False
         self.windows = Windows(self.runtime)
-        self.budget = MemoryBudget(self.runtime)
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
-        self._was_in_step = False
-        self._shared: set[Tensor] = set()  # masters in more than one optimizer
-        self._stepping: list[Optimizer] = []  # twice, where a subclass's step calls its parent's, which has the hooks
-        self._through_lightning = False
 
     def manages(self, model: nn.Module) -> bool:
         """Whether this is the sharded ``model``, and no other engine has taken it over."""
@@ -116,6 +104,9 @@ class Engine:
                 self.regions.add(name, module, [])
         if self.config.compile == "blocks" and blocks:
             self._add_leaves([block for _, block in blocks])
+        if self.config.param_dtype is not None and self.config.cast_forward_inputs:
+            children = [child for _, child in whole_modules(self.model)]
+            cast_inputs([self.model, *children, *(block for _, block in blocks)], self.config.param_dtype)
 
     def _add_leaves(self, blocks: Sequence[nn.Module]) -> None:
         inside = {inner for block in blocks for inner in block.modules()}
@@ -171,7 +162,7 @@ class Engine:
         try:
             yield
         except RuntimeError as error:
-            explained = explain(str(error))
+            explained = explain(str(error), self.config.param_dtype)
             if explained is None:
                 raise
             raise RuntimeError(explained) from error
@@ -180,7 +171,7 @@ class Engine:
 
     def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
         # in the reductions' group: in that of the gathers, the forward would wait for all that the optimizer started
-        buffers.broadcast(modules, self._own_groups[-1], self.runtime.agreement)
+        buffers.broadcast(modules, self._own_groups[-1])
 
     def before_backward(self, loss: Tensor) -> None:
         """Lets the runtime know the outermost backward when it starts: the loss's gradient comes first."""
@@ -231,126 +222,22 @@ class Engine:
         if self.runtime.core.pending():
             self.runtime.core.flush()
 
-    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Gradients and values are ready for the optimizer.
-
-        Raises:
-            RuntimeError: a window is open, or the optimizer cannot take the dtype of a gradient.
-        """
-        self.runtime.core.finish_backward()
-        self.reduce_pending(f"{type(optimizer).__name__}.step()")
-        self._check_gradients(optimizer)
-        self.settle()
-
-    def _check_gradients(self, optimizer: Optimizer) -> None:
-        if self.runtime.core.any_other_dtype():
-            check_gradients(optimizer, self._taken)
-
-    def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer in self._stepping:
-            self._stepping.append(optimizer)
-            return
-        if not self._through_lightning and not is_elementwise(optimizer):
-            name = type(optimizer).__name__
-            raise RuntimeError(
-                f"{name}.step() was called past Lightning, so {name} would see row shards without what it needs to "
-                "compute with them. Step the optimizer that `self.optimizers()` returns."
-            )
-        if not (self._through_lightning and steps_by_unit(optimizer, self.config.whole_values)):  # the plan asks
-            for parameter in masters_of(optimizer):
-                leaves.index_of(gathered.master_of(parameter))
-        self.before_step(optimizer)
-        self._stepping.append(optimizer)
-        self._was_in_step, self.runtime.moment.in_step = self.runtime.moment.in_step, False
-
     # ---- optimizers ----
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Watches the optimizers' steps; those of a former call are left alone.
+        """See :meth:`OptimizerSteps.attach`.
 
         Raises:
-            RuntimeError: an optimizer holds parameters that are not the model's, or the ranks have different ones.
-            MisconfigurationException: an optimizer cannot work on sharded parameters.
+            RuntimeError: besides, the ranks have different optimizers.
         """
-        for handles in self._hooks.values():
-            for handle in handles:
-                handle.remove()
-        self._stepper.forget()
-        self._hooks, self._taken = {}, set()
-        known = {slot.master for slot in self.runtime.slots}
-        for number, optimizer in enumerate(optimizers):
-            take_masters(number, optimizer)
-        check_optimizers(optimizers, self.config.whole_values)
-        owners = Counter(master for optimizer in optimizers for master in set(masters_of(optimizer)))
-        self._shared = {master for master, count in owners.items() if count > 1}
-        for number, optimizer in enumerate(optimizers):
-            foreign = [p for p in masters_of(optimizer) if p not in known]
-            if foreign:
-                raise RuntimeError(
-                    f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that are not "
-                    f"the model's (the first has shape {tuple(foreign[0].shape)}). Create it in "
-                    "`configure_optimizers` from `self.parameters()`: before that the model is not sharded yet."
-                )
-            self._hooks[optimizer] = [
-                optimizer.register_step_pre_hook(self._enter_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
+        self.steps.attach(optimizers)
         if optimizers:
             names: dict[Tensor, str] = {slot.master: slot.name for slot in self.runtime.slots}
             check_equal_optimizers(optimizers, names, self.runtime.agreement)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """``optimizer.step(closure)``; optimizers of known kind update unit by unit, see [Note: step by unit]."""
-
-        def settled() -> Any:
-            result = closure()
-            self.reduce_pending(f"{type(optimizer).__name__}.step()")
-            self._check_gradients(optimizer)
-            self.settle()  # a hook between backward and step may have written to weights
-            return result
-
-        around = self._stepper.around if steps_by_unit(optimizer, self.config.whole_values) else on_shards
-        self._through_lightning = True
-        try:
-            with around(optimizer, settled) as run:
-                return optimizer.step(closure=run, **kwargs)
-        finally:
-            self._through_lightning = False
-            self._stepping.clear()
-
-    def skip_step(self, optimizer: Optimizer) -> None:
-        """What a step releases, when loss scaling skips it: nothing is updated."""
-        self.runtime.core.forget_outstanding()
-        self._release_gradients(masters_of(optimizer))
-
-    def _kept(self, masters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those whose gradient stays behind a step; another optimizer that holds the parameter may step on it."""
-        if self.config.keep_gradients:
-            return masters
-        return [master for master in masters if master in self._shared] if self._shared else []
-
-    def _release_gradients(self, masters: Sequence[Tensor]) -> None:
-        kept = set(self._kept(masters))
-        released = [leaves.index_of(gathered.master_of(master)) for master in masters if master not in kept]
-        self.runtime.core.release_gradients(released, [])
-
-    def _units_written(self, units: list[int]) -> None:
-        self._stepped_by_unit = True
-        self.runtime.core.masters_changed(units)
-
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepping.pop()
-        if optimizer in self._stepping:
-            return
-        self.runtime.moment.in_step = self._was_in_step
-        self.budget.optimizer_stepped()
-        if self._stepped_by_unit:
-            self._stepped_by_unit = False
-            self.runtime.core.forget_outstanding()
-            return
-        masters = masters_of(optimizer)
-        self.runtime.masters_changed(masters)
-        self._release_gradients(masters)
+        """See :meth:`OptimizerSteps.step`."""
+        return self.steps.step(optimizer, closure, **kwargs)
 
     # ---- values ----
 
@@ -361,11 +248,7 @@ class Engine:
     @contextlib.contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
         """See :meth:`ZeroCompileStrategy.full_parameters`."""
-        slots = {
-            f"{prefix}.{name}" if prefix else name: slot
-            for prefix, inner in module.named_modules()
-            for name, slot in inner.__dict__.get(shard.SLOTS, {}).items()
-        }
+        slots = _slots_of(module)
         units = sorted({self.runtime.unit_of_slot(slot) for slot in slots.values()})
         core = self.runtime.core
         core.lend(units)
@@ -377,6 +260,15 @@ class Engine:
             raise
         core.take_back(units, writeback, True)
 
+    def full_gradients(self, module: nn.Module) -> dict[str, Tensor]:
+        """See :meth:`ZeroCompileStrategy.full_gradients`."""
+        self.reduce_pending("`full_gradients`")
+        with torch.no_grad(), leaves.plain():
+            found = {name: leaves.gradient_of(slot.master) for name, slot in _slots_of(module).items()}
+            grads = {name: grad for name, grad in found.items() if isinstance(grad, DTensor)}
+            self.runtime.reads.compare(f"`full_gradients` of {len(grads)} parameters")
+            return {name: full_value(grad).clone() for name, grad in grads.items()}
+
     # ---- the end ----
 
     def unshard(self) -> None:
@@ -387,6 +279,44 @@ class Engine:
         self.runtime.shutdown()
         for group in self._own_groups:
             dist.destroy_process_group(group)
+
+    def rescue(self) -> bool:
+        """After a failure: makes the model an ordinary module again, if every rank ends its run within a few seconds.
+
+        [Note: rescue] What the failed run has started may never end, so none of its process groups is used or waited
+        for. Each rank looks in the store whether all others have ended, too; the first one that knows, or that will not
+        wait any longer, decides for all (one write, which the store makes atomic). Only then do the ranks gather the
+        masters, over a group that is new and whose waits are short. Writes to gathered values that no master has
+        heard of are lost on several ranks. Where a device may wait for another one's collective it is not tried.
+
+        Returns:
+            Whether the model is whole. If not, it is as it was: call :meth:`abandon`.
+        """
+        alone = dist.get_world_size() == 1
+        if not self.manages(self.model) or not (alone or self.device.type == "cpu"):
+            return False
+        patience = min(_PATIENCE, self.config.timeout / 10)
+        group = None
+        try:
+            if alone:
+                self.runtime.core.write_back()
+            else:
+                reasons = self.runtime.agreement.reasons(patience)
+                verdict = "gone" if None in reasons.values() else "all here"
+                if self.runtime.agreement.mark("rescue", 0, verdict)[1] != "all here":
+                    return False
+                group = dist.new_group(backend="gloo", timeout=2 * patience)
+            shard.unshard(self.model, group)
+        except RuntimeError:  # of the store, of a rank that has gone meanwhile, of a device that has failed
+            return False
+        finally:
+            if group is not None:
+                dist.destroy_process_group(group)
+        remove_regions(self.model)
+        self.attach_optimizers([])
+        self.model.cpu()
+        self.runtime.abandon()
+        return True
 
     def abandon(self) -> None:
         """After a failure: neither communicates nor waits, see [Note: abandoned communication] in csrc/runtime.cpp.
@@ -400,7 +330,17 @@ class Engine:
         if self.manages(self.model):
             remove_regions(self.model)
             shard.remove(self.model)
+            shard.refuse_shards(self.model)
         self.runtime.abandon()
+
+
+def _slots_of(module: nn.Module) -> dict[str, shard.Slot]:
+    """By the parameters' names in ``module``."""
+    return {
+        f"{prefix}.{name}" if prefix else name: slot
+        for prefix, inner in module.named_modules()
+        for name, slot in inner.__dict__.get(shard.SLOTS, {}).items()
+    }
 
 
 def _groups_needed(device: torch.device) -> int:

@@ -28,7 +28,7 @@ def register() -> None:
     if torch._C._dispatch_has_kernel_for_dispatch_key("zerocompile::gather", "Meta"):
         return
 
-    def gather(source: Tensor, handle: Tensor, size: Sequence[int]) -> Tensor:
+    def gather(source: Tensor, handle: Tensor, size: Sequence[int], grad_dtype: torch.dtype | None = None) -> Tensor:
         return source.new_empty(size)
 
     def gather_cast(source: Tensor, handle: Tensor, size: Sequence[int]) -> Tensor:

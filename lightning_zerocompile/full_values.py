@@ -7,21 +7,31 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 
-def full_value(value: DTensor) -> Tensor:
+def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """All shards of ``value`` as one detached tensor on its device, of ``value.shape``; collective over its mesh.
+
+    ``group``: of the same ranks in the same order, on the CPU; it does the work instead of the mesh's own, and the
+    result is on the CPU.
 
     [Note: full values on gloo] ``DTensor.full_tensor`` gathers by an operator that gloo runs as "ALLGATHER_COALESCED",
     and two of those free one std::string twice, see [Note: gloo gathers]: four in flight at a time crash within
     20,000 (torch 2.11 and 2.13), and one after the other, as the first may still write its name when the second does,
     very rarely. So on the CPU the shards travel by ``all_gather``.
     """
-    local, placements = value.to_local().detach(), value.placements
+    local, placements = value._local_tensor.detach(), value.placements
+    if group is not None:
+        local = local.cpu()
+        if all(placement.is_replicate() for placement in placements):
+            return local.clone()
+    if len(placements) == 1 and isinstance(placements[0], Partial):
+        return _reduced(local, placements[0], value)
     if local.device.type != "cpu" or len(placements) != 1 or type(placements[0]) is not Shard:
-        return value.full_tensor().detach()
-    dim, group = placements[0].dim % value.ndim, value.device_mesh.get_group()
+        return DTensor.full_tensor(value).detach()
+    dim, group = placements[0].dim % value.ndim, group or value.device_mesh.get_group()
     size, world = value.shape[dim], dist.get_world_size(group)
     most = -(-size // world)
     padded = local.new_zeros([most if d == dim else n for d, n in enumerate(value.shape)])
@@ -30,3 +40,12 @@ def full_value(value: DTensor) -> Tensor:
     dist.all_gather(parts, padded, group=group)
     starts = [min(rank * most, size) for rank in range(world + 1)]
     return torch.cat([part.narrow(dim, 0, b - a) for part, (a, b) in zip(parts, pairwise(starts), strict=True)], dim)
+
+
+def _reduced(local: Tensor, placement: Partial, value: DTensor) -> Tensor:
+    """What all ranks' parts amount to. torch adds booleans as numbers modulo 256."""
+    parts = local.to(torch.int64) if local.dtype is torch.bool else local
+    whole = placement._reduce_value(parts, value.device_mesh, 0)
+    if isinstance(whole, AsyncCollectiveTensor):
+        whole = whole.wait()
+    return whole != 0 if local.dtype is torch.bool else whole

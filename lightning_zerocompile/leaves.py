@@ -25,8 +25,9 @@ from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zerocompile import random_numbers
+from lightning_zerocompile import random_numbers, sharded
 from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharded import Sharded
 
 SLOT = "_zerocompile_slot"
 
@@ -53,7 +54,7 @@ _IN_PLACE = frozenset(
 )  # fmt: skip
 
 
-class Master(DTensor):
+class Master(Sharded):
     """The optimizer's shard of a parameter, see [Note: leaves]."""
 
     @classmethod
@@ -148,13 +149,14 @@ def adopt(master: Tensor, slot: Any) -> None:
     """Makes a DTensor the master that the weak reference ``slot`` leads to."""
     master.__class__ = Master  # type: ignore[assignment, unused-ignore]
     master.__dict__[SLOT] = slot
+    sharded.watch(master, slot().reads)
 
 
 def release(master: Tensor) -> None:
-    """Makes a master an ordinary DTensor parameter again."""
+    """Makes a master a DTensor parameter without a strategy."""
     if isinstance(master, Master):
-        del master.__dict__[SLOT]
-        master.__class__ = DTensor  # type: ignore[assignment, unused-ignore]
+        slot = master.__dict__.pop(SLOT)()
+        sharded.leave(master, "?" if slot is None else slot.name)
 
 
 def refuse_hooks(name: str, parameter: Tensor) -> None:
@@ -216,14 +218,16 @@ def refuse_hook(master: Tensor, *_: Any, **__: Any) -> NoReturn:
 def _get_data(master: Tensor) -> Tensor:
     data: Tensor = Tensor.data.__get__(master)  # type: ignore[attr-defined]
     slot = master.__dict__[SLOT]
-    adopt(data, slot)
+    if slot() is not None:
+        adopt(data, slot)
     return data
 
 
 def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
     """The reduced gradient of a master, which may have to be bound first; for use inside :data:`plain`.
 
-    ``waiting``: if there is none, this rank's own full sum, which waits to be reduced.
+    ``waiting``: if there is none, what waits for the end of a window or an accumulation: this rank's own full sum, or,
+    of what was reduced early, the reduced part.
     """
     grad: Tensor | None = _GRAD.__get__(master)
     if grad is not None or not isinstance(master, Master):
@@ -234,8 +238,8 @@ def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
     found = slot.core.unbound_gradient(slot.index, waiting)
     if found is None:
         return None
-    value, reduced = found
-    return slot.bind_gradient(value) if reduced else value  # type: ignore[no-any-return]
+    value, kind = found
+    return slot.own_gradient(value, kind.name)  # type: ignore[no-any-return]
 
 
 def bound_gradient(master: Tensor) -> Tensor | None:

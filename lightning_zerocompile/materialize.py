@@ -80,8 +80,15 @@ class Places:
             stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             module._parameters[local_name] = nn.Parameter(stand_in, requires_grad=False)
         module.to_empty(device=self._device, recurse=False)
-        with torch.no_grad():
-            initialize()
+        try:
+            with torch.no_grad():
+                initialize()
+        except NotImplementedError as error:  # torch's, of a tensor without data
+            raise RuntimeError(
+                f"{what} is on the meta device, and its initialiser ({type(module).__name__}) uses a tensor that is "
+                f"still there: {error} Modules are initialised in the order in which the model holds them, so let it "
+                "use none of a later module, or build the model on a real device."
+            ) from error
         module._parameters.update(kept)
         module._buffers.update(kept_buffers)
         for local_name, old in parameters.items():

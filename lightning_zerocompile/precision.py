@@ -93,14 +93,14 @@ class StepsThroughEngine(Precision):
         if result is None and model.automatic_optimization:  # training_step returned None: there was no backward
             return result
         if self.engine is not None:
-            self.engine.before_step(optimizer)
+            self.engine.steps.before(optimizer)
         scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
         output = None
         if not scaler.skips(optimizer):
             output = self._step(optimizer, lambda: None, **kwargs)
         elif self.engine is not None:
-            self.engine.skip_step(optimizer)
+            self.engine.steps.skip(optimizer)
         scaler.update()
         return output
 
@@ -108,7 +108,9 @@ class StepsThroughEngine(Precision):
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         if self.engine is not None:
             self.engine.reduce_pending("Clipping")
-        Precision.clip_gradients(self, optimizer, *args, **kwargs)  # a fused optimizer sees unscaled gradients, too
+        alike = nullcontext() if self.engine is None else self.engine.runtime.reads.alike()
+        with alike:
+            Precision.clip_gradients(self, optimizer, *args, **kwargs)  # a fused optimizer sees unscaled ones, too
 
     @override
     def state_dict(self) -> dict[str, Any]:

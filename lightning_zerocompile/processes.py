@@ -110,22 +110,11 @@ class ProcessStrategy(ParallelStrategy):
 
     # ---- communication outside of steps ----
 
-    def meet(self, what: str) -> None:
-        """While the model is sharded: all ranks come to ``what``, or an error names who does not."""
-        if self.agreement is not None:
-            self.agreement.meet(what)
-
-    def line_up(self, what: str, group: Any | None) -> None:
-        """:meth:`meet` for what may come in every step."""
-        if self.agreement is not None and group is None:
-            self.agreement.line_up(what)
-
     @override
     @phase("a barrier")
     def barrier(self, name: str | None = None) -> None:
         if not _distributed_is_initialized():
             return
-        self.meet("a barrier")
         device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
         dist.barrier(device_ids=device_ids)
 
@@ -134,7 +123,6 @@ class ProcessStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not _distributed_is_initialized():
             return obj
-        self.meet("a broadcast")
         objects = [obj]
         dist.broadcast_object_list(objects, src)
         return objects[0]
@@ -142,13 +130,9 @@ class ProcessStrategy(ParallelStrategy):
     @override
     @phase("all_gather")
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        self.line_up("`all_gather`", group)
         return super().all_gather(tensor, group, sync_grads)
 
     @override
     @phase("the reduction of a logged value or of a decision")
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        self.line_up("the reduction of a logged value or of a decision", group)
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor

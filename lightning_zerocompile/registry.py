@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zerocompile.strategy import ZeroCompileStrategy
@@ -16,8 +18,17 @@ def register_strategies() -> None:
     for name, stage in (("zerocompile", 3), *((f"zerocompile_stage_{stage}", stage) for stage in (1, 2, 3))):
         description = f"ZeRO stage {stage} by torch.compile"
         StrategyRegistry.register(name, ZeroCompileStrategy, description=description, override=True, stage=stage)
+        FABRIC_REGISTRY.register(name, _refuse_fabric, description="for the Trainer, not for Fabric", override=True)
         if foreign is not None:
             foreign.StrategyRegistry.register(name, _refuse_foreign, description=description, override=True)
+
+
+def _refuse_fabric() -> NoReturn:
+    raise MisconfigurationException(
+        "strategy='zerocompile' does not work with Fabric, since it takes the steps from a Trainer. Put the training "
+        "loop into a LightningModule (`automatic_optimization = False` leaves every step to you) and use "
+        "`lightning.Trainer(strategy='zerocompile')`, or use Fabric's strategy='fsdp'."
+    )
 
 
 def _refuse_foreign() -> NoReturn:

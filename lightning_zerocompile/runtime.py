@@ -7,7 +7,6 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from lightning_zerocompile import extension, fakes, leaves
 from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.casts import Casts
-from lightning_zerocompile.comparisons import Comparisons
+from lightning_zerocompile.comparisons import Comparisons, Reads
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.materialize import Places
 from lightning_zerocompile.peers import first_failure, has_copy_engines, map_buffer
 from lightning_zerocompile.policy import Lifetime, Policy
 from lightning_zerocompile.rows import make_master, over_local
-from lightning_zerocompile.shard import ClassCache, Moment, Slot, install
+from lightning_zerocompile.shard import ClassCache, Kept, Moment, Slot, install, kept_with
 from lightning_zerocompile.units import UnitPlan
 
 
@@ -111,7 +110,7 @@ class Runtime:
         self._unit_of_master: dict[Tensor, int] = {}
         self._masters: list[list[nn.Parameter]] = []  # by unit
         self._kept: list[int] = []  # units that stay gathered from one optimizer step to the next
-        self._classes = ClassCache()
+        self.kept = Kept()
         self._anchors: dict[torch.dtype, Tensor] = {}
         this = weakref.ref(self)  # the C++ object must not keep this one alive
 
@@ -122,14 +121,14 @@ class Runtime:
 
         self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
         self.agreement = Agreement(mesh, self.name, config.timeout)
-        self.agreement.progress = partial(_progress, this)
         self.comparisons = Comparisons(self.agreement, config.timeout)
+        self.reads = Reads(self.comparisons, config.timeout)
         self.core.set_callbacks(
             bind,
             self.comparisons.order,
             self.comparisons.gather,
             self.comparisons.used_parameters,
-            self.agreement.blocked,
+            self.agreement.look,
         )
         self.agreement.watch()
 
@@ -150,17 +149,15 @@ class Runtime:
             compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
             autocast_dtype: of the autocast that the model runs under; ``None``: there is none.
         """
-        self.casts = Casts(self._classes, self.core, self.agreement, autocast_dtype)
+        self.kept = kept_with(model)
+        self.casts = Casts(self.classes, self.core, self.agreement, autocast_dtype)
         places = Places(model, self.device)
         places.check()
         mapped = has_copy_engines(self.mesh, self.device, self.agreement, self.config.copy_engine)
         for plan in units:
             slots = []
             for name in plan.parameters:
-                parameter = places.parameter(name)
-                slots.append(self._add(name, parameter, compute_dtype))
-                del parameter
-                self._install(slots[-1], places)
+                slots.append(self._add(name, places.parameter(name), compute_dtype))
             lifetime = Lifetime.STEP if plan.kept else self.policy.lifetime
             native = getattr(self._extension.Lifetime, lifetime.name)
             unit = self.core.add_unit(plan.name, [slot.index for slot in slots], native)
@@ -172,8 +169,9 @@ class Runtime:
                 self._kept.append(unit)
                 for slot in slots:
                     self._read_resident(slot)
-                    self._install(slot, places)
-            else:
+            for slot in slots:  # not earlier: an initialiser that reads another layer finds its parameters until here
+                self._install(slot, places)
+            if lifetime is Lifetime.USE:
                 for slot in slots:
                     self.casts.add(slot, places.of(slot.name))
         places.finish()
@@ -197,7 +195,7 @@ class Runtime:
 
     def _install(self, slot: Slot, places: Places) -> None:
         for module, local_name in places.of(slot.name):
-            install(self._classes, module, local_name, slot)
+            install(self.classes, module, local_name, slot)
 
     def used_units(self) -> dict[int, int]:
         """The units that live for one use, with the bytes of their gathered values."""
@@ -253,9 +251,13 @@ class Runtime:
             source=self._anchor(dtype),
             handle=handle.detach().requires_grad_(floating or parameter.is_complex()),
             frozen_handle=handle.detach(),
+            use_grad_dtype=grad_dtype,
             core=self.core,
+            reads=self.reads,
             moment=self.moment,
             never_used=self._extension.never_used,
+            dtype=parameter.dtype,
+            grad_dtype=getattr(parameter, "grad_dtype", parameter.dtype),
         )
         leaves.keep_hooks(parameter, master)
         leaves.adopt(master, weakref.ref(slot))
@@ -284,7 +286,7 @@ class Runtime:
 
     @property
     def classes(self) -> ClassCache:
-        return self._classes
+        return self.kept.classes
 
     # ---- gradients ----
 
@@ -377,19 +379,15 @@ class Runtime:
 
     def shutdown(self) -> None:
         """Drops every reference to the process groups, before they are destroyed. Waits for what is on its way."""
+        self.reads.close()
         with contextlib.closing(self.agreement):
             self.core.shutdown(wait=True)
 
     def abandon(self) -> None:
         """:meth:`shutdown` after a failure: waits for nothing, since other ranks may not come to it."""
+        self.reads.close()
         with contextlib.closing(self.agreement):
             self.core.shutdown(wait=False)
-
-
-def _progress(owner: weakref.ref[Runtime]) -> dict[str, int]:
-    """How much of each kind of collective the runtime has started."""
-    runtime = owner()
-    return {} if runtime is None else dict(zip(("gathers", "reductions"), runtime.core.launches(), strict=True))
 
 
 def _grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[torch.dtype | None, bool]:

@@ -8,21 +8,25 @@ never compiled as a frame of its own (``skip_code``), or its gather would hide i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import gathered, leaves
+from lightning_zerocompile.comparisons import Reads
 from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.rows import over_local, shard_like, sharded_if_full
+from lightning_zerocompile.sharded import as_sharded, refuse_left, when_zeroed
 
 SLOTS = "_zerocompile_slots"
-TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, (source, handle, size)
+TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, the arguments of the operator `gather`
 BASE = "_zerocompile_base"
 
 FUNCTORCH = (
@@ -54,9 +58,13 @@ class Slot:
     source: Tensor  # of the traced gather: the resident full value, or an empty tensor of its dtype and device
     handle: Tensor  # [1] float64 on CPU, requires grad; its value is the identity
     frozen_handle: Tensor  # the same identity, requires no grad
+    use_grad_dtype: torch.dtype | None  # what each use's gradient is cast to; None: it stays as it is produced
     core: Any  # the C++ runtime
+    reads: Reads  # compares the ranks before a number of it is read
     moment: Moment
     never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
+    dtype: torch.dtype  # of the parameter before it was sharded, and again when it is whole
+    grad_dtype: torch.dtype | None  # likewise; ``None``: of each gradient's own
 
     def read(self, current: nn.Parameter | None, cast: torch.dtype | None = None) -> Tensor | None:
         """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``).
@@ -75,9 +83,10 @@ class Slot:
         watched = requires_grad and self.moment.depth == 0
         return gathered.as_gathered(value, self, watched)
 
-    def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...], torch.dtype | None]:
         """What the compiler sees: a handle that requires grad exactly when the parameter does now."""
-        return self.source, self.handle if self.master.requires_grad else self.frozen_handle, self.size
+        handle = self.handle if self.master.requires_grad else self.frozen_handle
+        return self.source, handle, self.size, self.use_grad_dtype
 
     def require_grad(self, value: bool) -> None:
         """Freezes or unfreezes the parameter, from the next forward on."""
@@ -88,11 +97,37 @@ class Slot:
 
         See [Note: unread gradients] in csrc/gradients.cpp.
         """
+        grad = self._over(local)
         with torch.inference_mode(False), torch.no_grad(), leaves.plain():
-            grad = over_local(local, self.master)
             leaves.bind_gradient(self.master, grad)
         self.core.bound(self.index, grad, grad._local_tensor)
         return grad
+
+    def own_gradient(self, value: Tensor, kind: str) -> Tensor:
+        """What ``grad`` is of the master, which has none bound.
+
+        Args:
+            value: that the runtime has, and ``kind``, the name of its ``Unbound``: "REDUCED", this rank's rows, which
+                become the master's ``grad``; "SUM", this rank's own full sum, [*size]; "EARLY", this rank's rows of
+                what a window has reduced already.
+        """
+        if kind == "REDUCED":
+            return self.bind_gradient(value)
+        return value if kind == "SUM" else self._over(value)
+
+    def _over(self, local: Tensor) -> DTensor:
+        """A gradient of the master over the memory of ``local``, this rank's rows.
+
+        [Note: zeroed gradients] Inside a window ``grad`` is what was there before. What waits to be added to it is not
+        in its memory. So who makes the gradient zero in place (``zero_grad(set_to_none=False)``) drops that, too.
+        """
+        with torch.inference_mode(False), torch.no_grad(), leaves.plain():
+            grad: DTensor = as_sharded(over_local(local, self.master), self.reads)
+            when_zeroed(grad, weakref.WeakMethod(self._drop_waiting))
+        return grad
+
+    def _drop_waiting(self) -> None:
+        self.core.drop_waiting(self.index)
 
     def like_master(self, value: Any) -> Any:
         """A full tensor of the parameter's size as this rank's shard of it; anything else as it is."""
@@ -116,8 +151,7 @@ def _property(name: str) -> property:
 
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():
-            source, handle, size = self.__dict__[traced]
-            return torch.ops.zerocompile.gather.default(source, handle, size)
+            return torch.ops.zerocompile.gather.default(*self.__dict__[traced])
         return self.__dict__[SLOTS][name].read(self._parameters[name])
 
     skip_code(get.__code__)
@@ -184,6 +218,36 @@ class ClassCache:
         if issubclass(base, nn.RNNBase):
             namespace["_flat_weights"] = property(_flat_weights, _ignore_flat_weights)
         return type(base.__name__, (base,), namespace)
+
+
+KEPT = "_zerocompile_kept"
+
+
+class Kept:
+    """What is made once for a class of models and serves every run of it, see [Note: repeated runs] in compile.py.
+
+    It belongs to the class of the whole model and dies with it. A copy of that class (one that is pickled by value)
+    starts without.
+    """
+
+    def __init__(self) -> None:
+        self.classes = ClassCache()
+        self.forwards: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}  # of regions
+        self.graphs: list[tuple[Any, Any]] = []  # by configuration; the last one used comes last
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()
+
+
+def kept_with(model: nn.Module) -> Kept:
+    """What earlier runs have left with the class of ``model``; nothing stays with a class of torch's or Lightning's."""
+    owner: Any = getattr(type(model), BASE, type(model))
+    if owner.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
+        return Kept()
+    if KEPT not in owner.__dict__:
+        setattr(owner, KEPT, Kept())
+    kept: Kept = owner.__dict__[KEPT]
+    return kept
 
 
 # ---- installing ----
@@ -285,30 +349,48 @@ def check_whole(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise RuntimeError(
-                f"Parameter `{name}` is a shard (a DTensor): a former run of this model raised, so it could not be "
-                "made whole again (another rank may have been gone), or another library has sharded it. Build the "
-                "model anew and go on from a checkpoint: `trainer.fit(model, ckpt_path=...)`."
-            )
+            refuse_left(name)
 
 
-def unshard(model: nn.Module) -> None:
+def refuse_shards(model: nn.Module) -> None:
+    """From now on a module of ``model`` that holds a shard says so when it is called or its state is asked for.
+
+    A forward would mix the shard with full tensors, and a ``state_dict`` would hold this rank's rows without a word.
+    """
+    for module in model.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            module.register_forward_pre_hook(_check_own)
+            module.register_state_dict_pre_hook(_check_own)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _check_own(module: nn.Module, *_: Any) -> None:
+    check_whole(module)
+
+
+def unshard(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Makes the model an ordinary module with full parameters on the CPU; collective over the shard group.
 
-    On a device no more than one parameter is whole at a time.
+    Each parameter gets the dtype back that it had, whatever the optimizer kept it in. On a device no more than one
+    parameter is whole at a time. If it raises the model is as it was before.
+
+    Args:
+        model: a sharded one.
+        group: of the same ranks, on the CPU; it communicates instead of the shard group.
     """
     full: dict[Slot, nn.Parameter] = {}
     for module in model.modules():
-        for name, slot in module.__dict__.get(SLOTS, {}).items():
+        for slot in module.__dict__.get(SLOTS, {}).values():
             if slot not in full:
                 value = slot.master.detach()
-                whole = full_value(value) if isinstance(value, DTensor) else value
-                full[slot] = nn.Parameter(whole.to("cpu"), requires_grad=slot.master.requires_grad)
+                whole = full_value(value, group) if isinstance(value, DTensor) else value
+                full[slot] = nn.Parameter(whole.to(slot.dtype).to("cpu"), requires_grad=slot.master.requires_grad)
                 attributes = {n: v for n, v in vars(slot.master).items() if n not in ("_is_param", leaves.SLOT)}
                 full[slot].__dict__.update(attributes)
-                if slot.master.grad_dtype != slot.master.dtype:
-                    full[slot].grad_dtype = slot.master.grad_dtype
+                if slot.grad_dtype != slot.dtype:
+                    full[slot].grad_dtype = slot.grad_dtype
                 leaves.keep_hooks(slot.master, full[slot])
+    for module in model.modules():
+        for name, slot in module.__dict__.get(SLOTS, {}).items():
             module._parameters[name] = full[slot]
     remove(model)
 

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +53,8 @@ def together(what: str, action: Callable[[], Result], group: dist.ProcessGroup |
     Raises:
         RuntimeError: on all ranks alike, if some rank's ``action`` raised.
     """
+    if not dist.is_initialized():  # one process by itself, such as the consolidation command
+        return [action()]
     result, failure, text = None, None, None
     try:
         result = action()
@@ -118,15 +119,17 @@ def write(
     Raises:
         IsADirectoryError, RuntimeError: as :func:`save`.
     """
-    temporary, first, what = files.saving_name(path), dist.get_rank() == 0, saving(path)
+    first, what = dist.get_rank() == 0, saving(path)
+    draft: files.Draft | None = None
     # a thread has a device of its own: the default loader would open the first one
     options: dict[str, Any] = {} if group is None else {"per_thread_copy_ahead": 0}
 
-    def prepare() -> None:
-        if first:
-            files.check_replaceable(path)
-            files.remove(temporary)  # left by a killed save
-            temporary.mkdir(parents=True)
+    def prepare() -> str:
+        nonlocal draft
+        if not first:
+            return ""
+        draft = files.Draft(path, directory=True)
+        return draft.path.name
 
     def save_state() -> None:
         # what all ranks have (buffers, steps, groups) is rank 0's: buffers may differ between ranks
@@ -134,23 +137,23 @@ def write(
         save_shards(state, storage_writer=FileSystemWriter(temporary, **options), planner=planner, process_group=group)
 
     def finish(checksums: Mapping[str, str]) -> None:
-        if first:
+        if draft is not None:
             files.write(temporary / files.META, rest)
             rank_zero = {name: files.checksum(temporary / name) for name in (INDEX, files.META)}
             content = _sealed({**checksums, **rank_zero})
             files.write(temporary / CHECKSUMS, lambda file: file.write(content))
             files.sync_directory(temporary)
-            files.commit(temporary, path)
+            draft.commit()
 
     try:
-        together(what, prepare, group)
+        # the folder by each rank's own path, the name in it by rank 0's choice
+        temporary = path.with_name(together(what, prepare, group)[0])
         _collective(what, save_state)
         checksums = together(what, lambda: _own_checksums(temporary), group)
         together(what, lambda: finish({name: value for part in checksums for name, value in part.items()}), group)
-    except BaseException:
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    finally:
+        if draft is not None:
+            draft.discard()
 
 
 def _sealed(checksums: Mapping[str, str]) -> bytes:
@@ -177,8 +180,9 @@ def _collective(what: str, action: Callable[[], Any]) -> None:
         action()
     except CheckpointException as error:  # no Exception: it would pass by every handler of the user
         causes = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
-        own = error.failures.get(dist.get_rank())
-        if own is not None and len(causes) == dist.get_world_size() and len(set(causes.values())) == 1:
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        own = error.failures.get(rank)
+        if own is not None and len(causes) == world and len(set(causes.values())) == 1:
             raise own[0] from error
         text = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
         raise RuntimeError(f"{what} failed. {text}") from error
@@ -229,10 +233,10 @@ def load(path: Path, masters: Mapping[str, Tensor], weights_only: bool | None, w
         for key, item in metadata.state_dict_metadata.items()
         if paths[key][0] in _MODEL_KEYS or (with_optimizers and paths[key][0].startswith(OPTIMIZER))
     }
-    planner = _Planner(weights_only)
-    _collective(what, lambda: load_shards(wanted, storage_reader=reader, planner=planner))
+    planner, alone = _Planner(weights_only), not dist.is_initialized()
+    _collective(what, lambda: load_shards(wanted, storage_reader=reader, planner=planner, no_dist=alone))
     state = unflatten_state_dict(wanted, paths)
-    with refusals(str(path / files.META)):
+    with refusals(str(path / files.META)), files.unreadable(path / files.META):
         rest = torch.load(path / files.META, map_location="cpu", weights_only=weights_only)
     checkpoint = as_lightning({**rest, **state})
     if with_optimizers and "lr_schedulers" in checkpoint:  # else only the weights were saved
@@ -273,7 +277,8 @@ def check(path: Path) -> None:
         checksums = _unsealed((path / CHECKSUMS).read_bytes())
         if checksums is None:
             return [f"`{CHECKSUMS}` does not match its checksum"]
-        mine = sorted(checksums.items())[dist.get_rank() :: dist.get_world_size()]
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        mine = sorted(checksums.items())[rank::world]
         faults = {name: _fault(path / name, value) for name, value in mine}
         return [f"`{name}` {fault}" for name, fault in faults.items() if fault]
 
@@ -313,8 +318,8 @@ def refusals(name: str) -> Iterator[None]:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
         raise pickle.UnpicklingError(
             f"`{name}` holds more than tensors and plain containers, and to load that can run any code. If you trust "
-            "the file, pass `weights_only=False` to `Trainer.fit` (or `validate`, ...), or allow its classes by "
-            f"`torch.serialization.add_safe_globals([...])`. {reason.strip()}"
+            "the file, pass `weights_only=False` to `Trainer.fit` (or `validate`, ...; `--trust` to the command "
+            f"`consolidate`), or allow its classes by `torch.serialization.add_safe_globals([...])`. {reason.strip()}"
         ) from error
 
 
@@ -339,7 +344,7 @@ class _Reader(FileSystemReader):
         self._trusted = weights_only is False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(os.path.join(self.path, INDEX), "rb") as file, refusals(str(file.name)):
+        with open(os.path.join(self.path, INDEX), "rb") as file, refusals(file.name), files.unreadable(file.name):
             metadata: Metadata = (pickle.Unpickler if self._trusted else _IndexUnpickler)(file).load()
         return metadata
 

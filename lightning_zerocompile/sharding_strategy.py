@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zerocompile.agreement import Agreement
-from lightning_zerocompile.callbacks import before_optimizer_state, prepare_callbacks
+from lightning_zerocompile.callbacks import before_optimizer_state, prepare_callbacks, refuse_callbacks
 from lightning_zerocompile.checkpoint import Checkpoints
+from lightning_zerocompile.compile import CompileStats
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.failures import phase
@@ -29,7 +30,17 @@ from lightning_zerocompile.launcher import Launcher
 from lightning_zerocompile.materialize import place
 from lightning_zerocompile.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
 from lightning_zerocompile.processes import ProcessStrategy
-from lightning_zerocompile.support import check_module, trainer_settings
+from lightning_zerocompile.runtime import EagerReads, Stats
+from lightning_zerocompile.support import check_module, check_not_compiled, explain, trainer_settings
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a run has done since its set-up."""
+
+    stats: Stats
+    compile_stats: CompileStats
+    eager_reads: dict[str, EagerReads]
 
 
 class ShardingStrategy(ProcessStrategy):
@@ -48,10 +59,21 @@ class ShardingStrategy(ProcessStrategy):
         self._checkpoints = Checkpoints(sharded_checkpoints, config.whole_values, config.timeout)
         super().__init__(config, process_group_backend, **kwargs)
         self._engine: Engine | None = None
+        self._last: Statistics | None = None  # of the run that has ended
         self._failed = False
         self._revert_layers: Callable[[], object] | None = None  # while a fit's layers are synchronized
 
     # ---- set-up ----
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:  # type: ignore[override, unused-ignore]
+        return self.__dict__.get("_lightning_module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        if module is not None:  # before Lightning, which would name other strategies as the remedy
+            check_not_compiled("", module)
+        self.__dict__["_lightning_module"] = module
 
     @property
     @override
@@ -76,6 +98,7 @@ class ShardingStrategy(ProcessStrategy):
             raise RuntimeError("The strategy has no accelerator; pass it to a Trainer before using it.")
         self.accelerator.setup(trainer)
         check_module(module)
+        refuse_callbacks(trainer)
         self._checkpoints.check_plugin(self.checkpoint_io)
         dtype = compute_dtype(self.precision_plugin, self.config.param_dtype)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -132,13 +155,11 @@ class ShardingStrategy(ProcessStrategy):
         if self._engine is not None:
             self._engine.runtime.pass_mark("a checkpoint")
             self._engine.settle()
-        self.meet("a checkpoint of the model")
         return self._checkpoints.model_state(self._module)
 
     @override
     @phase("a checkpoint: an optimizer's state")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.meet("a checkpoint of an optimizer")
         return self._checkpoints.optimizer_state(_raw(optimizer))
 
     @override
@@ -168,6 +189,9 @@ class ShardingStrategy(ProcessStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True  # ranks may be out of step: no collective from here on
+        explained = explain(str(exception)) if type(exception) is RuntimeError else None
+        if explained is not None:  # a hook raised it, outside of steps
+            exception.args = (explained,)
         if self.agreement is not None:
             self.agreement.leave(f"{type(exception).__name__}: {exception}")
 
@@ -175,7 +199,7 @@ class ShardingStrategy(ProcessStrategy):
     @phase("the teardown")
     def teardown(self) -> None:
         if self._failed:
-            self._abandon()
+            self._rescue()
         else:
             _optimizers_to_device(self.optimizers, torch.device("cpu"))
             if self.config.unshard_after_fit:
@@ -197,6 +221,7 @@ class ShardingStrategy(ProcessStrategy):
     def _close(self) -> None:
         """Makes the module an ordinary one again; collective."""
         if self._engine is not None:
+            self._last = self.statistics
             try:
                 self._engine.unshard()
             except BaseException:
@@ -205,8 +230,15 @@ class ShardingStrategy(ProcessStrategy):
             self._use(None)
             self._restore_layers()
 
+    def _rescue(self) -> None:
+        """After an exception: makes the module whole where the ranks can, and otherwise leaves it in shards."""
+        if self._engine is not None and self.config.unshard_after_fit and self._engine.rescue():
+            self._use(None)
+        self._abandon()
+
     def _abandon(self) -> None:
         if self._engine is not None:
+            self._last = self.statistics
             try:
                 self._engine.abandon()
             finally:
@@ -214,8 +246,6 @@ class ShardingStrategy(ProcessStrategy):
 
     def _use(self, engine: Engine | None) -> None:
         self._engine = engine
-        if engine is not None:
-            engine.runtime.agreement.where = partial(_hook_of, weakref.ref(self._module))
         if isinstance(self.precision_plugin, StepsThroughEngine):
             self.precision_plugin.engine = engine
 
@@ -240,6 +270,20 @@ class ShardingStrategy(ProcessStrategy):
         return self._engine
 
     @property
+    def statistics(self) -> Statistics:
+        """Of the run that goes on, or of the last one.
+
+        Raises:
+            AttributeError: there was none, so that ``hasattr`` works.
+        """
+        if self._engine is not None:
+            runtime, compiled = self._engine.runtime, replace(self._engine.regions.stats)
+            return Statistics(runtime.stats(), compiled, runtime.eager_reads())
+        if self._last is None:
+            raise AttributeError("There are no statistics yet: the strategy counts from the Trainer's `setup` on.")
+        return self._last
+
+    @property
     def _raw_optimizers(self) -> list[Optimizer]:
         return [_raw(optimizer) for optimizer in self.optimizers]
 
@@ -251,12 +295,6 @@ class ShardingStrategy(ProcessStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": None, "_revert_layers": None}
-
-
-def _hook_of(module: weakref.ref[pl.LightningModule]) -> str:
-    """The hook of Lightning's that runs; "": none."""
-    held = module()
-    return (held._current_fx_name or "") if held is not None else ""
 
 
 def _raw(optimizer: Optimizer) -> Optimizer:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -62,8 +62,12 @@ class ExactScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def on_shards(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+def on_shards(
+    optimizer: Optimizer, closure: Callable[[], Any], alike: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Callable[[], Any]]:
     """The closure to pass to the step of an optimizer that sees DTensors, see [Note: other optimizers].
+
+    ``alike``: entered where all ranks do the same.
 
     Raises:
         RuntimeError: the step used what DTensor does not know; it names the optimizer and the remedy.
@@ -76,6 +80,7 @@ def on_shards(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Call
         stepping.close()  # an optimizer may run the closure again
         inside = False
         result = closure()
+        stepping.enter_context(alike())
         stepping.enter_context(ExactScalars())  # type: ignore[no-untyped-call]
         inside = True
         return result
@@ -215,7 +220,7 @@ class UnitStepper:
                 finally:
                     for group, parameters in zip(optimizer.param_groups, lists, strict=True):
                         group["params"] = parameters
-                    self._gradients.release_gradients(plan.numbers, [])
+                self._gradients.release_gradients(plan.numbers, [])  # of those that are in no unit's update, too
             return result
 
         try:
@@ -242,6 +247,16 @@ class UnitStepper:
         """Returns the groups' options after the step."""
         update, whole = plain_step(optimizer), sees_whole_values(optimizer, self._whole_values)
         options = _Options(optimizer)
+        try:
+            self._update_all(optimizer, plan, options, update, whole)
+        except BaseException:
+            options.restore()
+            raise
+        return options.after
+
+    def _update_all(
+        self, optimizer: Optimizer, plan: _Plan, options: _Options, update: Callable[[], Any], whole: bool
+    ) -> None:
         for one in plan.rounds:
             values = [_value(master, whole) for master in one.masters] if whole else one.values
             options.restore()
@@ -252,7 +267,6 @@ class UnitStepper:
             self._update(optimizer, one, values, update, whole)
             options.note(set(one.groups))
             self._updated(one.units)
-        return options.after
 
     def _update(
         self, optimizer: Optimizer, one: _Round, values: list[Tensor], update: Callable[[], Any], whole: bool
@@ -272,8 +286,10 @@ class UnitStepper:
             if grad is not None:
                 value.grad_dtype = grad.dtype
                 value.grad = _value(grad, whole)
+        succeeded = False
         try:
             update()
+            succeeded = True
         finally:
             new_state, optimizer.state = optimizer.state, state
             for master, value in pairs:
@@ -282,7 +298,8 @@ class UnitStepper:
                 new = new_state.get(value)
                 if new is not None:
                     _store(state[master], new, master, value, whole)
-            self._gradients.release_gradients(one.numbers, values)
+            # a retry must find the gradients that nothing was updated from
+            self._gradients.release_gradients(one.numbers if succeeded else [], values)
 
 
 class _Options:

@@ -38,6 +38,8 @@ class ZeroCompileStrategy(ShardingStrategy):
         options: Inductor's options; passes of the user in the slots we need run before ours.
         param_dtype: what floating-point parameters are gathered and computed in; ``None``: their own dtype (or the
             Trainer's precision). With ``torch.bfloat16`` and ``reduce_dtype`` these are FSDP2's numerics.
+        cast_forward_inputs: with ``param_dtype``, whether floating-point tensors that are passed to the LightningModule
+            itself, to a child of it or to a repeated block are cast to it, as FSDP2 casts what its modules are passed.
         reduce_dtype: dtype of gradient communication; ``None``: that of the gradient.
         master_dtype: what parameters of lower precision are kept in for the optimizer; ``None``: their own dtype.
         unit_bytes: parameters outside repeated blocks are gathered in groups of up to this many bytes, and with
@@ -59,7 +61,9 @@ class ZeroCompileStrategy(ShardingStrategy):
         keep_gradients: leave ``p.grad`` after ``optimizer.step()``; by default its memory is released there.
         unshard_after_fit: make the module an ordinary one with full parameters, on the CPU, when ``fit`` has succeeded;
             one parameter at a time, so that a device never holds more than one whole. ``False``: it stays sharded, and
-            the next run takes it over. A module whose run raised stays sharded too, and cannot be fitted again.
+            the next run takes it over. After an exception the module is made whole, too, if all ranks end their run
+            within five seconds (at most a tenth of ``timeout``) and, with several of them, run on the CPU. Otherwise it
+            stays sharded: it then raises when it is called, when its ``state_dict`` is asked for and in a further fit.
         checkpoint: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
             write their shards. Either loads at any stage, world size and with either setting, and is written in the
             background with Lightning's ``AsyncCheckpointIO()``.
@@ -87,6 +91,7 @@ class ZeroCompileStrategy(ShardingStrategy):
         dynamic: bool | None = None,
         options: dict[str, Any] | None = None,
         param_dtype: torch.dtype | str | None = None,
+        cast_forward_inputs: bool = True,
         reduce_dtype: torch.dtype | str | None = None,
         master_dtype: torch.dtype | str | None = torch.float32,
         unit_bytes: int = 64 * 2**20,
@@ -115,6 +120,7 @@ class ZeroCompileStrategy(ShardingStrategy):
             dynamic=dynamic,
             options=dict(options) if isinstance(options, dict) else options or {},
             param_dtype=as_dtype("param_dtype", param_dtype),
+            cast_forward_inputs=cast_forward_inputs,
             reduce_dtype=as_dtype("reduce_dtype", reduce_dtype),
             master_dtype=as_dtype("master_dtype", master_dtype),
             unit_bytes=unit_bytes,
@@ -246,6 +252,19 @@ class ZeroCompileStrategy(ShardingStrategy):
         with self.engine.full_parameters(module or self._module, writeback) as values:
             yield values
 
+    def full_gradients(self, module: nn.Module | None = None) -> dict[str, Tensor]:
+        """The full gradients of the module's parameters, by name, as copies; all ranks must ask.
+
+        They are reduced: the mean over all ranks, as under DDP. Parameters without a gradient are left out.
+
+        Args:
+            module: a part of the model; default: all of it.
+
+        Raises:
+            RuntimeError: inside ``coalesce_grad_reduction``, where they are not reduced yet; another rank does not ask.
+        """
+        return self.engine.full_gradients(module or self._module)
+
     @override
     def on_train_end(self) -> None:
         self.engine.runtime.pass_mark("the end of training")
@@ -266,20 +285,21 @@ class ZeroCompileStrategy(ShardingStrategy):
 
     @property
     def stats(self) -> Stats:
-        """What the runtime has done since set-up; a snapshot."""
-        return self.engine.runtime.stats()
+        """What the runtime has done since set-up, or did in the run that has ended; a snapshot."""
+        return self.statistics.stats
 
     @property
     def compile_stats(self) -> CompileStats:
-        """Graphs compiled since set-up."""
-        return self.engine.regions.stats
+        """Graphs compiled since set-up, or in the run that has ended; a snapshot."""
+        return self.statistics.compile_stats
 
     @property
     def eager_reads(self) -> dict[str, EagerReads]:
         """What code outside compiled graphs has read, by unit (a block, or the first parameter of a group): how often,
-        and how many gathers and bytes the unit took in all."""
-        return self.engine.runtime.eager_reads()
+        and how many gathers and bytes the unit took in all. After the run, what it was at its end."""
+        return self.statistics.eager_reads
 
     def __repr__(self) -> str:
-        # pytorch_lightning's Trainer refuses the strategy and prints it: say what to import
-        return f"<{type(self).__name__}(stage={self.config.stage}) for lightning.Trainer (`import lightning as L`)>"
+        # Fabric and pytorch_lightning's Trainer refuse the strategy and print it: say what to use
+        who = "for lightning.Trainer (`import lightning as L`), not for Fabric"
+        return f"<{type(self).__name__}(stage={self.config.stage}) {who}>"

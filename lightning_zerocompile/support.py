@@ -32,12 +32,17 @@ def check_module(module: pl.LightningModule) -> None:
         MisconfigurationException: names the module and the remedy.
     """
     for name, inner in module.named_modules():
-        if is_compiled(inner):
-            what = f"The module `{name}`" if name else "The LightningModule"
-            raise MisconfigurationException(
-                f"{what} was compiled by torch.compile. `strategy='zerocompile'` compiles the model itself: pass the "
-                "module as it is, and options through ZeroCompileStrategy(compile=..., mode=..., options=...)."
-            )
+        check_not_compiled(name, inner)
+
+
+def check_not_compiled(name: str, module: nn.Module) -> None:
+    """:func:`check_module` of one module; ``name``: "" for the LightningModule."""
+    if is_compiled(module):
+        what = f"The module `{name}`" if name else "The LightningModule"
+        raise MisconfigurationException(
+            f"{what} was compiled by torch.compile. `strategy='zerocompile'` compiles the model itself: pass the "
+            "module as it is, and options through ZeroCompileStrategy(compile=..., mode=..., options=...)."
+        )
 
 
 def settings_of(config: Config) -> dict[str, str]:
@@ -124,7 +129,7 @@ def check_equal_optimizers(
     mine = _described(optimizers, names)
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     doing = "has set its optimizers up"
-    heard = agreement.exchange_numbered("optimizers", agreement.next_number("optimizers"), digest, "their optimizers")
+    heard = agreement.exchange_numbered("optimizers", agreement.next_number("optimizers"), digest)
     for rank, theirs in heard.items():
         if theirs is None:
             raise agreement.silent(rank, doing)
@@ -171,16 +176,29 @@ def check_devices(model: nn.Module) -> None:
             raise RuntimeError(f"`{name}` is on {tensor.device}; only cpu, cuda and meta tensors can be sharded.")
 
 
-def explain(message: str) -> str | None:
+SHARD = (
+    "Of a parameter this rank holds a shard, a DTensor, and its `grad` is one, too. `with "
+    "strategy.full_parameters(module) as values:` gives full values by name. What is added to a gradient (noise, a "
+    "penalty) has its layout, as `torch.randn_like(p.grad)` has, or is given it by "
+    "`torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements)`."
+)
+
+
+def explain(message: str, param_dtype: torch.dtype | None = None) -> str | None:
     """What an error of torch's means for a sharded module; None: nothing else than it says."""
+    if param_dtype is not None and "same dtype" in message:
+        return (
+            f"{message} (Parameters are read as {param_dtype}, since `param_dtype` asks for it. Inputs of modules are "
+            "cast where the LightningModule, a child of it or a repeated block is called, unless "
+            "`cast_forward_inputs=False`. Cast what this operation takes, or use the Trainer's precision='bf16-mixed', "
+            "which casts in each operation.)"
+        )
     if "don't yet support saved tensor hooks" in message or "storage of TensorWrapper" in message:
         return shard.FUNCTORCH.format("parameters")
-    if "got mixed torch.Tensor and DTensor" in message:
-        return (
-            f"{message} Of a parameter this rank holds a shard, a DTensor. `with strategy.full_parameters(module) as "
-            "values:` gives full values by name."
-        )
-    if "appears to not have been used in the graph" in message:
+    mixed = "got mixed torch.Tensor and DTensor" in message or "require placement changes" in message
+    if mixed and SHARD not in message:
+        return f"{message} {SHARD}"
+    if "appears to not have been used in the graph" in message and "sharded module" not in message:
         return (
             f"{message} (A parameter that was read again from a sharded module is a new value each time: differentiate "
             "with respect to the value that you used, or call `backward` and read `grad`.)"

@@ -24,10 +24,10 @@ class UnitPlan:
     kept: bool = False  # stays gathered from one optimizer step to the next, at every stage
 
 
-def _signature(module: nn.Module) -> tuple[object, ...]:
-    """What makes two modules equal for the compiler: class, and every parameter's name, shape and dtype."""
+def signature(module: nn.Module, kind: type | None = None) -> tuple[object, ...]:
+    """What makes two modules equal to the compiler: class (or ``kind``), every parameter's name, shape and dtype."""
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
-    return (type(module), parameters)
+    return (kind or type(module), parameters)
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -47,11 +47,11 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     def visit(name: str, module: nn.Module) -> None:
         children = [(n, c) for n, c in module.named_children() if _is_block(c)]
-        counts = Counter(_signature(child) for _, child in children)
+        counts = Counter(signature(child) for _, child in children)
         repeated = {s for s, count in counts.items() if count > 1}
         for child_name, child in module.named_children():
             full_name = f"{name}.{child_name}" if name else child_name
-            if _is_block(child) and _signature(child) in repeated:
+            if _is_block(child) and signature(child) in repeated:
                 blocks.append((full_name, child))
             else:
                 visit(full_name, child)

@@ -133,7 +133,7 @@ class Windows:
         """Takes part in the gathers that other ranks have started in a window which this one left earlier."""
         for number, mine in list(self._apart.items()):
             doing = f"has left window {number} of `coalesce_grad_reduction` by an exception and gathers again"
-            heard = self._agreement.ask_numbered(_RUNS, number, f"the end of window {number}, in which a rank failed")
+            heard = self._agreement.ask_numbered(_RUNS, number)
             everyone = [mine]
             for rank, message in heard.items():
                 if message is None:
@@ -184,8 +184,7 @@ class Windows:
         if self._world == 1:
             return
         where = f"at the end of window {self._number} of `coalesce_grad_reduction`"
-        what = f"the end of window {self._number} of `coalesce_grad_reduction`"
-        for rank, message in self._agreement.exchange_numbered(_TOPIC, self._number, json.dumps(mine), what).items():
+        for rank, message in self._agreement.exchange_numbered(_TOPIC, self._number, json.dumps(mine)).items():
             if message is None:
                 raise CommunicationError(
                     f"zerocompile: rank {dist.get_rank()} is {where}, but rank {rank} has not come to it within "

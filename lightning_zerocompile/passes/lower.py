@@ -346,7 +346,8 @@ def _sum(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
     assert isinstance(total, fx.Node)
     with graph.inserting_before(nodes[-1]):
         for node in nodes[1:]:
-            value = total.meta["val"]
-            total = graph.call_function(torch.ops.aten.add.Tensor, (total, node.args[0]))
+            part = node.args[0]
+            value = torch.ops.aten.add.Tensor(total.meta["val"], part.meta["val"])  # type: ignore[union-attr]
+            total = graph.call_function(torch.ops.aten.add.Tensor, (total, part))
             total.meta["val"] = value
     return total

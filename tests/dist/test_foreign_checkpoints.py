@@ -19,7 +19,11 @@ from tests.dist.test_checkpoint import Saved
 from tests.dist.test_sharded_checkpoint import Look, _another, _differences, _fit, _strategy
 from tests.harness import Worlds
 
-COMMANDS = ("lightning.fabric.utilities.consolidate_checkpoint", "lightning.pytorch.utilities.consolidate_checkpoint")
+COMMANDS = {
+    "lightning.fabric.utilities.consolidate_checkpoint": ["--output_file"],
+    "lightning.pytorch.utilities.consolidate_checkpoint": ["--output_file"],
+    "lightning_zerocompile.consolidate": [],
+}
 
 
 def _save(folder: str) -> None:
@@ -40,17 +44,16 @@ def _resume(folder: str) -> list[list[str]]:
 
 
 def test_consolidation_commands(worlds: Worlds, tmp_path: Path) -> None:
-    """Both of Lightning's commands make a file of a directory, and it resumes to the bit."""
+    """Both of Lightning's commands and ours make a file of a directory, and it resumes to the bit."""
     worlds(2).run(_save, str(tmp_path))
     runs = [
-        subprocess.Popen(
-            [sys.executable, "-m", name, str(tmp_path / "ours.ckpt"), "--output_file", str(tmp_path / name)]
-        )
-        for name in COMMANDS
+        subprocess.Popen([sys.executable, "-m", name, str(tmp_path / "ours.ckpt"), *option, str(tmp_path / name)])
+        for name, option in COMMANDS.items()
     ]
-    assert [run.wait(120) for run in runs] == [0, 0]
-    assert torch.load(tmp_path / COMMANDS[1])["state_dict"].keys() == Saved().state_dict().keys()
-    assert worlds(2).run(_resume, str(tmp_path)) == [[[], []]] * 2
+    assert [run.wait(120) for run in runs] == [0, 0, 0]
+    for name in list(COMMANDS)[1:]:
+        assert torch.load(tmp_path / name)["state_dict"].keys() == Saved().state_dict().keys()
+    assert worlds(2).run(_resume, str(tmp_path)) == [[[], [], []]] * 2
 
 
 # ---- Lightning's sharded strategies ----

@@ -99,11 +99,11 @@ def _step(engine: Any, model: Any, which: str) -> list[str]:
         infinite[-1 if which == "last row" else 0, 0] = True
     if not torch.equal(weight.isinf().cpu(), infinite) or bool(scalar.isinf()) is not (which == "scalar"):
         problems.append(f"gradients {weight}, {scalar}")
-    engine.before_step(optimizer)
+    engine.steps.before(optimizer)
     scaler.unscale_(optimizer)
     if scaler.skips(optimizer) is not (which != "finite"):
         problems.append(f"skips: {scaler.skips(optimizer)}")
-    engine.skip_step(optimizer)
+    engine.steps.skip(optimizer)
     del weight, scalar
     if any(p.grad is not None for p in parameters) or partitions.alive():
         problems.append(f"{partitions.alive()} gradients alive behind a skipped step")

@@ -125,14 +125,14 @@ def _updated_in_rounds(together: int, fused: bool = True) -> tuple[list[Tensor],
     with engines.engine(model, 1, compile=False, unit_bytes=1) as engine:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, fused=fused)
         engine.attach_optimizers([optimizer])
-        engine._stepper.together = together
-        update = engine._stepper._update
+        engine.steps._stepper.together = together
+        update = engine.steps._stepper._update
 
         def watched(optimizer: Any, one: Any, *rest: Any) -> None:
             sizes.append(len(one.masters))
             update(optimizer, one, *rest)
 
-        engine._stepper._update = watched  # type: ignore[method-assign]
+        engine.steps._stepper._update = watched  # type: ignore[method-assign]
         for number in range(3):
             sizes.clear()
             with engine.training_step():
@@ -165,7 +165,7 @@ def _order(stage: int) -> list[tuple[str, int]]:
         engine.attach_optimizers([optimizer])
         data = models.Batches(models.rank())
         engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
-        stepper, places = engine._stepper, [unit for unit, _ in engine.runtime.units_in_order()]
+        stepper, places = engine.steps._stepper, [unit for unit, _ in engine.runtime.units_in_order()]
         update, written = stepper._update, stepper._updated
 
         def watched(optimizer: Any, one: Any, *rest: Any) -> None:

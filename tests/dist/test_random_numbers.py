@@ -67,7 +67,7 @@ def _drawn(name: str) -> list[str]:
             RANDOM[name](model)
             if torch.rand(1).item() != after:
                 problems.append(f"stage {stage} {scope}: the generator is elsewhere than under DDP")
-            engine.before_step(optimizer)
+            engine.steps.before(optimizer)
         if models.deviation(model, twin) > 1e-6:
             problems.append(f"stage {stage} {scope}: {models.deviation(model, twin)}")
     return problems

@@ -1,4 +1,4 @@
-"""Ranks that wait for a dead one, or for each other in different things; ranks that are set up differently."""
+"""Ranks that wait for a dead one; ranks that are set up differently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.agreement import Agreement, CommunicationError
@@ -53,63 +53,6 @@ def _killed(stage: int, options: dict[str, Any]) -> None:
 def test_a_wait_in_the_store_notices_a_dead_process(stage: int, options: dict[str, Any]) -> None:
     text = _expect(_killed, stage, options)
     assert "rank 0 lost another rank in" in text and "its process has died" in text and "hangs after" not in text, text
-
-
-class Alone(L.Callback):
-    """Rank 0 does something that communicates, alone."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        if models.rank() != 0 or batch_idx != 1:
-            return
-        if self.what == "sample":
-            with torch.no_grad():
-                module.model(batch[:, :-1])
-        elif self.what == "read":
-            module.model.head.weight.sum()
-        else:
-            trainer.strategy.lightning_module_state_dict()
-
-
-def _alone(what: str, options: dict[str, Any]) -> None:
-    _fit(models.Module(), ZeroCompileStrategy(timeout=timedelta(minutes=5), **options), callbacks=[Alone(what)])
-
-
-@pytest.mark.parametrize(
-    ("what", "options"),
-    [("sample", EAGER), ("read", AOT), ("state", EAGER), pytest.param("state", AOT, marks=pytest.mark.long)],
-)
-def test_work_of_one_rank_alone_raises(what: str, options: dict[str, Any]) -> None:
-    text = _expect(_alone, what, options)
-    assert text.count("CommunicationError: after") + text.count("came there at") >= 2 and "hangs after" not in text, (
-        text
-    )
-
-
-class Trips(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.e = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for k, e in enumerate(self.e):
-            x = x + torch.tanh(e(x)) / 4
-            if float(x.detach().sum()) * 0 + k + 1 >= 1 + 2 * models.rank():
-                break
-        return x
-
-
-def _diverge() -> None:
-    strategy = ZeroCompileStrategy(compile="model", backend="aot_eager", timeout=timedelta(minutes=5))
-    _fit(models.Module(lambda: models.Whole(models.Stacked(Trips))), strategy)
-
-
-def test_graphs_that_read_a_parameter_differently_raise() -> None:
-    """With default units, which hold the whole model."""
-    text = _expect(_diverge)
-    assert "CommunicationError: after" in text and "hangs after" not in text, text
 
 
 # ---- what is compared at set-up ----

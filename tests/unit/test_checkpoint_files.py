@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import hashlib
 import io
 import multiprocessing
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_zerocompile import files
 from lightning_zerocompile.checkpoint import Checkpoints
 from lightning_zerocompile.files import AtomicCheckpointIO, check_replaceable, local_path, locate
 
@@ -106,18 +110,22 @@ def _kill_at(number: int) -> None:
     sys.addaudithook(watch)
 
 
+def _exit_with(body: Callable[[], int]) -> None:
+    code = 100
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        code = body()
+    finally:
+        if code == 100:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        os._exit(code)
+
+
 def _in_fork(body: Callable[[], int]) -> int:
     """What ``body`` returns in a process of its own with a process group of one."""
     pid = os.fork()
     if pid == 0:
-        code = 100
-        try:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            code = body()
-        finally:
-            if code == 100:
-                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-            os._exit(code)
+        _exit_with(body)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -158,7 +166,8 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # a fork need not copy what a collection would look at
     while (task := pipe.recv()) is not None:
-        pipe.send(_kill_everywhere(*task))
+        body, *arguments = task
+        pipe.send(body(*arguments))
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +198,7 @@ def test_killed_at_every_file_operation(
     forking: Connection, before: bool, after: bool, background: bool, tmp_path: Path
 ) -> None:
     """The old or the new checkpoint, whole; by its path and for ``ckpt_path="last"``; no litter after the next save."""
-    forking.send((str(tmp_path), before, after, background))
+    forking.send((_kill_everywhere, str(tmp_path), before, after, background))
     found = forking.recv()
     assert found[-1] == (0, 2)
     assert all(status == KILLED and value in (1, 2) for status, value in found[:-1]), found
@@ -227,3 +236,163 @@ def test_where_a_checkpoint_is(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"a\.ckpt` does not exist.*killed"):
         assert locate(path) == previous
     assert local_path(f"file://{path}") == path and local_path("memory://a.ckpt") is None
+
+
+# ---- two jobs on one path ----
+
+
+def _write_always(path: str, value: int, sharded: bool, exchanging: bool, seconds: float) -> int:
+    if not exchanging:
+        files._rename = lambda *_: False  # as on filesystems that cannot exchange two names
+    until, count = time.monotonic() + seconds, 0
+    while time.monotonic() < until or count < 3:
+        _save(sharded, value, Path(path))
+        count += 1
+    return 0
+
+
+def _read_always(path: Path, sharded: bool, exchanging: bool, writers: list[int]) -> tuple[list[int], set[int]]:
+    """How the writers ended, and what was found until then; every look must find a whole checkpoint."""
+    seen: list[int] = []
+    ended: list[int] = []
+    while len(ended) < len(writers):
+        found = locate(path)
+        if not sharded:
+            files.check_file(found)
+            seen.append(torch.load(found)["mine"])
+        else:
+            seen.append(int(found.is_dir() or not exchanging))  # two moves leave a moment without either
+        for pid in [pid for pid in writers if pid not in ended]:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                assert os.waitstatus_to_exitcode(status) == 0
+                ended.append(pid)
+    assert all(seen) and len(seen) >= 24, (seen.count(0), len(seen))
+    return seen, set(seen)
+
+
+def _two_jobs(folder: str, sharded: bool, exchanging: bool) -> tuple[int, list[str], int]:
+    path = Path(folder, "a.ckpt")
+    assert _in_fork(lambda: _save(sharded, 1, path) or 0) == 0
+    writers = []
+    for value in (1, 2):
+        pid = os.fork()
+        if pid == 0:
+            _exit_with(partial(_write_always, str(path), value, sharded, exchanging, 3.0))
+        writers.append(pid)
+    seen, _ = _read_always(path, sharded, exchanging, writers)
+    return len(seen), os.listdir(folder), _in_fork(lambda: _load(path))
+
+
+@pytest.mark.parametrize(
+    ("sharded", "exchanging"), [(False, True), (True, True), (True, False)], ids=["full", "sharded", "two-moves"]
+)
+def test_two_jobs_save_to_one_path(forking: Connection, sharded: bool, exchanging: bool, tmp_path: Path) -> None:
+    """A requeued job and the one before it: no save raises, the last is whole, and no litter stays.
+
+    Each look at a file finds a whole one; each look at a directory finds one, where names can be exchanged.
+    """
+    forking.send((_two_jobs, str(tmp_path), sharded, exchanging))
+    looks, names, value = forking.recv()
+    assert looks >= 24 and names == ["a.ckpt"] and value in (1, 2)
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the name: what a link points to is never written to."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    names = iter(["planted", "planted", "free"])
+    monkeypatch.setattr(files, "_unique", lambda prefix: next(names))
+    for folder, directory in (("a", False), ("b", True)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "planted").symlink_to(precious)
+        with pytest.raises(FileExistsError, match="planted"):
+            files.Draft(tmp_path / folder / "x.ckpt", directory)
+    with pytest.raises(FileExistsError, match="planted"):
+        files.write(tmp_path / "a" / "planted", lambda file: file.write(b"x"))
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "a" / "x.ckpt")
+    assert precious.read_text() == "mine" and sorted(os.listdir(tmp_path / "a")) == ["planted", "x.ckpt"]
+    assert torch.load(tmp_path / "a" / "x.ckpt") == {"a": 1}
+    old = tmp_path / f".zerocompile-saving-{hashlib.sha256(b'y.ckpt').hexdigest()[:12]}"
+    old.symlink_to(precious)  # the one name that a save had before
+    monkeypatch.undo()
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "y.ckpt")
+    assert precious.read_text() == "mine" and old.is_symlink()
+
+
+def test_only_dead_drafts_are_removed(tmp_path: Path) -> None:
+    """What a living process writes stays, and what another machine may be writing, until it has been idle for a day."""
+    living = [files.Draft(tmp_path / f"{directory}.ckpt", directory) for directory in (False, True)]
+    mine, other = f".zerocompile-saving-{files._machine()}-", ".zerocompile-saving-00000000-"
+    for name in (f"{mine}1", f"{other}1", f"{other}2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard").touch()
+    (tmp_path / ".zerocompile-removing-x").mkdir()
+    (tmp_path / f"{mine}link").symlink_to(tmp_path)
+    for path in (tmp_path / f"{other}2" / "shard", tmp_path / f"{other}2"):
+        os.utime(path, (0, time.time() - 2 * 24 * 3600))
+    held = os.open(tmp_path / f"{other}2", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    files.remove_dead_drafts(tmp_path)
+    stay = {draft.path.name for draft in living} | {f"{other}1", f"{mine}link"}
+    assert set(os.listdir(tmp_path)) == stay | {f"{other}2"}
+    os.close(held)
+    files.remove_dead_drafts(tmp_path)
+    assert set(os.listdir(tmp_path)) == stay
+    living[0].discard()
+    living[1].commit()
+    living[1].discard()
+    assert set(os.listdir(tmp_path)) == {f"{other}1", f"{mine}link", "True.ckpt"}
+
+
+def test_a_draft_that_is_taken_for_dead_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job may clean up between the making of a draft and its lock."""
+    lock, taken = files._lock, []
+
+    def late(descriptor: int) -> bool | None:
+        if not taken:
+            [name] = os.listdir(tmp_path)
+            taken.append(name)
+            (tmp_path / name).unlink()
+        return lock(descriptor)
+
+    monkeypatch.setattr(files, "_lock", late)
+    draft = files.Draft(tmp_path / "a.ckpt", False)
+    assert os.listdir(tmp_path) == [draft.path.name] != taken
+    monkeypatch.setattr(files, "_lock", lambda _: None)  # no locks on this filesystem: it is written all the same
+    draft.discard()
+    AtomicCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt")
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_every_flipped_byte_is_found_or_harmless(tmp_path: Path) -> None:
+    """At any place of a file; also where it is cut, empty or something else. The error names the file."""
+    path = tmp_path / "a.ckpt"
+    value = {"weight": torch.arange(7.0)}
+    AtomicCheckpointIO().save_checkpoint(value, path)
+    content = path.read_bytes()
+    found = 0
+    for place in [*range(64), *range(64, len(content), 7)]:
+        damaged = bytearray(content)
+        damaged[place] ^= 0x41
+        path.write_bytes(damaged)
+        try:
+            loaded = _load_file(path)
+        except RuntimeError as error:
+            assert str(path) in str(error) and "damaged" in str(error), (place, error)
+            found += 1
+        else:
+            assert torch.equal(loaded["weight"], value["weight"]), place
+    assert found > 30
+    for other in (b"", b"P", b"\x00" * 100, content[1:], content[:-30], b"text"):
+        path.write_bytes(other)
+        with pytest.raises(RuntimeError, match=rf"{path}` is damaged.*Load another one"):
+            _load_file(path)
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+    assert torch.equal(_load_file(path)["weight"], value["weight"])
+
+
+def _load_file(path: Path) -> Any:
+    files.check_file(path)
+    with files.unreadable(path):
+        return AtomicCheckpointIO().load_checkpoint(path)

@@ -10,13 +10,14 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lightning_zerocompile import extension
+from lightning_zerocompile import build, extension
 from lightning_zerocompile.extension import ExtensionBuildError, Recipe
 
 FORK = multiprocessing.get_context("fork")
@@ -97,7 +98,7 @@ def test_builds_once_and_imports(recipe: Recipe, cache: Path, compilations: Path
     assert extension.build(recipe, cache) == binary
     assert count(compilations) == 1
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert names(cache) == sorted(["build.lock", binary.name])
+    assert names(cache) == sorted(["build.lock", binary.name, f"{binary.stem}.json"])
 
     module = extension.import_binary(recipe.module, binary)
     try:
@@ -173,7 +174,7 @@ def test_killed_builder_neither_blocks_nor_leaves_junk(recipe: Recipe, cache: Pa
         start = time.monotonic()
         binary = extension.build(recipe, cache)
         assert time.monotonic() - start < 20
-        assert names(cache) == sorted(["build.lock", binary.name])
+        assert names(cache) == sorted(["build.lock", binary.name, f"{binary.stem}.json"])
     finally:
         hang.unlink()
         os.killpg(builder.pid, signal.SIGKILL)
@@ -191,10 +192,11 @@ def wait_for(path: Path, seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
-def test_builder_says_one_line(recipe: Recipe, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_builder_says_what_it_does(recipe: Recipe, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     extension.build(recipe, cache)
     extension.build(recipe, cache)
-    [record] = caplog.records
+    before, record = caplog.records
+    assert "Compiling the C++ extension zerocompile_test.tiny (1 files" in before.message
     assert record.name == "lightning_zerocompile"
     assert record.levelno == logging.INFO
     assert re.search(r"Compiled the C\+\+ extension zerocompile_test.tiny in \d+\.\d s", record.message)
@@ -295,7 +297,7 @@ def test_cache_below_a_file(recipe: Recipe, tmp_path: Path) -> None:
 def test_cache_others_can_write_to(recipe: Recipe, cache: Path, mode: int) -> None:
     binary = extension.build(recipe, cache)
     cache.chmod(mode)
-    with pytest.raises(ExtensionBuildError, match=f"run: chmod go-w {re.escape(str(cache))}"):
+    with pytest.raises(ExtensionBuildError, match=f"delete it \\(rm -r {re.escape(str(cache))}"):
         extension.build(recipe, cache)
     cache.chmod(0o755)
     assert extension.build(recipe, cache) == binary
@@ -303,7 +305,10 @@ def test_cache_others_can_write_to(recipe: Recipe, cache: Path, mode: int) -> No
 
 def test_cache_of_another_user(recipe: Recipe, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extension.build(recipe, cache)
-    monkeypatch.setattr("os.geteuid", lambda: cache.stat().st_uid + 1)
+    if os.geteuid() == 0:
+        os.chown(cache, 65534, -1)
+    else:
+        monkeypatch.setattr("os.geteuid", lambda: cache.stat().st_uid + 1)
     with pytest.raises(ExtensionBuildError, match="belongs to another user"):
         extension.build(recipe, cache)
 
@@ -314,6 +319,92 @@ def test_damaged_binary(recipe: Recipe, cache: Path) -> None:
     with pytest.raises(ExtensionBuildError, match=f"Delete {re.escape(str(binary))} to build it again"):
         extension.import_binary(recipe.module, binary)
     assert recipe.module not in sys.modules
+
+
+@pytest.mark.parametrize("how", ["file", "link", "writable"])
+def test_a_planted_library_is_refused(recipe: Recipe, cache: Path, tmp_path: Path, how: str) -> None:
+    """What another user has left in a folder that was open to all, after it was closed."""
+    binary = extension.build(recipe, cache)
+    if how == "writable":
+        binary.chmod(0o775)
+    elif os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    elif how == "file":
+        os.chown(binary, 65534, -1)
+    else:
+        theirs = binary.rename(tmp_path / "theirs.so")
+        os.chown(theirs, 65534, -1)
+        binary.symlink_to(theirs)
+    for use in (lambda: extension.build(recipe, cache), lambda: extension.import_binary(recipe.module, binary)):
+        with pytest.raises(ExtensionBuildError, match=r"other user.*delete it \(rm -r"):
+            use()
+
+
+def test_a_folder_above_that_all_can_write_to(recipe: Recipe, cache: Path) -> None:
+    extension.build(recipe, cache)
+    cache.parent.chmod(0o777)
+    with pytest.raises(ExtensionBuildError, match=f"{re.escape(str(cache.parent))} can be written to by other users"):
+        extension.build(recipe, cache)
+    cache.parent.chmod(0o1777)
+    extension.build(recipe, cache)
+
+
+def test_a_library_that_is_cut_short_is_built_again(recipe: Recipe, cache: Path, compilations: Path) -> None:
+    """Opening it would end the process with a bus error."""
+    binary = extension.build(recipe, cache)
+    os.truncate(binary, 4096)
+    with pytest.raises(ExtensionBuildError, match="its checksum differs"):
+        extension.import_binary(recipe.module, binary)
+    assert extension.build(recipe, cache) == binary and binary.stat().st_size > 4096
+    binary.with_suffix(".json").write_text("{")
+    assert extension.build(recipe, cache) == binary
+    assert count(compilations) == 3
+
+
+def test_a_warm_cache_needs_no_compiler(recipe: Recipe, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    binary = extension.build(recipe, cache)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert extension.build(recipe, cache) == binary
+    with pytest.raises(ExtensionBuildError, match="no compiler was found"):
+        extension.build(replace(recipe, versions=("another torch",)), cache)
+
+
+def test_the_key_does_not_hold_where_torch_is(recipe: Recipe) -> None:
+    """Another environment with the same torch finds the library; a torch without records is known by its place."""
+    compiler, keys = extension.find_compiler(), set()
+    for root in ("/a/torch", "/b/torch"):
+        flags = (f"-isystem{root}/include",)
+        keys.add(extension.fingerprint(replace(recipe, compile_flags=flags, locations=(root,)), compiler))
+        keys.add(extension.fingerprint(replace(recipe, compile_flags=flags), compiler))
+    assert len(keys) == 3
+
+
+def test_a_long_build_shows_that_it_is_alive(
+    recipe: Recipe, cache: Path, compilations: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "_HEARTBEAT", 0.1)
+    hang = compilations.with_name("hang")
+    hang.touch()
+    threading.Timer(0.8, hang.unlink).start()
+    extension.build(recipe, cache)
+    assert sum("0 of 1 files after" in record.message for record in caplog.records) >= 2
+
+
+def test_build_command(
+    recipe: Recipe, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prints where the library is; or why there is none, with status 1."""
+    monkeypatch.setattr(extension, "MODULE", recipe.module)
+    monkeypatch.setattr(extension, "torch_recipe", lambda *_: recipe)
+    monkeypatch.setenv(extension.CACHE_VARIABLE, str(cache))
+    try:
+        assert build.main([]) == 0
+    finally:
+        sys.modules.pop(recipe.module, None)
+    assert Path(capsys.readouterr().out.strip()).parent == cache
+    cache.chmod(0o777)
+    assert build.main([]) == 1 and "rm -r" in capsys.readouterr().err
 
 
 # -- against torch -----------------------------------------------------------------------------------------------------
@@ -365,3 +456,16 @@ def test_load_from_a_warm_cache() -> None:
     """In under a second; and the line about a build is seen where no logging is configured."""
     extension.load()
     assert seconds(LOAD, says="compiled in 1.0 s\n") < 1
+
+
+def test_sanitizers_are_part_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a build has a key of its own; what is not understood is an error."""
+    plain = extension.torch_recipe("zerocompile_test.tiny", extension.source_directory())
+    monkeypatch.setenv(extension.SANITIZE_VARIABLE, "address, undefined")
+    sanitized = extension.torch_recipe("zerocompile_test.tiny", extension.source_directory())
+    assert "-fsanitize=address,undefined" in sanitized.compile_flags and sanitized != plain
+    assert "-fsanitize=address,undefined" in sanitized.link_flags
+    for wrong in ("addres", "address,thread"):
+        monkeypatch.setenv(extension.SANITIZE_VARIABLE, wrong)
+        with pytest.raises(ExtensionBuildError, match=extension.SANITIZE_VARIABLE):
+            extension.sanitizer_flags()

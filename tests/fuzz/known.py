@@ -1,0 +1,120 @@
+"""Defects that this machine has found: each with its shortest program, which is replayed.
+
+While a defect is there, ``excluded`` says which programs would meet it; they are not run. Whoever mends it deletes that
+argument: then the program is replayed as a test, and random programs like it run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from tests.fuzz.program import (
+    Accumulate,
+    Backward,
+    Model,
+    Op,
+    Options,
+    Program,
+    Read,
+    Snap,
+    Step,
+    Window,
+    Zero,
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A defect. ``excluded``: whether a program meets it; ``None``: it is mended."""
+
+    what: str
+    program: Program
+    excluded: Callable[[Program], bool] | None = None
+
+
+def _ops(ops: Iterable[Op], around: Op | None = None) -> Iterator[tuple[Op, Op | None]]:
+    """Every operation, with the one that it is in the body of."""
+    for op in ops:
+        yield op, around
+        yield from _ops(getattr(op, "body", ()), op)
+
+
+def _has(program: Program, wanted: Callable[[Op, Op | None], bool]) -> bool:
+    return any(wanted(op, around) for ops in program.steps for op, around in _ops(ops))
+
+
+_DEFER = (Window, Accumulate)
+
+
+def _uses(program: Program, *kinds: str) -> bool:
+    return any(kind in program.model.block for kind in kinds)
+
+
+FOUND = (
+    Found(
+        "view_as_complex of a weight in an eager frame: what autograd saved is restored as a real tensor",
+        Program(Model(block=("complex",)), Options(stage=3), ((Backward(), Snap()),)),
+        excluded=lambda program: _uses(program, "complex") and program.options.stage == 3,
+    ),
+    Found(
+        "zero_grad(set_to_none=False) while gradients wait keeps what waits if there are gradients from before",
+        Program(steps=((Backward(), Window((Backward(), Zero(none=False))), Snap()),)),
+        excluded=lambda program: _has(
+            program, lambda op, around: isinstance(op, Zero) and not op.none and isinstance(around, _DEFER)
+        ),
+    ),
+    Found(
+        "zero_grad(set_to_none=False) in a window with max_bytes keeps what was reduced early",
+        Program(steps=((Window((Backward(), Zero(none=False)), max_bytes=0), Snap()),)),
+        excluded=lambda program: _has(
+            program, lambda op, around: isinstance(op, Zero) and not op.none and isinstance(around, Window)
+        ),
+    ),
+    Found(
+        "one rank fails in a window that gathers once, before it has used all: ranks hold other units after it",
+        Program(options=Options(stage=3), steps=((Window(gather="step", fails="1"), Backward()),)),
+        excluded=lambda program: (
+            program.options.stage == 3
+            and _has(program, lambda op, _: isinstance(op, Window) and op.fails in ("0", "1"))
+        ),
+    ),
+    Found(
+        "an exception in a raw optimizer's step: later steps do not release gradients",
+        Program(steps=((Step(raw=True, fails="closure"), Backward(), Step(raw=True), Snap()),)),
+        excluded=lambda program: _has(program, lambda op, _: isinstance(op, Step) and op.raw and op.fails != ""),
+    ),
+    Found(
+        "an exception in a step: user code that computes with parameters() in the same training step sees shards",
+        Program(steps=((Step(fails="pre_hook"), Read("masters")),)),
+        excluded=lambda program: _has(program, lambda op, _: isinstance(op, Step) and op.fails != ""),
+    ),
+    Found(
+        "a step that raised before it updated anything drops the gradients",
+        Program(steps=((Backward(), Step(fails="update"), Snap()),)),
+        excluded=lambda program: _has(program, lambda op, _: isinstance(op, Step) and op.fails != ""),
+    ),
+    Found(
+        "several gradients of one parameter in other dtypes are summed before they are cast",
+        Program(Model(block=("raw_same",)), steps=((Backward(), Snap()),)),
+        excluded=lambda program: _uses(program, "raw_same", "raw_mixed", "raw_two_reads"),
+    ),
+    Found(
+        "grad_dtype=None: the first backward's dtype stays",
+        Program(Model(block=("raw_none",)), steps=((Backward(), Zero(), Backward(), Snap()),)),
+        excluded=lambda program: _uses(program, "raw_none"),
+    ),
+    Found(
+        "a backward that raised, and was caught, before a window or accumulation: the next backward in it raises",
+        Program(steps=((Backward(fails="backward"), Window((Backward(),))),)),
+        excluded=lambda program: (
+            _has(program, lambda op, _: isinstance(op, Backward) and op.fails == "backward")
+            and _has(program, lambda op, _: isinstance(op, _DEFER) or getattr(op, "closure", "") == "window")
+        ),
+    ),
+)
+
+
+def excluded(program: Program) -> str:
+    """The defect that the program would meet; "": none that is known."""
+    return next((found.what for found in FOUND if found.excluded is not None and found.excluded(program)), "")

@@ -1,0 +1,318 @@
+"""What a random program may consist of: data that prints as Python, and Hypothesis's strategies for it.
+
+A program is a model, the strategy's options and a list of training steps, each a list of operations. Its ``repr`` is
+code that makes it again: with ``from tests.fuzz.program import *`` it can be replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Literal
+
+from hypothesis import strategies as st
+
+__all__ = [
+    "Accumulate", "Backward", "Clip", "Evaluate", "Freeze", "Load", "Model", "Op", "Options", "Program", "Read", "Save",
+    "Scale", "Snap", "Step", "Toggle", "Window", "Write", "Zero", "brief", "programs",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """``count`` equal blocks of the layers ``block`` (names in nets.KINDS) between a front and a head."""
+
+    width: int = 4
+    block: tuple[str, ...] = ("plain",)
+    count: int = 2
+    tied: Literal["", "ends", "blocks"] = ""
+    around: Literal["ordinary", "reentrant"] | None = None  # a checkpoint round each block
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the strategy, and of the optimizers."""
+
+    stage: int = 1
+    mode: Literal["eager", "blocks", "model"] = "eager"
+    prefetch: int = 1
+    unit_bytes: int = 2**26
+    keep_gathered: tuple[str, ...] = ()
+    memory_budget: int | None = None
+    accumulate: Literal["local"] | None = None
+    keep_gradients: bool = False
+    optimizers: Literal["one", "halves", "alternate"] = "one"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Op:
+    """One line of a training step."""
+
+
+@dataclass(frozen=True)
+class Backward(Op):
+    """A forward and a backward.
+
+    ``kind``: "twice": two backwards through one graph; "sum": of the sum of two forwards; "late": two forwards, then
+    two backwards, the later forward's first. ``penalty``: what the loss adds that is computed from parameters outside
+    the model's forward, from ``parameters()`` or from a module's attribute. ``fails``: an exception in the forward,
+    caught at once, or in the backward: it ends the window or accumulation round it, and is caught outside.
+    """
+
+    kind: Literal["plain", "twice", "sum", "late"] = "plain"
+    penalty: Literal["", "masters", "attribute"] = ""
+    fails: Literal["", "forward", "backward"] = ""
+
+
+@dataclass(frozen=True)
+class Evaluate(Op):
+    """A forward without a backward: under ``no_grad``, in inference mode, or one whose backward never comes."""
+
+    how: Literal["no_grad", "inference", "grad"] = "no_grad"
+
+
+@dataclass(frozen=True)
+class Zero(Op):
+    """``zero_grad``; of optimizer 0 or 1, of the module, or by ``p.grad = None`` (``none`` only)."""
+
+    of: Literal["0", "1", "module", "each"] = "0"
+    none: bool = True
+
+
+@dataclass(frozen=True)
+class Window(Op):
+    """``coalesce_grad_reduction``. ``fails``: all ranks raise at its end, or one of them; caught outside."""
+
+    body: tuple[Op, ...] = ()
+    gather: Literal["auto", "step", "use"] = "auto"
+    max_bytes: int | None = None
+    fp32: bool = False
+    fails: Literal["", "all", "0", "1"] = ""
+
+
+@dataclass(frozen=True)
+class Accumulate(Op):
+    """``block_backward_sync``."""
+
+    body: tuple[Op, ...] = ()
+    fails: bool = False
+
+
+@dataclass(frozen=True)
+class Step(Op):
+    """``step`` of optimizer 0 or 1.
+
+    ``closure``: runs a forward and a backward; without gradients from before; in a window. ``fails``: where an
+    exception is raised: at the closure's begin or end, in the update before anything is written, in a hook of the
+    user's before or after the step; it is caught at once.
+    """
+
+    of: Literal[0, 1] = 0
+    raw: bool = False
+    closure: Literal["", "backward", "zero", "window"] = ""
+    fails: Literal["", "closure", "closure_end", "update", "pre_hook", "post_hook"] = ""
+
+
+@dataclass(frozen=True)
+class Clip(Op):
+    of: Literal[0, 1] = 0
+    value: float = 0.05
+    how: Literal["norm", "value", "torch"] = "norm"
+
+
+@dataclass(frozen=True)
+class Freeze(Op):
+    """Parameter ``which`` (modulo their number) is trained from here on, or not."""
+
+    which: int = 0
+    on: bool = True
+
+
+@dataclass(frozen=True)
+class Scale(Op):
+    """Halves all gradients in place."""
+
+
+@dataclass(frozen=True)
+class Toggle(Op):
+    """``toggle_optimizer`` and, at the end, ``untoggle_optimizer``."""
+
+    of: Literal[0, 1] = 0
+    body: tuple[Op, ...] = ()
+
+
+@dataclass(frozen=True)
+class Snap(Op):
+    """Reads all gradients, to be compared."""
+
+
+@dataclass(frozen=True)
+class Read(Op):
+    """Reads parameters, to be compared: by ``full_parameters``, from ``parameters()``, or from a module's attribute."""
+
+    how: Literal["full", "masters", "attribute"] = "full"
+
+
+@dataclass(frozen=True)
+class Write(Op):
+    """Halves a parameter's values."""
+
+    which: int = 0
+    how: Literal["full", "masters", "data", "attribute"] = "full"
+
+
+@dataclass(frozen=True)
+class Save(Op):
+    """``Trainer.save_checkpoint``."""
+
+
+@dataclass(frozen=True)
+class Load(Op):
+    """``load_state_dict`` of what was last saved, if anything was."""
+
+
+@dataclass(frozen=True)
+class Program:
+    model: Model = Model()
+    options: Options = Options()
+    steps: tuple[tuple[Op, ...], ...] = ()
+
+
+# ---- strategies; what is simplest comes first, as Hypothesis shrinks towards it ----
+
+_LAYERS = (
+    "plain", "transposed", "sliced", "unbound", "indexed", "flat", "complex", "two_reads", "one_read", "checkpointed",
+    "reentrant", "broken", "disabled", "skipped", "scalar", "normed", "squared", "detached", "in_place", "empty",
+    "frozen", "unused", "by_rank", "raw_same", "raw_mixed", "raw_two_reads", "raw_none",
+)  # fmt: skip
+
+_models = st.builds(
+    Model,
+    width=st.sampled_from((4, 5, 3)),
+    block=st.lists(st.sampled_from(_LAYERS), min_size=1, max_size=3, unique=True).map(tuple),
+    count=st.sampled_from((2, 3)),
+    tied=st.sampled_from(("", "", "ends", "blocks")),
+    around=st.sampled_from((None, None, None, "ordinary", "reentrant")),
+)
+
+
+def _some(ops: st.SearchStrategy[Op], most: int) -> st.SearchStrategy[tuple[Op, ...]]:
+    """As likely many as few, where Hypothesis's own lists are short."""
+    sizes = st.integers(0, most)
+    return sizes.flatmap(lambda size: st.lists(ops, min_size=size, max_size=size).map(tuple))
+
+
+def _weighted(**weights: int) -> st.SearchStrategy[Op]:
+    """Operations by the names below, as often as their weights say."""
+    names = [name for name, weight in weights.items() for _ in range(weight)]
+    return st.sampled_from(names).flatmap(lambda name: _OPS[name])
+
+
+_inner = _some(_weighted(backward=5, zero=2, evaluate=1, scale=1), 5)
+_OPS: dict[str, st.SearchStrategy[Op]] = {
+    "backward": st.builds(
+        Backward,
+        kind=st.sampled_from(("plain",) * 5 + ("twice", "sum", "late")),
+        penalty=st.sampled_from(("",) * 4 + ("masters", "attribute")),
+        fails=st.sampled_from(("",) * 10 + ("forward", "backward")),
+    ),
+    "zero": st.builds(
+        Zero, of=st.sampled_from(("0", "1", "module", "each")), none=st.booleans().map(lambda kept: not kept)
+    ),
+    "evaluate": st.builds(Evaluate, how=st.sampled_from(("no_grad", "grad", "inference"))),
+    "window": st.builds(
+        Window,
+        body=_inner,
+        gather=st.sampled_from(("auto", "step", "use")),
+        max_bytes=st.sampled_from((None, None, 0, 200)),
+        fp32=st.booleans(),
+        fails=st.sampled_from(("",) * 8 + ("all", "0", "1")),
+    ),
+    "accumulate": st.builds(Accumulate, body=_inner, fails=st.sampled_from((False,) * 6 + (True,))),
+    "step": st.builds(
+        Step,
+        of=st.sampled_from((0, 0, 1)),
+        raw=st.booleans(),
+        closure=st.sampled_from(("",) * 6 + ("backward", "zero", "window")),
+        fails=st.sampled_from(("",) * 8 + ("closure", "closure_end", "update", "pre_hook", "post_hook")),
+    ),
+    "clip": st.builds(
+        Clip, of=st.sampled_from((0, 1)), value=st.just(0.05), how=st.sampled_from(("norm", "value", "torch"))
+    ),
+    "freeze": st.builds(Freeze, which=st.integers(0, 9), on=st.booleans()),
+    "snap": st.just(Snap()),
+    "read": st.builds(Read, how=st.sampled_from(("full", "masters", "attribute"))),
+    "write": st.builds(
+        Write, which=st.integers(0, 9), how=st.sampled_from(("full", "masters", "data", "attribute"))
+    ),
+    "save": st.sampled_from((Save(), Load())),
+    "scale": st.just(Scale()),
+    "toggle": st.builds(
+        Toggle,
+        of=st.sampled_from((0, 1)),
+        body=_some(_weighted(backward=4, window=1, step=2, zero=1), 4),
+    ),
+}  # fmt: skip
+_step = _some(
+    _weighted(
+        backward=8, window=4, accumulate=3, step=5, zero=2, toggle=1, clip=1, freeze=1, evaluate=1, snap=1, read=1,
+        write=1, save=1, scale=1,
+    ),
+    10,
+)  # fmt: skip
+_steps = st.integers(1, 3).flatmap(lambda size: st.lists(_step, min_size=size, max_size=size).map(tuple))
+
+
+def _options(modes: tuple[str, ...]) -> st.SearchStrategy[Options]:
+    return st.builds(
+        Options,
+        stage=st.sampled_from((1, 2, 3)),
+        mode=st.sampled_from(modes),
+        prefetch=st.sampled_from((1, 0, 2)),
+        unit_bytes=st.sampled_from((2**26, 1, 100)),
+        keep_gathered=st.sampled_from(((), (), ("net.layers",), ("net.head", "net.layers.0"))),
+        memory_budget=st.sampled_from((None, None, 0, 300, 10**9)),
+        accumulate=st.sampled_from((None, None, "local")),
+        keep_gradients=st.sampled_from((False, False, False, True)),
+        optimizers=st.sampled_from(("one", "one", "halves", "alternate")),
+        momentum=st.sampled_from((0.0, 0.0, 0.9)),
+        weight_decay=st.sampled_from((0.0, 0.0, 0.1)),
+    )
+
+
+def _allowed(program: Program) -> Program:
+    """Without what README forbids: at stage 3 only modules that stay gathered may depend on the rank."""
+    model, options = program.model, program.options
+    if options.stage < 3:
+        options = replace(options, keep_gathered=(), memory_budget=None)
+    elif "by_rank" in model.block:
+        options = replace(options, keep_gathered=("net.layers",))
+    return Program(model, options, tuple(tuple(_allowed_op(op, options) for op in ops) for ops in program.steps))
+
+
+def _allowed_op(op: Op, options: Options) -> Op:
+    """A rank that fails alone in a window must not leave the others in communication; and torch's donated buffers
+    forbid two backwards through a compiled graph."""
+    if isinstance(op, (Accumulate, Toggle, Window)):
+        op = replace(op, body=tuple(_allowed_op(inner, options) for inner in op.body))
+    if isinstance(op, Window) and op.fails in ("0", "1"):
+        return replace(op, max_bytes=None, gather="step" if options.stage == 3 else op.gather)
+    if isinstance(op, Backward) and op.kind == "twice" and options.mode != "eager":
+        return replace(op, kind="plain")
+    return op
+
+
+def programs(*modes: str) -> st.SearchStrategy[Program]:
+    """Programs that README allows, in one of ``modes``."""
+    return st.builds(Program, model=_models, options=_options(modes), steps=_steps).map(_allowed)
+
+
+def brief(value: object) -> str:
+    """``value`` as code, without what is the default."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(brief, value))}{',' if len(value) == 1 else ''})"
+    if not is_dataclass(value):
+        return repr(value)
+    chosen = [(f.name, getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default]
+    return f"{type(value).__name__}({', '.join(f'{name}={brief(one)}' for name, one in chosen)})"

@@ -1,0 +1,212 @@
+"""The side that is right by construction: one plain model, both ranks' gradients, and their mean by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz import nets
+from tests.fuzz.nets import Boom
+from tests.fuzz.play import Note, Side, make_optimizers
+from tests.fuzz.program import Clip, Program, Step, Window
+
+WORLD = 2
+_WIDTH_OF = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+
+
+class Reference(Side):
+    """``mean``: what ``p.grad`` is; ``local``: of each rank, what is not reduced yet."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program, nets.build(program.model))
+        self._optimizers = make_optimizers(self.net, program.options)
+        self.names = {parameter: name for name, parameter in self.net.named_parameters()}
+        self.mean: dict[Tensor, Tensor] = {}
+        self.local: list[dict[Tensor, Tensor]] = [{} for _ in range(WORLD)]
+        self.defers = False
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self._optimizers
+
+    def forward(self, number: int, trip: tuple[str, int] | None, penalty: str) -> Any:
+        losses = []
+        for rank in range(WORLD):
+            nets.set_rank(self.net, rank)
+            nets.set_calls(self.net, number)
+            self.net.trip = trip
+            try:
+                loss = self.net(nets.batch(self.net.width, rank, number)).square().mean()
+            finally:
+                self.net.trip = None
+            losses.append(loss + penalty_of(self.net, penalty))
+        return losses
+
+    def sum(self, left: Any, right: Any) -> Any:
+        return [a + b for a, b in zip(left, right, strict=True)]
+
+    def backward(self, loss: Any, retain: bool = False) -> bool:
+        for rank, one in enumerate(loss):
+            if not one.requires_grad:
+                continue
+            for parameter in self.names:
+                parameter.grad = self.local[rank].get(parameter)
+            nets.set_rank(self.net, rank)  # a checkpoint computes again
+            try:
+                one.backward(retain_graph=retain)
+                self.local[rank] = {p: p.grad for p in self.names if p.grad is not None}
+            finally:
+                for parameter in self.names:
+                    parameter.grad = None
+        if not self.defers:
+            self.reduce()
+        return any(one.requires_grad for one in loss)
+
+    def reduce(self) -> None:
+        for parameter in self.names:
+            parts = [own.get(parameter) for own in self.local]
+            there = [part for part in parts if part is not None]
+            if not there:
+                continue
+            dtype = parameter.grad_dtype or max((part.dtype for part in there), key=lambda d: _WIDTH_OF[d])
+            total = sum((part.to(dtype) for part in there[1:]), there[0].to(dtype)) / WORLD
+            self.mean[parameter] = self.mean[parameter] + total if parameter in self.mean else total
+        self.local = [{} for _ in range(WORLD)]
+
+    def evaluate(self, number: int, how: str) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def window(self, op: Window) -> Iterator[None]:
+        self.defers = True
+        try:
+            yield
+            self.reduce()
+        except Boom:
+            self.local = [{} for _ in range(WORLD)]
+            raise
+        finally:
+            self.defers = False
+
+    def fail_at_end(self, who: str) -> None:
+        raise Boom("in a window")
+
+    @contextlib.contextmanager
+    def accumulation(self) -> Iterator[None]:
+        self.defers = self.options.stage == 1 or self.options.accumulate == "local"
+        try:
+            yield
+        finally:
+            self.defers = False
+
+    def step(self, op: Step, closure: Callable[[], None] | None) -> None:
+        optimizer = self._optimizers[min(op.of, len(self._optimizers) - 1)]
+
+        def before() -> None:
+            if closure is not None:
+                closure()
+            self.reduce()
+            self._lend()
+
+        if op.fails == "pre_hook":
+            raise Boom("in a hook")
+        try:
+            optimizer.step(before)  # type: ignore[arg-type]
+        except Boom:
+            if op.fails == "post_hook":  # everything is updated
+                self._release(optimizer)
+            raise
+        finally:
+            for parameter in self.names:
+                parameter.grad = None
+        self._release(optimizer)
+
+    def _lend(self) -> None:
+        for parameter in self.names:
+            parameter.grad = self.mean.get(parameter)
+
+    def _release(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.options.keep_gradients:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.mean.pop(parameter, None)
+
+    def zero(self, of: str, none: bool) -> None:
+        chosen = list(self.names)
+        if of in ("0", "1"):
+            optimizer = self._optimizers[min(int(of), len(self._optimizers) - 1)]
+            chosen = [p for group in optimizer.param_groups for p in group["params"]]
+        for grads in (self.mean, *self.local):
+            for parameter in chosen:
+                if none or of == "each":
+                    grads.pop(parameter, None)
+                elif parameter in grads:
+                    grads[parameter] = torch.zeros_like(grads[parameter])
+
+    def clip(self, op: Clip) -> None:
+        self.reduce()
+        optimizer = self._optimizers[min(op.of, len(self._optimizers) - 1)]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._lend()
+        if op.how == "value" and any(p.grad is not None for p in parameters):  # torch raises if there is none
+            torch.nn.utils.clip_grad_value_(parameters, op.value)
+        elif op.how != "value":
+            torch.nn.utils.clip_grad_norm_(parameters, op.value)
+        for parameter in self.names:
+            parameter.grad = None
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        return {name: None if p not in self.mean else self.mean[p].clone() for p, name in self.names.items()}
+
+    def values(self, how: str) -> dict[str, Tensor | None]:
+        if how == "attribute":
+            return {"head.bias": self.net.head.bias.detach().clone()}
+        return {name: p.detach().clone() for p, name in self.names.items()}
+
+    def write(self, name: str, how: str) -> None:
+        with torch.no_grad():
+            dict(self.net.named_parameters())[name].mul_(0.5)
+
+    def scale(self) -> None:
+        for grad in self.mean.values():
+            grad.mul_(0.5)
+
+    @contextlib.contextmanager
+    def toggled(self, number: int) -> Iterator[None]:
+        chosen = {p for group in self._optimizers[number].param_groups for p in group["params"]}
+        before = {p: p.requires_grad for p in self.names if p not in chosen}
+        for parameter in before:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter, requires_grad in before.items():
+                parameter.requires_grad_(requires_grad)
+
+    def save(self) -> None:
+        self._state = copy.deepcopy(self.net.state_dict())
+
+    def load(self) -> None:
+        self.net.load_state_dict(self._state)
+
+
+def penalty_of(net: Any, penalty: str) -> Tensor | float:
+    if penalty == "masters":
+        return sum(p.float().square().sum() for p in net.parameters() if p.dtype != torch.bfloat16) * 0.01  # type: ignore[no-any-return]
+    if penalty == "attribute":
+        return (net.head.weight * net.head.weight.t()).sum() * 0.02  # type: ignore[no-any-return]
+    return 0.0
+
+
+def play(program: Program) -> list[Note]:
+    """What is right."""
+    side = Reference(program)
+    for step in range(len(program.steps)):
+        side.play(step)
+    side.where = "in the end"
+    side.note("the state", {name: value.clone() for name, value in side.net.state_dict().items()})
+    return side.notes

@@ -1,0 +1,32 @@
+"""Runs one program on two ranks and says what differs from plain torch; all that are known, without an argument.
+
+python -m tests.fuzz.replay 'Program(steps=((Backward(), Snap()),))'
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+from tests.fuzz import known, program, run
+from tests.harness import RankError, Ranks
+
+
+def main() -> None:
+    given = [eval(text, vars(program)) for text in sys.argv[1:]]
+    ranks = Ranks(2)
+    for one in given or [found.program for found in known.FOUND]:
+        print(program.brief(one))
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                wrong = ranks.run(run.body, one, folder, timeout=60)
+                lines = [f"rank {rank}: {line}" for rank, own in enumerate(wrong) for line in own]
+            except RankError as error:
+                ranks.close(kill=True)
+                lines = [str(error)]
+        print("\n".join(f"    {line}" for line in lines) or "    right", flush=True)
+    ranks.close(kill=True)
+
+
+if __name__ == "__main__":
+    main()
