@@ -89,7 +89,7 @@ void Runtime::reserve(const Reduction& reduction) {
 
 // Of the reduced gradient: what is bound; what is reduced early is summed as the window's gradients are.
 at::ScalarType Runtime::kept_dtype(const Parameter& p) const {
-  const auto bound = p.bound_dtype.value_or(communicated_dtype(p));
+  const auto bound = p.bound_dtype.value_or(p.raw_dtype);
   return early_ && sum_dtype_.has_value() && at::isFloatingType(bound) ? *sum_dtype_ : bound;
 }
 
@@ -305,7 +305,7 @@ std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile)
   TORCH_CHECK(used.size() == parameters_.size(), "zerocompile: the ranks have different numbers of parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& p = parameters_[i];
-    if (!p.cast_grad && used[i] >= kFirstDtype) p.raw_dtype = kGradDtypes.at(used[i] - kFirstDtype);
+    if (!p.cast_grad) p.raw_dtype = used[i] < kFirstDtype ? p.dtype : kGradDtypes.at(used[i] - kFirstDtype);
   }
   std::vector<char> flags(used.size());
   std::transform(used.begin(), used.end(), flags.begin(), [](char c) { return c != kUnused; });

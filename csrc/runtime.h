@@ -42,7 +42,7 @@ struct ParameterSpec {
   bool cast_grad;              // false: grad_dtype=None, see [Note: agreed dtype]
   at::ScalarType grad_dtype;   // the leaf's contract; the raw gradient is cast to it before anything else
   std::optional<at::ScalarType> reduce_dtype;  // of the communication; absent: the gradient's own
-  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: that of the communication
+  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: the gradient's own
 };
 
 // Shared with what autograd holds, whose end may come on any thread, with the GIL held: it must not ask for our mutex.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -357,14 +358,17 @@ def refuse_shards(model: nn.Module) -> None:
 
     A forward would mix the shard with full tensors, and a ``state_dict`` would hold this rank's rows without a word.
     """
-    for module in model.modules():
+    for path, module in model.named_modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
-            module.register_forward_pre_hook(_check_own)
-            module.register_state_dict_pre_hook(_check_own)  # type: ignore[no-untyped-call, unused-ignore]
+            check = partial(_check_own, path)
+            module.register_forward_pre_hook(check)
+            module.register_state_dict_pre_hook(check)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def _check_own(module: nn.Module, *_: Any) -> None:
-    check_whole(module)
+def _check_own(path: str, module: nn.Module, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            refuse_left(f"{path}.{name}" if path else name)
 
 
 def unshard(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

@@ -232,8 +232,10 @@ class ShardingStrategy(ProcessStrategy):
 
     def _rescue(self) -> None:
         """After an exception: makes the module whole where the ranks can, and otherwise leaves it in shards."""
-        if self._engine is not None and self.config.unshard_after_fit and self._engine.rescue():
-            self._use(None)
+        if self._engine is not None and self.config.unshard_after_fit:
+            self._last = self.statistics
+            if self._engine.rescue():
+                self._use(None)
         self._abandon()
 
     def _abandon(self) -> None:

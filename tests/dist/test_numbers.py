@@ -193,14 +193,16 @@ def _left(stage: int) -> None:
 
     module = Fails()
     with pytest.raises(ValueError, match="on purpose"):
-        models.train(module, ZeroCompileStrategy(stage=stage, compile=False))
-    message = r"Parameter `model\.embedding\.weight` is a shard.*former run.*trainer\.fit"
-    with pytest.raises(RuntimeError, match=message):
+        models.train(module, ZeroCompileStrategy(stage=stage, compile=False, unshard_after_fit=False))
+    message = r"Parameter `model\.{}` is a shard.*former run.*trainer\.fit"
+    with pytest.raises(RuntimeError, match=message.format("scale")):
         module.model(models.Batches(0)[0].cpu())
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=message.format(r"embedding\.weight")):
         module.model.embedding.weight.norm().item()
+    with pytest.raises(RuntimeError, match=message.format("scale")):
+        module.state_dict()
     with pytest.raises(RuntimeError, match="pickled"):
-        pickle.dumps(module.state_dict())
+        pickle.dumps(module.model.embedding.weight)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
