@@ -85,7 +85,7 @@ def _toggle(stage: int) -> dict[str, Any]:
 def test_rule_02_getter_and_requires_grad(ranks: Ranks, stage: int) -> None:
     """The getter is never a root frame; a `requires_grad` toggled inside a step counts from the next forward on."""
     for seen in ranks.run(_toggle, stage):
-        assert seen["frames"] and set(seen["frames"]) == {"forward"}
+        assert seen["frames"] and set(seen["frames"]) == {"forward_in_training"}
         assert seen["seen"] == [[True, True], [False, False], [True, True]]
         assert seen["reductions"] == 15 + 13 + 15 and seen["weights"] == 2
 
