@@ -64,6 +64,9 @@ class Agreement:
         self._counts: Counter[str] = Counter()
         self.check: Callable[[], None] = lambda: None
 
+    def __deepcopy__(self, memo: object) -> Agreement:
+        return self  # whatever refers to it is copied with a parameter; the conversation is one
+
     # ---- who is there ----
 
     def watch(self) -> None:

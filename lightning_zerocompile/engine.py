@@ -150,6 +150,7 @@ class Engine:
             self.runtime.core.end_forward(raised)
 
     def _begin(self, what: str) -> None:
+        self.windows.meet_again()
         self.runtime.pass_mark(what)
         if self.config.cuda_graphs:  # see [Note: CUDA graphs]
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]

@@ -127,9 +127,9 @@ class Windows:
         runs = json.dumps(self._core.logged_runs())
         self._apart[self._number] = json.loads(runs)
         self._agreement.tell_numbered(_RUNS, self._number, runs)
-        self._core.come_apart(self._meet_again)
+        self._core.come_apart(self.meet_again)
 
-    def _meet_again(self) -> None:
+    def meet_again(self) -> None:
         """Takes part in the gathers that other ranks have started in a window which this one left earlier."""
         for number, mine in list(self._apart.items()):
             doing = f"has left window {number} of `coalesce_grad_reduction` by an exception and gathers again"
