@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "collectives.h"
 #include "runtime.h"
@@ -29,26 +30,102 @@ bool Runtime::current(const Unit& unit, int64_t needed, bool full) const {
 // same on all ranks, since all were there; a model without branches compares nothing in a steady state. A rank that
 // leaves a known way compares alone, and raises when the others have not answered in time; what neither notices is
 // found at the start of the next step, where the ranks compare all that they have gathered (`gathered_so_far`).
+// Units that the runtime gathers together (an optimizer has written them, a window holds them) are one step of this way:
+// their order is the runtime's, and would otherwise show each unit with two followers, to be compared for ever.
 // `full`: see [Note: low gathers].
-void Runtime::check_order(const Unit& unit, Way way, bool full) {
-  const int64_t index = &unit - units_.data() + (full ? static_cast<int64_t>(units_.size()) : 0);
-  const int64_t sequence = launched_++;
-  add_to_course(static_cast<uint64_t>(index) + 1);
-  const Token token{way, index};
+void Runtime::check_order(const std::vector<int64_t>& units, Way way, bool full) {
+  if (units.empty()) return;
+  if (meet_ != nullptr) {  // see [Note: ranks apart]
+    auto meet = std::exchange(meet_, nullptr);
+    try {
+      meet();
+    } catch (...) {
+      meet_ = std::move(meet);
+      throw;
+    }
+  }
+  const auto count = static_cast<int64_t>(units_.size());
+  const int64_t sequence = launched_;
+  uint64_t digest = 0;
+  bool any_full = false;
+  for (auto index : units) {
+    const bool wide = widens(units_[index], full);
+    const int64_t number = index + (wide ? count : 0);
+    any_full = any_full || wide;
+    digest = digest * 1099511628211ULL + static_cast<uint64_t>(number) + 1;
+    add_to_course(static_cast<uint64_t>(number) + 1);
+    ++launched_;
+  }
+  // one unit: its number; several: a number that is no unit's
+  const auto step = units.size() == 1 ? static_cast<int64_t>(digest) - 1 : 2 * count + static_cast<int64_t>(digest >> 2);
   auto& followers = followers_[{last_launched_, way}];
-  last_launched_ = token;
-  if (world_ == 1 || compare_ == nullptr || (followers.size() == 1 && followers.count(index))) return;
-  const auto message = compare_(sequence, full ? unit.name + " (in full precision)" : unit.name);
+  last_launched_ = {way, step};
+  if (world_ == 1 || compare_ == nullptr || (followers.size() == 1 && followers.count(step))) return;
+  const auto message = compare_(sequence, names_of(units) + (any_full ? " (in full precision)" : ""));
   TORCH_CHECK(message.empty(), message);
-  followers.insert(index);
+  followers.insert(step);
+}
+
+// [Note: ranks apart] A rank that fails inside a window whose parameters are gathered at each use has started fewer
+// gathers than the others, which stand in one that it does not come to. If all of them catch what they raise and train
+// on, their next gathers would be paired with the old ones. So every rank that leaves a window by an exception says what
+// it has gathered in it, and before its next gather takes part in what it has missed (`catch_up`). From there all start
+// from the same state: nothing is gathered, and nothing is known of what follows what.
+void Runtime::log_runs(bool logs) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  logs_runs_ = logs;
+  runs_logged_.clear();
+}
+
+std::vector<Runtime::Run> Runtime::logged_runs() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return runs_logged_;
+}
+
+// `meet` is called before the next gather; until then nothing that is gathered counts.
+void Runtime::come_apart(std::function<void()> meet) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (shut_down_) return;
+  meet_ = std::move(meet);
+  for (auto& u : units_) {
+    u.open_modules = u.graph_uses = 0;
+    u.stale = u.stale || (u.lifetime == Lifetime::Use && u.resident);
+  }
+  before_last_ = last_ = NOWHERE;
+}
+
+void Runtime::catch_up(const std::vector<Run>& runs) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  check_running();
+  const bool logs = std::exchange(logs_runs_, false);  // a new window may be open
+  for (const auto& [units, full] : runs) {
+    for (auto index : units) {
+      drop(unit(index));
+      add_to_course(static_cast<uint64_t>(index + (full ? static_cast<int64_t>(units_.size()) : 0)) + 1);
+      ++launched_;
+    }
+    launch_gather(units, Way::Forth, /*restores=*/true, full, /*checked=*/true);
+  }
+  for (auto& u : units_) {
+    if (u.lifetime == Lifetime::Use) drop(u);
+  }
+  logs_runs_ = logs;
+  successor_.clear();
+  followers_.clear();
+  last_launched_ = before_last_ = last_ = NOWHERE;
 }
 
 // [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
-// `restores`: an older forward saw the same values. `full`: what is gathered anew must be exact.
-void Runtime::launch_gather(const std::vector<int64_t>& units, Way way, bool restores, bool full) {
+// `restores`: an older forward saw the same values. `full`: what is gathered anew must be exact. `checked`: the ranks
+// know that they gather the same.
+void Runtime::launch_gather(const std::vector<int64_t>& units, Way way, bool restores, bool full, bool checked) {
   RECORD_USER_SCOPE(text("zerocompile: gather ", names_of(units), way == Way::Back ? " in backward" : " in forward"));
-  for (auto index : units) check_order(units_[index], way, widens(units_[index], full));
+  if (!checked) check_order(units, way, full);
+  if (logs_runs_) {
+    const bool wide = std::any_of(units.begin(), units.end(), [&](int64_t i) { return widens(units_[i], full); });
+    runs_logged_.emplace_back(units, wide);
+  }
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
   std::vector<Pending> started;
@@ -151,8 +228,9 @@ void Runtime::add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtyp
 // between devices have to fit their buffer, with its padding.
 void Runtime::gather_in_runs(const std::vector<int64_t>& units, bool full) {
   const bool padded = peers_ != nullptr;
+  check_order(units, Way::Forth, full);
   for (const auto& run : runs_of(units, merge_bytes_, padded)) {
-    launch_gather(run, Way::Forth, /*restores=*/false, full);
+    launch_gather(run, Way::Forth, /*restores=*/false, full, /*checked=*/true);
   }
 }
 

@@ -290,7 +290,7 @@ void Runtime::retire(size_t keep) {
 // `meanwhile`: what this rank can do before it asks; the others may wait for its word.
 std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile) {
   std::string used(parameters_.size(), kUnused);
-  bool asks = false;
+  bool asks = deferred_;  // in a window a rank may have failed: the others hear of it before they start reductions
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& p = parameters_[i];
     if (p.contributed) used[i] = p.cast_grad ? kUsed : letter_of(p);
@@ -298,8 +298,9 @@ std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile)
   }
   const bool alone = world_ == 1 || unite_ == nullptr;
   if (!alone) unite_(exchanges_, used, /*asks=*/false);
-  meanwhile();
+  if (!deferred_) meanwhile();
   if (!alone && asks) used = unite_(exchanges_, used, /*asks=*/true);
+  if (deferred_) meanwhile();
   exchanges_ += 1;
   TORCH_CHECK(used.size() == parameters_.size(), "zerocompile: the ranks have different numbers of parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <exception>
 
 namespace zerocompile {
 
@@ -124,30 +125,46 @@ namespace {
   TORCH_CHECK(false, text("zerocompile: ", what, " failed on rank ", rank, ": ", why));
 }
 
-void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank) {
+// `look` may raise, which ends the wait with that; null: there is nothing to look at.
+void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank,
+              const std::function<void()>& look) {
+  std::exception_ptr raised;
+  std::function<bool()> goes_on;
+  if (look != nullptr) {
+    goes_on = [&] {
+      try {
+        look();
+      } catch (...) {
+        raised = std::current_exception();
+      }
+      return raised == nullptr;
+    };
+  }
   try {
-    pending.wait(device);
+    pending.wait(device, goes_on);
   } catch (const c10::Error& error) {
     fail(what, rank, error.what_without_backtrace());
   } catch (const std::exception& error) {  // gloo's
     fail(what, rank, error.what());
   }
+  if (raised != nullptr) std::rethrow_exception(raised);
 }
 
 }  // namespace
 
-// Waits for the unit's gather, which fails with a message that names it.
+// Waits for the unit's gather, which fails with a message that names it. On the CPU this rank looks about once a second
+// (`waiting_`) whether the others still come: one may have died, or have failed in a window that this rank is still in.
 void Runtime::await(Unit& unit) {
   static const char* const names[] = {"forward", "backward"};
   if (!unit.gathering.any()) return;
   const auto what = text("the gather of unit `", unit.name, "` in ", names[unit.gathered_in]);
-  wait_for(unit.gathering, device_, what, rank_);
+  wait_for(unit.gathering, device_, what, rank_, waiting_);
 }
 
 void Runtime::await(Reduction& reduction) {
   const auto what = text("the reduction of unit `", names_of(reduction.units), "` in backward number ",
                          stats_.backwards);
-  for (auto& done : reduction.done) wait_for(done, device_, what, rank_);
+  for (auto& done : reduction.done) wait_for(done, device_, what, rank_, nullptr);
 }
 
 // [Note: abandoned communication] After a failure this rank waits for nobody: another may have failed before it came to
@@ -195,6 +212,8 @@ void Runtime::shutdown(bool wait) {
   agree_ = nullptr;
   compare_ = nullptr;
   unite_ = nullptr;
+  waiting_ = nullptr;
+  meet_ = nullptr;
   peers_.reset();
   summing_peers_.reset();
   kernels_.reset();
@@ -297,20 +316,22 @@ std::function<Result(Arguments...)> flagged(std::function<Result(Arguments...)> 
 void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                             std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                             std::function<std::string(int64_t, std::string)> compare,
-                            std::function<std::string(int64_t, std::string, bool)> unite) {
+                            std::function<std::string(int64_t, std::string, bool)> unite,
+                            std::function<void()> waiting) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   bind_ = std::move(bind);
   agree_ = flagged(std::move(agree), asking_);
   compare_ = flagged(std::move(compare), asking_);
   unite_ = flagged(std::move(unite), asking_);
+  waiting_ = flagged(std::move(waiting), asking_);
 }
 
-// [Note: re-entry] What asks the other ranks (`agree_`, `compare_`, `unite_`) is Python code, in the middle of a gather or
-// of a reduction, with our mutex held. Python runs signal handlers between its instructions on the main thread, so a
-// handler that saves a checkpoint (Lightning's for SLURM) or reads a parameter would come back in here on the same
-// thread, which owns the mutex: its collectives would run before those that were announced, and tear-down would free
-// what the interrupted call goes on with. So whatever changes anything raises. Other threads wait for the mutex. `bind_`,
-// which runs users' hooks, may come back: nothing is half done then.
+// [Note: re-entry] What asks the other ranks (`agree_`, `compare_`, `unite_`, `waiting_`) is Python code, in the middle of
+// a gather or of a reduction, with our mutex held. Python runs signal handlers between its instructions on the main
+// thread, so a handler that saves a checkpoint (Lightning's for SLURM) or reads a parameter would come back in here on
+// the same thread, which owns the mutex: its collectives would run before those that were announced, and tear-down would
+// free what the interrupted call goes on with. So whatever changes anything raises. Other threads wait for the mutex.
+// `bind_`, which runs users' hooks, may come back: nothing is half done then.
 void Runtime::check_entry(const char* what) const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(!asking_,

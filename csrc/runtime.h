@@ -152,7 +152,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                      std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                      std::function<std::string(int64_t, std::string)> compare,
-                     std::function<std::string(int64_t, std::string, bool)> unite);
+                     std::function<std::string(int64_t, std::string, bool)> unite,
+                     std::function<void()> waiting);
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, int64_t timeout_ms);
   void set_kernels(const std::string& code);
@@ -165,6 +166,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // gathering
   Tensor read(int64_t parameter, std::optional<at::ScalarType> cast = std::nullopt);
+  void refresh(const std::vector<int64_t>& units);
   int64_t enter(const std::vector<int64_t>& units, bool trusted);
   int64_t leave(const std::vector<int64_t>& units);
   void need(const std::vector<int64_t>& parameters, const std::vector<at::ScalarType>& dtypes, bool expects_grad);
@@ -183,6 +185,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::string lent_unit() const;
   void end_forward(bool raised);
   std::string gathered_so_far() const;
+  using Run = std::pair<std::vector<int64_t>, bool>;  // the units of a gather, and whether in full precision
+  void log_runs(bool logs);
+  std::vector<Run> logged_runs() const;
+  void come_apart(std::function<void()> meet);
+  void catch_up(const std::vector<Run>& runs);
   int64_t parameter_of(const Tensor& value) const;
   int64_t parameter_of_handle(const Tensor& tensor) const;
   int64_t seen_version(int64_t parameter) const;
@@ -263,14 +270,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // gather.cpp, uses.cpp
   void acquire(int64_t unit, Phase phase, int64_t needed, bool full = false);
   using RowsByDtype = std::map<at::ScalarType, std::vector<PeerMemory::Rows>>;  // of what is gathered
-  void launch_gather(const std::vector<int64_t>& units, Way way, bool restores = false, bool full = false);
+  void launch_gather(const std::vector<int64_t>& units, Way way, bool restores = false, bool full = false,
+                     bool checked = false);
   void start_gather(const std::vector<int64_t>& units, bool restores, std::vector<Pending>& started);
   void abandon_gather(const std::vector<int64_t>& units, const std::vector<Pending>& started);
   void unneed(const std::vector<int64_t>& parameters, size_t count, Phase phase, bool expects_grad);
   void add_rows(Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const std::vector<int64_t>& units, bool full);
   std::vector<std::vector<int64_t>> runs_of(const std::vector<int64_t>& units, int64_t limit, bool padded) const;
-  void check_order(const Unit& unit, Way way, bool full);
+  void check_order(const std::vector<int64_t>& units, Way way, bool full);
   void add_to_course(uint64_t number) { course_ = course_ * 1099511628211ULL + number; }
   void drop(Unit& unit);
   void drop_after_exception(Unit& unit);
@@ -338,7 +346,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::function<std::vector<int64_t>(std::vector<int64_t>)> agree_;
   std::function<std::string(int64_t, std::string)> compare_;
   std::function<std::string(int64_t, std::string, bool)> unite_;
-  bool asking_ = false;    // one of the last three runs, see [Note: re-entry]
+  std::function<void()> waiting_;  // asked once a second while this rank waits for a gather; may raise
+  std::function<void()> meet_;  // before the next gather: see [Note: ranks apart]
+  bool asking_ = false;    // one of the last runs, except `meet_`, see [Note: re-entry]
   int64_t exchanges_ = 0;  // of used flags so far
   Lane gather_lane_, reduce_lane_;
   std::unique_ptr<PeerMemory> peers_;          // of the gathers' lane; null: their process group does all
@@ -355,7 +365,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<int64_t> forward_order_;                   // units by their first use
   std::vector<char> seen_forward_;
 
-  int64_t launched_ = 0;                                 // gathers so far
+  int64_t launched_ = 0;                                 // units gathered so far
+  bool logs_runs_ = false;
+  std::vector<Run> runs_logged_;                         // since the window opened, see [Note: ranks apart]
   uint64_t course_ = 0;                                  // digest of their units and runs
   Token last_launched_ = NOWHERE;
   std::map<std::pair<Token, Way>, std::set<int64_t>> followers_;  // the units that followed a gather on all ranks

@@ -9,6 +9,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -38,17 +39,22 @@ class Pending {
   Pending(std::vector<WorkPtr> works, std::vector<std::function<void()>> afterwards)
       : on_cpu_(std::make_shared<OnCpu>(OnCpu{std::move(works), std::move(afterwards)})) {}
 
-  void wait(c10::Device device) {
+  // On the CPU `goes_on`, if there is one, is asked about once a second; the result is false if it said no, and then
+  // nothing has changed.
+  bool wait(c10::Device device, const std::function<bool()>& goes_on) {
     if (event_ != nullptr) {
       c10::impl::VirtualGuardImpl impl(device.type());
       event_->block(impl.getStream(device));
       event_.reset();
     }
-    if (on_cpu_ == nullptr) return;
-    for (auto& work : on_cpu_->works) work->wait();
+    if (on_cpu_ == nullptr) return true;
+    for (auto& work : on_cpu_->works) {
+      if (!finish(*work, goes_on)) return false;
+    }
     on_cpu_->works.clear();
     for (auto& follow : std::exchange(on_cpu_->afterwards, {})) follow();
     on_cpu_.reset();
+    return true;
   }
 
   // Orders a device's stream behind it; that changes nothing for who waits.
@@ -71,6 +77,22 @@ class Pending {
   void drop() { *this = Pending(); }
 
  private:
+  // A work that is not done in time raises, as one does that has failed: then it is done, or raises at once.
+  static bool finish(c10d::Work& work, const std::function<bool()>& goes_on) {
+    if (goes_on == nullptr) return work.wait();
+    constexpr std::chrono::milliseconds kPatience(1000);
+    while (true) {
+      const auto start = std::chrono::steady_clock::now();
+      try {
+        work.wait(kPatience);
+        return true;
+      } catch (const c10::Error&) {
+        if (work.isCompleted() || std::chrono::steady_clock::now() - start < kPatience / 2) throw;
+      }
+      if (!goes_on()) return false;
+    }
+  }
+
   struct OnCpu {
     std::vector<WorkPtr> works;
     std::vector<std::function<void()>> afterwards;

@@ -37,6 +37,18 @@ Tensor Runtime::read(int64_t index, std::optional<at::ScalarType> cast) {
   return p.value;
 }
 
+// What the masters do not hold any more is gathered anew, by all ranks at once.
+void Runtime::refresh(const std::vector<int64_t>& units) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  check_running();
+  abort_failed_backward();
+  std::vector<int64_t> missing;
+  for (auto index : units) {
+    if (!current(unit(index), -1, /*full=*/false)) missing.push_back(index);
+  }
+  gather_in_runs(missing, /*full=*/false);
+}
+
 // A region begins: its units stay gathered until it ends. `trusted`: see [Note: write back]. Both return how often a
 // parameter was read outside of graphs.
 int64_t Runtime::enter(const std::vector<int64_t>& units, bool trusted) {

@@ -31,9 +31,20 @@ class Comparisons:
     def __init__(self, agreement: Agreement, timeout: timedelta) -> None:
         self._agreement, self._timeout = agreement, timeout
         self._marks = 0  # that were passed
+        self._window = 0
+        self._used = ("used", 0)  # the last exchange of used flags: its series and its number there
+        self._outside = 0  # of these exchanges
         self._compared = ""  # the last gather that was compared
-        self._exchanges = 0  # of used flags that this rank has begun
         self._reads = 0  # that were compared
+
+    def in_window(self, number: int) -> None:
+        """What is exchanged from here on belongs to this window; 0: to none.
+
+        A rank that has failed inside a window is in another one, or in none, while others still exchange in the first:
+        their messages must not be taken for each other.
+        """
+        self._window = number
+        self._used = ("used in a window", number * 2**20) if number else ("used", self._outside)
 
     def order(self, order: list[int]) -> list[int]:
         """Rank 0's order of units, on all ranks.
@@ -84,25 +95,29 @@ class Comparisons:
                 f"zerocompile: rank {dist.get_rank()} is at {mine}, but rank {rank} came there at {theirs}. With "
                 "parameters sharded (stage 3) every rank must run the same number of batches, and of forwards inside "
                 "each. Give all ranks equally many batches (a distributed sampler, `drop_last`, `limit_val_batches`), "
-                "generate with `synced_gpus=True`, or use stage 1 or 2."
+                "generate with `synced_gpus=True`, save checkpoints on all ranks, or use stage 1 or 2."
             )
 
     def used_parameters(self, exchange: int, used: str, asks: bool) -> str:
         """Which parameters have a gradient on some rank, a letter each: "0": none; the largest of all ranks counts.
 
         Args:
-            exchange: its number.
-            used: this rank's letters, which are told.
-            asks: whether to wait for the others' letters; otherwise this rank's are returned.
+            exchange: of all, the number of this one.
+            used: this rank's letters.
+            asks: whether to wait for the others' letters; otherwise this rank's are told and returned.
 
         Raises:
             RuntimeError: a rank has not told its own in time.
         """
-        self._agreement.tell_numbered("used", exchange, used)
-        self._exchanges = exchange + 1
+        series, number = self._used
         if not asks:
+            number += 1
+            self._outside += not self._window
+            self._used = (series, number)
+            self._agreement.tell_numbered(series, number, used)
             return used
-        for rank, theirs in self._agreement.ask_numbered("used", exchange).items():
+        heard = self._agreement.ask_numbered(series, number)
+        for rank, theirs in heard.items():
             if theirs is None:
                 raise self._agreement.silent(rank, f"has ended backward number {exchange}")
             used = "".join(map(max, used, theirs))
@@ -147,8 +162,9 @@ class Comparisons:
 
     def _passed(self, ranks: list[int]) -> tuple[int, str] | None:
         """One of ``ranks`` that this one is behind of, and where that is."""
+        series, number = self._used
         for rank in ranks:
-            if self._agreement.has_told_numbered("used", self._exchanges, rank):
+            if self._agreement.heard_now(series, number + 1, rank) is not None:
                 return rank, "has ended another backward"
         first = self._agreement.marked("mark", self._marks)
         return None if first is None else (first[0], f"has come to {first[1]}")

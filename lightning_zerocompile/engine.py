@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,14 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.full_values import full_value
 from lightning_zerocompile.runtime import Runtime
 from lightning_zerocompile.steps import OptimizerSteps
-from lightning_zerocompile.support import check_equal_on_all_ranks, explain, make_whole, take_over
+from lightning_zerocompile.support import (
+    check_equal_on_all_ranks,
+    check_equal_optimizers,
+    explain,
+    make_whole,
+    settings_of,
+    take_over,
+)
 from lightning_zerocompile.units import UnitPlan, check_names, plan_units
 from lightning_zerocompile.window import Windows
 
@@ -39,10 +46,11 @@ class Engine:
         compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
         backend: of the process groups.
         autocast_dtype: of the autocast that every step runs under; ``None``: there is none.
+        settings: what else all ranks must have alike, by name.
 
     Raises:
-        RuntimeError: the ranks hold different models; a parameter is a shard that a failed run has left, is on a
-            foreign device or cannot be initialised.
+        RuntimeError: the ranks hold different models, options or versions; a parameter is a shard that a failed run has
+            left, is on a foreign device or cannot be initialised.
     """
 
     def __init__(
@@ -53,10 +61,11 @@ class Engine:
         compute_dtype: torch.dtype | None,
         backend: str,
         autocast_dtype: torch.dtype | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self.model, self.device, self.config = model, device, config
         take_over(model)
-        check_equal_on_all_ranks(model)
+        check_equal_on_all_ranks(model, settings_of(config) | dict(settings or {}))
         check_names(model, config.keep_gathered)
         one_graph = config.compile == "model"
         units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered, join_blocks=one_graph)
@@ -141,6 +150,7 @@ class Engine:
             self.runtime.core.end_forward(raised)
 
     def _begin(self, what: str) -> None:
+        self.windows.meet_again()
         self.runtime.pass_mark(what)
         if self.config.cuda_graphs:  # see [Note: CUDA graphs]
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
@@ -219,8 +229,15 @@ class Engine:
     # ---- optimizers ----
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """See :meth:`OptimizerSteps.attach`."""
+        """See :meth:`OptimizerSteps.attach`.
+
+        Raises:
+            RuntimeError: besides, the ranks have different optimizers.
+        """
         self.steps.attach(optimizers)
+        if optimizers:
+            names: dict[Tensor, str] = {slot.master: slot.name for slot in self.runtime.slots}
+            check_equal_optimizers(optimizers, names, self.runtime.agreement)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """See :meth:`OptimizerSteps.step`."""

@@ -13,17 +13,15 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from lightning_zerocompile.agreement import HAS_LEFT, Agreement
+from lightning_zerocompile.agreement import Agreement, CommunicationError
+
+__all__ = ["CommunicationError", "explain", "is_communication", "phase"]
 
 _GRACE = timedelta(seconds=5)  # for the others to say that they live; at most a tenth of the timeout
-_SIGNS = (  # torch raises a plain RuntimeError for gloo's; the last three are the runtime's own
+_SIGNS = (  # torch raises a plain RuntimeError for gloo's; the last is the runtime's own
     "/gloo/", "Connection closed by peer", "Connection reset by peer", "Application timeout caused", "NCCL error",
-    " failed on rank ", HAS_LEFT, "it died, hangs"
+    " failed on rank ",
 )  # fmt: skip
-
-
-class CommunicationError(RuntimeError):
-    """A collective or the store failed; names the phase, this rank, and those that are gone as far as that is known."""
 
 
 class _Strategy(Protocol):
@@ -51,12 +49,12 @@ def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Conc
         def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return method(self, *args, **kwargs)
-            except CommunicationError:
-                raise
             except RuntimeError as error:
-                if not is_communication(error):
+                if not is_communication(error) or (isinstance(error, CommunicationError) and error.explained):
                     raise
-                raise CommunicationError(explain(error, name, self.agreement, self.config.timeout)) from error
+                explained = CommunicationError(explain(error, name, self.agreement, self.config.timeout))
+                explained.explained = True
+                raise explained from error
 
         return call
 
@@ -65,7 +63,7 @@ def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Conc
 
 def is_communication(error: RuntimeError) -> bool:
     """Whether ``error`` is of the kind that another rank's end causes."""
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, (dist.DistError, CommunicationError)) or any(sign in str(error) for sign in _SIGNS)
 
 
 def explain(error: RuntimeError, name: str, agreement: Agreement | None, timeout: timedelta) -> str:

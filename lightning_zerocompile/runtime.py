@@ -121,11 +121,16 @@ class Runtime:
 
         self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
         self.agreement = Agreement(mesh, self.name, config.timeout)
-        self._comparisons = Comparisons(self.agreement, config.timeout)
-        self.reads = Reads(self._comparisons, config.timeout)
+        self.comparisons = Comparisons(self.agreement, config.timeout)
+        self.reads = Reads(self.comparisons, config.timeout)
         self.core.set_callbacks(
-            bind, self._comparisons.order, self._comparisons.gather, self._comparisons.used_parameters
+            bind,
+            self.comparisons.order,
+            self.comparisons.gather,
+            self.comparisons.used_parameters,
+            self.agreement.look,
         )
+        self.agreement.watch()
 
     # ---- set-up ----
 
@@ -320,7 +325,7 @@ class Runtime:
             RuntimeError: another rank came to another mark, or after other gathers.
         """
         if self.mesh.size() > 1 and len(self._kept) < len(self._masters):
-            self._comparisons.mark(f"{what}, after {self.core.gathered_so_far()}")
+            self.comparisons.mark(f"{what}, after {self.core.gathered_so_far()}")
 
     # ---- phases of a step ----
 
@@ -355,8 +360,7 @@ class Runtime:
     @torch.no_grad()  # so this does not count as the forward's order
     def _refresh_kept(self) -> None:
         """Gathers stale values (first step, loaded weights) here, since ranks may read different parameters later."""
-        self.core.enter(self._kept, False)
-        self.core.leave(self._kept)
+        self.core.refresh(self._kept)
 
     def masters_changed(self, masters: Sequence[Tensor]) -> None:
         """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""
@@ -376,12 +380,14 @@ class Runtime:
     def shutdown(self) -> None:
         """Drops every reference to the process groups, before they are destroyed. Waits for what is on its way."""
         self.reads.close()
-        self.core.shutdown(wait=True)
+        with contextlib.closing(self.agreement):
+            self.core.shutdown(wait=True)
 
     def abandon(self) -> None:
         """:meth:`shutdown` after a failure: waits for nothing, since other ranks may not come to it."""
         self.reads.close()
-        self.core.shutdown(wait=False)
+        with contextlib.closing(self.agreement):
+            self.core.shutdown(wait=False)
 
 
 def _grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[torch.dtype | None, bool]:

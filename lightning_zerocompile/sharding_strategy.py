@@ -25,13 +25,13 @@ from lightning_zerocompile.checkpoint import Checkpoints
 from lightning_zerocompile.compile import CompileStats
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.failures import CommunicationError, phase
+from lightning_zerocompile.failures import phase
 from lightning_zerocompile.launcher import Launcher
 from lightning_zerocompile.materialize import place
 from lightning_zerocompile.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
 from lightning_zerocompile.processes import ProcessStrategy
 from lightning_zerocompile.runtime import EagerReads, Stats
-from lightning_zerocompile.support import check_module, check_not_compiled, explain
+from lightning_zerocompile.support import check_module, check_not_compiled, explain, trainer_settings
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,8 @@ class ShardingStrategy(ProcessStrategy):
                 self._revert_layers = partial(layer_sync.revert, module)
             self.model = self.precision_plugin.convert_module(module)
             backend = self._process_group_backend or "gloo"
-            self._use(
-                Engine(module, self.root_device, self.config, dtype, backend, autocast_dtype(self.precision_plugin))
-            )
+            autocast, settings = autocast_dtype(self.precision_plugin), trainer_settings(trainer)
+            self._use(Engine(module, self.root_device, self.config, dtype, backend, autocast, settings))
             self.model_to_device()
         prepare_callbacks(trainer, module, self.engine)
         if fitting:
@@ -193,7 +192,7 @@ class ShardingStrategy(ProcessStrategy):
         explained = explain(str(exception)) if type(exception) is RuntimeError else None
         if explained is not None:  # a hook raised it, outside of steps
             exception.args = (explained,)
-        if self.agreement is not None and not isinstance(exception, CommunicationError):
+        if self.agreement is not None:
             self.agreement.leave(f"{type(exception).__name__}: {exception}")
 
     @override

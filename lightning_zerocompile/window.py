@@ -4,7 +4,8 @@ Source: DeepSpeed pull request 7992, ``engine.coalesce_grad_reduction``.
 
 [Note: agreement on windows] A rank that does not open a window, fails inside it or runs another number of backwards
 would meet the others' collectives with its own. So every rank says through the store, where its window ends and before
-anything is reduced, how it went; whoever hears something else raises.
+anything is reduced, how it went; whoever hears something else raises, and so does one that waits inside the window for
+a rank that has failed in it. With parameters gathered at each use, see also [Note: ranks apart] in csrc/gather.cpp.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from lightning_zerocompile.agreement import CommunicationError
 from lightning_zerocompile.budget import free_memory, smallest_share
 from lightning_zerocompile.policy import Lifetime
 from lightning_zerocompile.runtime import Runtime
@@ -24,6 +26,7 @@ from lightning_zerocompile.runtime import Runtime
 Gathers = Literal["auto", "step", "use"]
 
 _TOPIC = "window"  # of the messages
+_RUNS = "runs of a window"  # of those after a failure
 _SHARE_OF_FREE_MEMORY = 0.5  # what "auto" may fill with gathered parameters; the rest is for activations to come
 
 
@@ -36,7 +39,8 @@ class Windows:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._core = runtime, runtime.core
-        self._agreement = runtime.agreement
+        self._agreement, self._comparisons = runtime.agreement, runtime.comparisons
+        self._apart: dict[int, list[Any]] = {}  # what was gathered in windows that failed, see [Note: ranks apart]
         self._world = runtime.mesh.size()
         self._gathers_at_use = runtime.policy.lifetime is Lifetime.USE
         self._number = 0
@@ -54,7 +58,11 @@ class Windows:
         self.is_open = True
         self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
         self._core.set_deferred(True)
-        before = self._core.stats()
+        before = self._core.stats().backwards
+        apart = self._gathers_at_use and not held
+        self._comparisons.in_window(0 if max_bytes is None else self._number)
+        self._agreement.check = self._check_others
+        self._core.log_runs(apart)
         raised = True
         try:
             if held:
@@ -69,26 +77,84 @@ class Windows:
                 self._core.publish_order()  # others may wait for it in a backward, and hear of the error behind it
                 failure = json.dumps({"error": f"{type(error).__name__}: {error}"})
                 self._agreement.tell_numbered(_TOPIC, self._number, failure)
+                self._come_apart(apart)
             raise
         finally:
             self.is_open = False
+            self._comparisons.in_window(0)
+            if raised:
+                self._end_checks()
             self._core.set_deferred(False)
             self._core.set_window(None, -1)
             if held:
                 self._core.let_go(raised)
-        now = self._core.stats()
         mine = {}  # what ranks that run different numbers of backwards must not differ in
-        if self._gathers_at_use and not held:
-            mine["gathers"] = now.gathers - before.gathers
+        if apart:
+            mine["gathers"] = len(self._core.logged_runs())
         if max_bytes is not None:
-            mine["backwards"] = now.backwards - before.backwards
+            mine["backwards"] = self._core.stats().backwards - before
         try:
-            self._core.publish_order()
-            self._agree(mine)
+            try:
+                self._core.publish_order()
+                self._agree(mine)
+            except BaseException:
+                self._come_apart(apart)
+                raise
+            finally:
+                self._end_checks()
             self._core.flush()
         except BaseException:  # another rank has dropped its gradients
             self._core.drop_gradients()
             raise
+
+    # ---- what another rank's failure means here ----
+
+    def _check_others(self) -> None:
+        """While this rank waits inside a window: raises if one that it may wait for has failed in it."""
+        for rank in self._agreement.some(self._agreement.others):
+            message = self._agreement.heard_now(_TOPIC, self._number, rank)
+            if message is not None and "error" in (theirs := json.loads(message)):
+                raise self._failed(rank, theirs["error"])
+
+    def _end_checks(self) -> None:
+        self._agreement.check = lambda: None
+        self._core.log_runs(False)
+
+    def _come_apart(self, apart: bool) -> None:
+        """This rank leaves a window by an exception: before its next gather it meets the others."""
+        if not apart or self._world == 1:
+            return
+        runs = json.dumps(self._core.logged_runs())
+        self._apart[self._number] = json.loads(runs)
+        self._agreement.tell_numbered(_RUNS, self._number, runs)
+        self._core.come_apart(self.meet_again)
+
+    def meet_again(self) -> None:
+        """Takes part in the gathers that other ranks have started in a window which this one left earlier."""
+        for number, mine in list(self._apart.items()):
+            doing = f"has left window {number} of `coalesce_grad_reduction` by an exception and gathers again"
+            heard = self._agreement.ask_numbered(_RUNS, number)
+            everyone = [mine]
+            for rank, message in heard.items():
+                if message is None:
+                    raise self._agreement.silent(rank, doing)
+                everyone.append(json.loads(message))
+            longest = max(everyone, key=len)
+            if any(longest[: len(runs)] != runs for runs in everyone):
+                raise CommunicationError(
+                    f"zerocompile: rank {dist.get_rank()} {doing}, but in that window the ranks had gathered different "
+                    "parameters, so they cannot go on together. Train on from the last checkpoint (`ckpt_path=`)."
+                )
+            self._core.catch_up(longest[len(mine) :])
+            del self._apart[number]
+
+    def _failed(self, rank: int, error: str) -> CommunicationError:
+        failed = CommunicationError(
+            f"zerocompile: rank {rank} failed inside window {self._number} of `coalesce_grad_reduction` with {error}. "
+            f"Its gradients are lost, so rank {dist.get_rank()} cannot reduce its own."
+        )
+        failed.explained = True  # all ranks may catch theirs and go on: this one has not ended
+        return failed
 
     def _check(self, gather: object, max_bytes: object, accumulate_dtype: object) -> None:
         if self.is_open:
@@ -120,19 +186,16 @@ class Windows:
         where = f"at the end of window {self._number} of `coalesce_grad_reduction`"
         for rank, message in self._agreement.exchange_numbered(_TOPIC, self._number, json.dumps(mine)).items():
             if message is None:
-                raise RuntimeError(
+                raise CommunicationError(
                     f"zerocompile: rank {dist.get_rank()} is {where}, but rank {rank} has not come to it within "
                     f"{self._runtime.config.timeout}. Every rank must open the window in the same step; rank {rank} "
                     "did not, died or hangs."
                 )
             theirs = json.loads(message)
             if "error" in theirs:
-                raise RuntimeError(
-                    f"zerocompile: rank {rank} failed inside window {self._number} of `coalesce_grad_reduction` with "
-                    f"{theirs['error']}. Its gradients are lost, so rank {dist.get_rank()} cannot reduce its own."
-                )
+                raise self._failed(rank, theirs["error"])
             if theirs != mine:
-                raise RuntimeError(
+                raise CommunicationError(
                     f"zerocompile: {where} rank {dist.get_rank()} has {mine}, rank {rank} has {theirs}. With "
                     "parameters gathered at each use (stage 3), or with `max_bytes`, all ranks must run the same "
                     "forwards and backwards inside it; use gather='step', or stage 1 or 2, without `max_bytes`."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,11 @@ def make_engine(model: nn.Module, stage: int, **options: Any) -> Engine:
     apart = {"unit_bytes": 1} if options.get("compile") == "model" else {}
     config = Config(stage=stage, **({"backend": "aot_eager"} | apart | options))
     return Engine(model, place(), config, None, torch.distributed.get_backend())
+
+
+def compiled_here(yes: bool) -> contextlib.AbstractContextManager[Any]:
+    """Whether this rank runs compiled code; ranks with different options are refused."""
+    return contextlib.nullcontext() if yes else torch.compiler.set_stance("force_eager")
 
 
 def place() -> torch.device:

@@ -187,7 +187,7 @@ def _uneven(stage: int) -> float:
     twin.load_state_dict(model.state_dict())
     mine = models.Batches(models.rank())
     counts = [3 if r == 0 else 1 for r in range(models.world())]
-    with engines.engine(model, stage, compile="blocks" if models.rank() == 0 else False) as engine:
+    with engines.compiled_here(models.rank() == 0), engines.engine(model, stage) as engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         engine.attach_optimizers([optimizer])
         for start in (0, 10):

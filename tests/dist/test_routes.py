@@ -74,7 +74,7 @@ def _compared() -> list[int]:
     model, data = Routed(), models.Batches(models.rank())
     model.route = [0, 1, 2, 3]
     counts = []
-    with engines.engine(model, 3, compile="blocks" if models.rank() == 0 else False) as engine:
+    with engines.compiled_here(models.rank() == 0), engines.engine(model, 3) as engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine.attach_optimizers([optimizer])
         exchange, calls = engine.runtime.agreement.exchange, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -147,3 +148,61 @@ def test_what_only_some_ranks_do_is_an_error_on_all(ranks: Ranks, what: str, sta
     assert text in found
     if ranks.device == "cpu" or what != "not opened":  # there NCCL's watchdog ends the rank that waits, later than this
         assert found.count("Traceback") >= 2 and "hangs after" not in found
+
+
+def _goes_on(stage: int, gather: Any, max_bytes: int | None, compiled: bool) -> dict[str, Any]:
+    """Rank 0 fails early in a window, the others run two more backwards in it; all catch that and train on."""
+    model, twin = models.ByteModel(), models.ByteModel()
+    twin.load_state_dict(model.state_dict())
+    data, said, start = models.Batches(models.rank()), "", time.monotonic()
+    with engines.engine(model, stage, compile="blocks" if compiled else False, timeout=timedelta(seconds=60)) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+
+        def backward(number: int) -> None:
+            engines.token_loss(model, data[number]).backward()
+            engine.after_backward()
+
+        for first in (0, 10):
+            try:
+                with engine.training_step(), engine.windows.open(gather, max_bytes, None):
+                    for number in range(3):
+                        backward(number)
+                        if models.rank() == 0:
+                            raise ArithmeticError("early")
+            except (ArithmeticError, RuntimeError) as error:
+                said += str(error)
+            with engine.training_step(), engine.windows.open(gather, max_bytes, None):
+                backward(first + 4)
+                backward(first + 5)
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
+    for first in (0, 10):
+        for rank in range(models.world()):
+            for number in (first + 4, first + 5):
+                (engines.token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"said": said, "seconds": time.monotonic() - start, "deviation": models.deviation(model, twin)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "gather", "max_bytes", "compiled"),
+    [
+        (3, "use", None, False),
+        (3, "use", None, True),
+        (3, "use", 0, False),
+        (3, "step", 0, True),
+        (1, "step", 0, False),
+        pytest.param(2, "step", 0, True, marks=pytest.mark.long),
+        pytest.param(3, "step", None, False, marks=pytest.mark.long),
+    ],
+)
+def test_ranks_train_on_after_one_failed_early_in_a_window(
+    ranks: Ranks, stage: int, gather: str, max_bytes: int | None, compiled: bool
+) -> None:
+    for rank, found in enumerate(ranks.run(_goes_on, stage, gather, max_bytes, compiled)):
+        assert rank == 0 or found["said"].count("failed inside window") == 2, found
+        assert found["deviation"] < 1e-6, found
+        assert found["seconds"] < 45, found
