@@ -190,9 +190,6 @@ def _goes_on(stage: int, gather: Any, max_bytes: int | None, compiled: bool) -> 
 @pytest.mark.parametrize(
     ("stage", "gather", "max_bytes", "compiled"),
     [
-        (3, "use", None, False),
-        (3, "use", None, True),
-        (3, "use", 0, False),
         (3, "step", 0, True),
         (1, "step", 0, False),
         pytest.param(2, "step", 0, True, marks=pytest.mark.long),
