@@ -9,8 +9,8 @@ namespace zerocompile {
 // [Note: low gathers] Under autocast a linear layer casts its float32 weight before it computes. Such a use asks for
 // the cast (`gather_cast` in a graph, `read` with `cast` in eager code), any other use for the full value. Where no
 // rank has ever asked for the full value a gather can move the cast: the same bits, half the bytes. The ranks agree
-// once on these parameters, at the same mark of their programs (casts.py). Until then, and for all others, the runtime
-// casts what it holds: a use never knows which it is.
+// once on these parameters, at the same mark of their programs (sharding/autocast.py). Until then, and for all others,
+// the runtime casts what it holds: a use never knows which it is.
 //
 // A full value that is asked for later has its unit gathered again in full, all of it, and that serves every use until
 // the unit is dropped. What a use asks for is a property of the program, compiled or not, so all ranks do the same;

@@ -1,6 +1,6 @@
 // The operators that the model's program contains. `gather` and `reduce_grad` are traced; the others are what our
 // passes lower them to. None carries a number that names a parameter: identity is the value of the handle, so equal
-// blocks share one graph (DESIGN.md section 3, rule 1).
+// blocks share one graph (lightning_zerocompile/README.md, rule 1).
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -236,8 +236,8 @@ TORCH_LIBRARY(zerocompile, m) {
   m.def("release_(Tensor(a!)[] fulls, Tensor[] handles, bool last) -> ()", tags);
   m.def("reduce_unit_(Tensor(a!)[] grads, Tensor[] handles) -> ()", tags);
   m.def("reduce_fence_(Tensor(a!)[] grads) -> ()", tags);
-  // For a single parameter: calls cost less without lists. `unused` is never given: it keeps Inductor's C++ wrapper from
-  // torch's C interface, which would lose the texts of our errors.
+  // For a single parameter: calls cost less without lists. `unused` is never given: it keeps Inductor's C++ wrapper
+  // from torch's C interface, which would lose the texts of our errors.
   m.def("gather_unit.one(Tensor source, Tensor handle, int[] size, bool expects_grad) -> Tensor", tags);
   m.def("wait_.one(Tensor(a!) full, Tensor handle, bool expects_grad, int[]? unused=None) -> ()", tags);
   m.def("release_.one(Tensor(a!) full, Tensor handle, bool last, int[]? unused=None) -> ()", tags);

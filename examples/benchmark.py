@@ -281,9 +281,9 @@ def main() -> int:
         worker(args)
         return 0
     if any(system.startswith("stage") for system in args.systems):
-        from lightning_zerocompile import extension
+        from lightning_zerocompile.runtime import build
 
-        extension.load()  # no system's time includes the build
+        build.load()  # no system's time includes the build
     rows: list[Row] = []
     all_succeeded = True
     for accumulate in args.accumulate:

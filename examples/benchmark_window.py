@@ -97,7 +97,7 @@ class Memory:
 
 def pool_bytes(device: torch.device) -> int:
     """Of the pools that CUDA graphs own, which torch does not count as allocated."""
-    from lightning_zerocompile.budget import segments_of_graphs
+    from lightning_zerocompile.runtime.memory_budget import segments_of_graphs
 
     return sum(segment["total_size"] for segment in segments_of_graphs(device))
 
@@ -168,7 +168,7 @@ def ours(
             compute(batches)
             optimizer.zero_grad()  # inside a window: what waits is dropped
 
-        with engine.training_step(), engine.windows.open("step", None, None):
+        with engine.training_step(), engine.windows.open("window", None, None):
             yield run
 
     return step, counts, backwards
@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--backwards", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--compile", nargs="+", choices=["blocks", "model", "eager"], default=["blocks", "model"])
     parser.add_argument("--stages", type=int, nargs="+", choices=[1, 2, 3], default=[1, 2, 3])
-    parser.add_argument("--gather", choices=["auto", "step", "use"], default="auto", help="of the window")
+    parser.add_argument("--gather", choices=["auto", "window", "use"], default="auto", help="of the window")
     parser.add_argument("--unit-mib", type=int, default=64, help="the strategy's unit_bytes")
     parser.add_argument("--mode", choices=["reduce-overhead"], help="of our graphs: CUDA graphs")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_zerocompile import extension
+from lightning_zerocompile.runtime import build
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,13 +14,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m lightning_zerocompile.build",
         description="Builds the C++ extension, if that is not done yet, loads it and prints where it is. The folder is "
-        f"chosen by {extension.CACHE_VARIABLE}.",
+        f"chosen by {build.CACHE_VARIABLE}.",
     )
     parser.parse_args(arguments)
     try:
-        binary = extension.binary()
-        extension.import_binary(extension.MODULE, binary)
-    except extension.ExtensionBuildError as error:
+        binary = build.binary()
+        build.import_binary(build.MODULE, binary)
+    except build.ExtensionBuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(binary)

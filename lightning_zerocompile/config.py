@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from enum import Enum
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
+
+
+class Lifetime(Enum):
+    """How long a gathered value lives."""
+
+    USE = "use"  # gathered for each forward and each backward use
+    STEP = "step"  # gathered once, after the optimizer wrote
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What one stage does with every parameter: two independent policies.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2019).
+    """
+
+    lifetime: Lifetime
+    accumulates_locally: bool  # gradients of an accumulation wait, unreduced, for its last backward
+
+    @classmethod
+    def of_stage(cls, stage: int) -> Policy:
+        return cls(
+            lifetime=Lifetime.USE if stage == 3 else Lifetime.STEP,
+            accumulates_locally=stage == 1,
+        )
+
 
 CompileScope = Literal["blocks", "model", False]
 
@@ -27,6 +56,28 @@ def as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"`{name}={value!r}` is not a floating-point dtype; use for example torch.bfloat16 or None.")
     return dtype
+
+
+_RENAMED = {
+    "checkpoint": "`state_dict_type` ('full' or 'sharded')",
+    "accumulate": "`defer_grad_sync` (True for 'local')",
+    "whole_values": "`full_param_optimizers`",
+}
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def refuse_old_names(init: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a constructor: an argument that had another name in an earlier version raises with the new one."""
+
+    @wraps(init)  # its signature stays what LightningCLI reads
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for old, new in _RENAMED.items():
+            if old in kwargs:
+                raise TypeError(f"ZeroCompileStrategy has no argument `{old}` any more; use {new}.")
+        return init(*args, **kwargs)
+
+    return checked
 
 
 @dataclass(frozen=True)
@@ -53,11 +104,11 @@ class Config:
     keep_gathered: tuple[str, ...] = ()
     memory_budget: int | Literal["auto"] | None = None
     copy_engine: bool | Literal["auto"] = "auto"
-    accumulate: str | None = None
+    defer_grad_sync: bool = False
     keep_gradients: bool = False
     unshard_after_fit: bool = True
-    checkpoint: str = "full"
-    whole_values: tuple[str, ...] = ()
+    state_dict_type: str = "full"
+    full_param_optimizers: tuple[str, ...] = ()
     timeout: timedelta = timedelta(minutes=30)
 
     def __post_init__(self) -> None:
@@ -88,12 +139,12 @@ class Config:
                 raise ValueError(f"`{name}={value!r}` must be a floating-point torch.dtype or None.")
         if not (self.dynamic is None or isinstance(self.dynamic, bool)):
             raise ValueError(f"`dynamic={self.dynamic!r}` is not understood; choose True, False or None.")
-        if self.checkpoint not in ("full", "sharded"):
+        if self.state_dict_type not in ("full", "sharded"):
             raise ValueError(
-                f"`checkpoint={self.checkpoint!r}` is not understood; choose 'full' (one file with full tensors) or "
-                "'sharded' (a directory to which every rank writes its shards)."
+                f"`state_dict_type={self.state_dict_type!r}` is not understood; choose 'full' (one file with full "
+                "tensors) or 'sharded' (a directory to which every rank writes its shards)."
             )
-        for name in ("cast_forward_inputs", "keep_gradients", "unshard_after_fit"):
+        for name in ("defer_grad_sync", "cast_forward_inputs", "keep_gradients", "unshard_after_fit"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}={getattr(self, name)!r}` is not understood; choose True or False.")
         if not isinstance(self.unit_bytes, int) or isinstance(self.unit_bytes, bool) or self.unit_bytes <= 0:
@@ -110,19 +161,15 @@ class Config:
                 f"`memory_budget={budget!r}` is not understood; give a number of bytes on each device, 'auto' (three "
                 "quarters of what is free at the peak of the first two steps) or None (nothing more stays gathered)."
             )
-        if not all(isinstance(name, str) and name for name in self.whole_values):
+        if not all(isinstance(name, str) and name for name in self.full_param_optimizers):
             raise ValueError(
-                f"`whole_values={self.whole_values!r}` must be names of optimizer classes, for example ['Shampoo']."
+                f"`full_param_optimizers={self.full_param_optimizers!r}` must be names of optimizer classes, for "
+                "example ['Shampoo']."
             )
         if not (isinstance(self.copy_engine, bool) or self.copy_engine == "auto"):
             raise ValueError(
                 f"`copy_engine={self.copy_engine!r}` is not understood; choose 'auto' (where all ranks' GPUs are in "
                 "one host and reach each other's memory), True (or raise) or False."
-            )
-        if self.accumulate not in (None, "local"):
-            raise ValueError(
-                f"`accumulate={self.accumulate!r}` is not understood; choose 'local' (full gradients wait for the last "
-                "backward of an accumulation, at every stage) or None (they do at stage 1 only)."
             )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             raise ValueError(f"`timeout={self.timeout!r}` must be a positive datetime.timedelta.")

@@ -16,14 +16,15 @@ from pathlib import Path
 
 import torch
 
-from lightning_zerocompile import files, sharded_checkpoint
+from lightning_zerocompile.checkpoint import directory as checkpoint_directory
+from lightning_zerocompile.checkpoint import files
 
 
 def consolidate(directory: Path, file: Path, trust: bool = False, force: bool = False) -> None:
     """Writes the checkpoint in ``directory`` to ``file``.
 
     Args:
-        directory: written with ``checkpoint="sharded"``, or by Lightning's FSDP or model-parallel strategy.
+        directory: written with ``state_dict_type="sharded"``, or by Lightning's FSDP or model-parallel strategy.
         file: appears only when all of it is on the disk.
         trust: whether objects of any class are unpickled, which can run any code.
         force: whether a file that is there is replaced.
@@ -41,7 +42,7 @@ def consolidate(directory: Path, file: Path, trust: bool = False, force: bool = 
             raise NotADirectoryError(f"`{directory}` is a file: only directories of shards need this command.")
         raise FileNotFoundError(f"There is no directory `{directory}`.")
     _check_target(file, force)
-    checkpoint = sharded_checkpoint.load(directory, {}, weights_only=not trust, with_optimizers=True)
+    checkpoint = checkpoint_directory.load(directory, {}, weights_only=not trust, with_optimizers=True)
     draft = files.Draft(file, directory=False)
     try:
         draft.write(lambda target: torch.save(checkpoint, target))
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file = directory.with_name(f"{directory.name}.consolidated") if options.file is None else options.file.absolute()
     try:
         consolidate(directory, file, options.trust, options.force)
-        if not (directory / sharded_checkpoint.CHECKSUMS).is_file():
+        if not (directory / checkpoint_directory.CHECKSUMS).is_file():
             print("warning: the directory has no checksums, so damage could not be looked for", file=sys.stderr)
     except (OSError, RuntimeError, pickle.UnpicklingError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

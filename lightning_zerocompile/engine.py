@@ -14,24 +14,32 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zerocompile import buffers, leaves, shard
-from lightning_zerocompile.budget import MemoryBudget
-from lightning_zerocompile.casts import cast_inputs
-from lightning_zerocompile.compile import Regions, remove_regions, whole_modules
+from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
-from lightning_zerocompile.full_values import full_value
-from lightning_zerocompile.runtime import Runtime
-from lightning_zerocompile.steps import OptimizerSteps
-from lightning_zerocompile.support import (
-    check_equal_on_all_ranks,
-    check_equal_optimizers,
-    explain,
+from lightning_zerocompile.optim.hooks import OptimizerSteps
+from lightning_zerocompile.runtime.memory_budget import MemoryBudget
+from lightning_zerocompile.runtime.runtime import Runtime
+from lightning_zerocompile.runtime.window import Windows
+from lightning_zerocompile.sharding import buffers
+from lightning_zerocompile.sharding.autocast import cast_inputs
+from lightning_zerocompile.sharding.checks import check_equal_on_all_ranks, check_equal_optimizers, explain, settings_of
+from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of
+from lightning_zerocompile.sharding.module_swap import (
+    BASE,
+    PARAMETERS,
     make_whole,
-    settings_of,
+    modules_of,
+    owner_of,
+    refresh_all,
+    refuse_shards,
+    remove_regions,
+    restore_classes,
     take_over,
+    unshard_parameters,
 )
-from lightning_zerocompile.units import UnitPlan, check_names, plan_units
-from lightning_zerocompile.window import Windows
+from lightning_zerocompile.sharding.parameter import ShardedParameter
+from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
 
 _PATIENCE = timedelta(seconds=5)  # how long a rank that has failed waits for the others to end; a tenth of the timeout
 
@@ -88,11 +96,11 @@ class Engine:
             self.abandon()
             raise
         self.windows = Windows(self.runtime)
-        self._accumulates_locally = self.runtime.policy.accumulates_locally or config.accumulate == "local"
+        self._accumulates_locally = self.runtime.policy.accumulates_locally or config.defer_grad_sync
 
     def manages(self, model: nn.Module) -> bool:
         """Whether this is the sharded ``model``, and no other engine has taken it over."""
-        return self.model is model and shard.owner(model) is self.runtime.core
+        return self.model is model and owner_of(model) is self.runtime.core
 
     def _add_regions(self, units: Sequence[UnitPlan]) -> None:
         blocks = [(plan.name, plan.block) for plan in units if plan.block is not None]
@@ -100,20 +108,20 @@ class Engine:
             if self.config.compile != "model":
                 self.regions.add(name, block, [self.runtime.unit_of[name]])
         if self.config.compile == "model" or (self.config.compile == "blocks" and not blocks):
-            for name, module in whole_modules(self.model):
+            for name, module in top_level_modules(self.model):
                 self.regions.add(name, module, [])
         if self.config.compile == "blocks" and blocks:
             self._add_leaves([block for _, block in blocks])
         if self.config.param_dtype is not None and self.config.cast_forward_inputs:
-            children = [child for _, child in whole_modules(self.model)]
+            children = [child for _, child in top_level_modules(self.model)]
             cast_inputs([self.model, *children, *(block for _, block in blocks)], self.config.param_dtype)
 
     def _add_leaves(self, blocks: Sequence[nn.Module]) -> None:
         inside = {inner for block in blocks for inner in block.modules()}
         for name, module in self.model.named_modules():
-            slots = module.__dict__.get(shard.SLOTS, {})
-            units = {self.runtime.unit_of_slot(slot) for slot in slots.values()}
-            plain = getattr(type(module), shard.BASE, type(module)).__module__.startswith("torch.nn.modules.")
+            sharded_parameters = module.__dict__.get(PARAMETERS, {})
+            units = {self.runtime.unit_of_parameter(sharded) for sharded in sharded_parameters.values()}
+            plain = getattr(type(module), BASE, type(module)).__module__.startswith("torch.nn.modules.")
             plain = plain and getattr(module, "max_norm", None) is None  # such an embedding writes to its weight
             if module not in inside and plain and len(units) == 1 and next(module.children(), None) is None:
                 self.regions.add_leaf(name, module, units.pop())
@@ -129,8 +137,8 @@ class Engine:
         if not (self.windows.is_open or self.windows.in_accumulation):
             self.budget.spend()
         self.runtime.casts.begin_step()
-        modules = shard.modules_of(self.model)
-        shard.refresh_all(self.model, modules)
+        modules = modules_of(self.model)
+        refresh_all(self.model, modules)
         self._broadcast_buffers(modules)
         with self.runtime.forward(), self._user_code():
             yield
@@ -140,7 +148,7 @@ class Engine:
         """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
         self._begin(f"{what} step")
         if fitting:
-            self._broadcast_buffers(shard.modules_of(self.model))
+            self._broadcast_buffers(modules_of(self.model))
         raised = True
         try:
             with self.runtime.forward(), self._user_code():
@@ -157,8 +165,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _user_code(self) -> Iterator[None]:
-        """In here a parameter that user code computes with is its full value, see [Note: leaves]."""
-        moment = self.runtime.moment
+        """In here a parameter that user code computes with is its full value, see [Note: masters]."""
+        moment = self.runtime.step_state
         before, moment.in_step = moment.in_step, True
         try:
             yield
@@ -236,8 +244,8 @@ class Engine:
         """
         self.steps.attach(optimizers)
         if optimizers:
-            names: dict[Tensor, str] = {slot.master: slot.name for slot in self.runtime.slots}
-            check_equal_optimizers(optimizers, names, self.runtime.agreement)
+            names: dict[Tensor, str] = {sharded.master: sharded.name for sharded in self.runtime.sharded_parameters}
+            check_equal_optimizers(optimizers, names, self.runtime.messages)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """See :meth:`OptimizerSteps.step`."""
@@ -245,20 +253,20 @@ class Engine:
 
     # ---- values ----
 
-    def settle(self) -> None:
+    def apply_writes(self) -> None:
         """Takes over what user code wrote to gathered values."""
         self.runtime.core.write_back()
 
     @contextlib.contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
         """See :meth:`ZeroCompileStrategy.full_parameters`."""
-        slots = _slots_of(module)
-        units = sorted({self.runtime.unit_of_slot(slot) for slot in slots.values()})
+        sharded_parameters = _slots_of(module)
+        units = sorted({self.runtime.unit_of_parameter(sharded) for sharded in sharded_parameters.values()})
         core = self.runtime.core
         core.lend(units)
         try:
             with torch.no_grad(), self.runtime.ordinary_saving():
-                yield {name: core.lent_value(slot.index) for name, slot in slots.items()}
+                yield {name: core.lent_value(sharded.index) for name, sharded in sharded_parameters.items()}
         except BaseException:
             core.take_back(units, False, False)
             raise
@@ -267,8 +275,8 @@ class Engine:
     def full_gradients(self, module: nn.Module) -> dict[str, Tensor]:
         """See :meth:`ZeroCompileStrategy.full_gradients`."""
         self.reduce_pending("`full_gradients`")
-        with torch.no_grad(), leaves.plain():
-            found = {name: leaves.gradient_of(slot.master) for name, slot in _slots_of(module).items()}
+        with torch.no_grad(), as_plain_tensors():
+            found = {name: gradient_of(sharded.master) for name, sharded in _slots_of(module).items()}
             grads = {name: grad for name, grad in found.items() if isinstance(grad, DTensor)}
             self.runtime.reads.compare(f"`full_gradients` of {len(grads)} parameters")
             return {name: full_value(grad).clone() for name, grad in grads.items()}
@@ -305,12 +313,12 @@ class Engine:
             if alone:
                 self.runtime.core.write_back()
             else:
-                reasons = self.runtime.agreement.reasons(patience)
+                reasons = self.runtime.messages.reasons(patience)
                 verdict = "gone" if None in reasons.values() else "all here"
-                if self.runtime.agreement.mark("rescue", 0, verdict)[1] != "all here":
+                if self.runtime.messages.mark("rescue", 0, verdict)[1] != "all here":
                     return False
                 group = dist.new_group(backend="gloo", timeout=2 * patience)
-            shard.unshard(self.model, group)
+            unshard_parameters(self.model, group)
         except RuntimeError:  # of the store, of a rank that has gone meanwhile, of a device that has failed
             return False
         finally:
@@ -333,17 +341,17 @@ class Engine:
             self.runtime.bind_gradients()
         if self.manages(self.model):
             remove_regions(self.model)
-            shard.remove(self.model)
-            shard.refuse_shards(self.model)
+            restore_classes(self.model)
+            refuse_shards(self.model)
         self.runtime.abandon()
 
 
-def _slots_of(module: nn.Module) -> dict[str, shard.Slot]:
+def _slots_of(module: nn.Module) -> dict[str, ShardedParameter]:
     """By the parameters' names in ``module``."""
     return {
-        f"{prefix}.{name}" if prefix else name: slot
+        f"{prefix}.{name}" if prefix else name: sharded
         for prefix, inner in module.named_modules()
-        for name, slot in inner.__dict__.get(shard.SLOTS, {}).items()
+        for name, sharded in inner.__dict__.get(PARAMETERS, {}).items()
     }
 
 

@@ -18,10 +18,10 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zerocompile.agreement import Agreement
 from lightning_zerocompile.config import Config
-from lightning_zerocompile.failures import phase
-from lightning_zerocompile.launcher import Launcher
+from lightning_zerocompile.plugins.launcher import Launcher
+from lightning_zerocompile.ranks.errors import phase
+from lightning_zerocompile.ranks.messages import Messages
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -40,7 +40,7 @@ class ProcessStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
 
     @property
-    def agreement(self) -> Agreement | None:
+    def messages(self) -> Messages | None:
         """What this rank tells the others through the store while the model is sharded."""
         return None
 

@@ -19,19 +19,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zerocompile.agreement import Agreement
-from lightning_zerocompile.callbacks import before_optimizer_state, prepare_callbacks, refuse_callbacks
-from lightning_zerocompile.checkpoint import Checkpoints
-from lightning_zerocompile.compile import CompileStats
+from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
+from lightning_zerocompile.compile.backend import CompileStats
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.failures import phase
-from lightning_zerocompile.launcher import Launcher
-from lightning_zerocompile.materialize import place
-from lightning_zerocompile.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
+from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prepare_callbacks, refuse_callbacks
+from lightning_zerocompile.plugins.launcher import Launcher
+from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
 from lightning_zerocompile.processes import ProcessStrategy
-from lightning_zerocompile.runtime import EagerReads, Stats
-from lightning_zerocompile.support import check_module, check_not_compiled, explain, trainer_settings
+from lightning_zerocompile.ranks.errors import phase
+from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.runtime.runtime import EagerReads, Stats
+from lightning_zerocompile.sharding.checks import check_module, check_not_compiled, explain, trainer_settings
+from lightning_zerocompile.sharding.meta_init import place
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ShardingStrategy(ProcessStrategy):
     def __init__(
         self, config: Config, sharded_checkpoints: bool, process_group_backend: str | None, **kwargs: Any
     ) -> None:
-        self._checkpoints = Checkpoints(sharded_checkpoints, config.whole_values, config.timeout)
+        self._checkpoints = Checkpoints(sharded_checkpoints, config.full_param_optimizers, config.timeout)
         super().__init__(config, process_group_backend, **kwargs)
         self._engine: Engine | None = None
         self._last: Statistics | None = None  # of the run that has ended
@@ -154,7 +154,7 @@ class ShardingStrategy(ProcessStrategy):
         """Shards, or full values on the CPU of rank 0 and nothing on the others; collective."""
         if self._engine is not None:
             self._engine.runtime.pass_mark("a checkpoint")
-            self._engine.settle()
+            self._engine.apply_writes()
         return self._checkpoints.model_state(self._module)
 
     @override
@@ -192,8 +192,8 @@ class ShardingStrategy(ProcessStrategy):
         explained = explain(str(exception)) if type(exception) is RuntimeError else None
         if explained is not None:  # a hook raised it, outside of steps
             exception.args = (explained,)
-        if self.agreement is not None:
-            self.agreement.leave(f"{type(exception).__name__}: {exception}")
+        if self.messages is not None:
+            self.messages.leave(f"{type(exception).__name__}: {exception}")
 
     @override
     @phase("the teardown")
@@ -261,8 +261,8 @@ class ShardingStrategy(ProcessStrategy):
 
     @property
     @override
-    def agreement(self) -> Agreement | None:
-        return None if self._engine is None else self._engine.runtime.agreement
+    def messages(self) -> Messages | None:
+        return None if self._engine is None else self._engine.runtime.messages
 
     @property
     def engine(self) -> Engine:

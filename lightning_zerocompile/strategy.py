@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zerocompile.compile import CompileStats
-from lightning_zerocompile.config import CompileScope, Config, as_dtype
-from lightning_zerocompile.failures import phase
-from lightning_zerocompile.runtime import EagerReads, Stats
+from lightning_zerocompile.compile.backend import CompileStats
+from lightning_zerocompile.config import CompileScope, Config, as_dtype, refuse_old_names
+from lightning_zerocompile.ranks.errors import phase
+from lightning_zerocompile.runtime.runtime import EagerReads, Stats
+from lightning_zerocompile.runtime.window import Gathers
 from lightning_zerocompile.sharding_strategy import ShardingStrategy
-from lightning_zerocompile.window import Gathers
 
 
 class ZeroCompileStrategy(ShardingStrategy):
@@ -29,9 +29,10 @@ class ZeroCompileStrategy(ShardingStrategy):
 
     Args:
         stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
-        compile: ``"blocks"``: each repeated block of the model is compiled, all equal ones with one compilation (a
-            model without any as with ``"model"``); ``"model"``: each top-level child as one graph (of one that only
-            holds others, such as a ``ModuleList``, each of these); ``False``: nothing, everything runs eagerly.
+        compile: ``"blocks"`` (or ``True``): each repeated block of the model is compiled, all equal ones with one
+            compilation (a model without any as with ``"model"``); ``"model"``: each top-level child as one graph (of
+            one that only holds others, such as a ``ModuleList``, each of these); ``False``: nothing, everything runs
+            eagerly.
         backend: ``"inductor"`` or ``"aot_eager"`` (the same graphs and passes without code generation).
         mode: torch.compile's mode. ``"reduce-overhead"`` and ``"max-autotune"`` replay CUDA graphs.
         dynamic: torch.compile's ``dynamic``.
@@ -55,8 +56,8 @@ class ZeroCompileStrategy(ShardingStrategy):
             copies between the GPUs of one host instead of NCCL's kernels, which take multiprocessors from the compute
             beside them; ``"auto"``: where all ranks are on one host and their GPUs reach each other's memory;
             ``True``: or raise (gathers only).
-        accumulate: ``"local"``: at every stage the full gradients of an accumulation (Lightning's
-            ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; ``None``: only
+        defer_grad_sync: at every stage the full gradients of an accumulation (Lightning's
+            ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; otherwise only
             at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.
         keep_gradients: leave ``p.grad`` after ``optimizer.step()``; by default its memory is released there.
         unshard_after_fit: make the module an ordinary one with full parameters, on the CPU, when ``fit`` has succeeded;
@@ -64,12 +65,12 @@ class ZeroCompileStrategy(ShardingStrategy):
             the next run takes it over. After an exception the module is made whole, too, if all ranks end their run
             within five seconds (at most a tenth of ``timeout``) and, with several of them, run on the CPU. Otherwise it
             stays sharded: it then raises when it is called, when its ``state_dict`` is asked for and in a further fit.
-        checkpoint: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
+        state_dict_type: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
             write their shards. Either loads at any stage, world size and with either setting, and is written in the
             background with Lightning's ``AsyncCheckpointIO()``.
-        whole_values: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels that take
-            addresses): they see whole parameters, gradients and states, one unit at a time, on every rank. Only for
-            those that update each parameter from its own gradient and state. Torch's own need no mention.
+        full_param_optimizers: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels
+            that take addresses): they see whole parameters, gradients and states, one unit at a time, on every rank.
+            Only for those that update each parameter from its own gradient and state. Torch's own need no mention.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
         timeout: how long ranks wait for each other in a collective or for a message. When it ends, or a peer closes its
             connection (gloo), the error names the phase and the rank.
@@ -82,10 +83,11 @@ class ZeroCompileStrategy(ShardingStrategy):
 
     strategy_name = "zerocompile"
 
+    @refuse_old_names
     def __init__(
         self,
         stage: Literal[1, 2, 3] = 3,
-        compile: CompileScope = "blocks",
+        compile: CompileScope | Literal[True] = "blocks",
         backend: Literal["inductor", "aot_eager"] = "inductor",
         mode: str | None = None,
         dynamic: bool | None = None,
@@ -99,11 +101,11 @@ class ZeroCompileStrategy(ShardingStrategy):
         keep_gathered: Sequence[str] = (),
         memory_budget: int | Literal["auto"] | None = None,
         copy_engine: bool | Literal["auto"] = "auto",
-        accumulate: Literal["local"] | None = None,
+        defer_grad_sync: bool = False,
         keep_gradients: bool = False,
         unshard_after_fit: bool = True,
-        checkpoint: Literal["full", "sharded"] = "full",
-        whole_values: Sequence[str] = (),
+        state_dict_type: Literal["full", "sharded"] = "full",
+        full_param_optimizers: Sequence[str] = (),
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
@@ -114,7 +116,7 @@ class ZeroCompileStrategy(ShardingStrategy):
     ) -> None:
         config = Config(
             stage=stage,
-            compile=compile,
+            compile="blocks" if compile is True else compile,
             backend=backend,
             mode=mode,
             dynamic=dynamic,
@@ -128,16 +130,18 @@ class ZeroCompileStrategy(ShardingStrategy):
             keep_gathered=(keep_gathered,) if isinstance(keep_gathered, str) else tuple(keep_gathered),
             memory_budget=memory_budget,
             copy_engine=copy_engine,
-            accumulate=accumulate,
+            defer_grad_sync=defer_grad_sync,
             keep_gradients=keep_gradients,
             unshard_after_fit=unshard_after_fit,
-            checkpoint=checkpoint,
-            whole_values=(whole_values,) if isinstance(whole_values, str) else tuple(whole_values),
+            state_dict_type=state_dict_type,
+            full_param_optimizers=(full_param_optimizers,)
+            if isinstance(full_param_optimizers, str)
+            else tuple(full_param_optimizers),
             timeout=timeout,
         )
         super().__init__(
             config,
-            checkpoint == "sharded",
+            state_dict_type == "sharded",
             process_group_backend,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -194,7 +198,7 @@ class ZeroCompileStrategy(ShardingStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradients of the backwards inside wait for the next one outside (see ``accumulate``)."""
+        """Gradients of the backwards inside wait for the next one outside (see ``defer_grad_sync``)."""
         with self.engine.accumulation():
             yield
 
@@ -209,15 +213,15 @@ class ZeroCompileStrategy(ShardingStrategy):
 
         Gradients from before the window are kept and added to. While it is open this rank holds up to one full gradient
         of the model. Every rank must open the window in the same step; at stages 1 and 2, and at stage 3 with
-        ``gather="step"``, ranks may run different numbers of backwards inside, without ``max_bytes``. An exception
+        ``gather="window"``, ranks may run different numbers of backwards inside, without ``max_bytes``. An exception
         drops the window's gradients without communication (with those of an unfinished accumulation that they were
         added to) and is raised again. Inside, ``zero_grad()`` drops what waits; ``p.grad`` is what it was before, or,
         if that was None, this rank's own full sum, ``[*p.shape]``. Source: DeepSpeed PR 7992.
 
         Args:
-            gather: at stage 3, ``"step"`` gathers every parameter once for all forwards and backwards inside (and
+            gather: at stage 3, ``"window"`` gathers every parameter once for all forwards and backwards inside (and
                 holds the whole model meanwhile), ``"use"`` gathers each at each use as outside, ``"auto"`` (default)
-                is ``"step"`` if parameters, gradients and an optimizer's moments fit in half of what is free on every
+                is ``"window"`` if parameters, gradients and an optimizer's moments fit in half of what is free on every
                 rank; decided in the first window.
             max_bytes: of full gradients that wait; when a backward leaves more, the largest units are reduced then,
                 and bound when the window closes.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_zerocompile import extension
+from lightning_zerocompile.runtime import build
 from tests import harness
 
 
@@ -43,7 +43,7 @@ def long(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def all_worlds(device: str, request: pytest.FixtureRequest) -> Iterator[harness.Worlds]:
-    extension.load()  # here, so that no test's time limit includes the build
+    build.load()  # here, so that no test's time limit includes the build
     with harness.worlds(device, request.config.getoption("--share-gpus")) as groups:
         yield groups
 

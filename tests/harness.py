@@ -30,7 +30,13 @@ import torch
 
 FAILED = ("error", "died", "hangs")
 GRACE = 15.0  # seconds that the other ranks get after one has failed
-IMPORTED = ["pytest", "tests.zoo", "tests.engines", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"]
+IMPORTED = [
+    "pytest",
+    "tests.architectures",
+    "tests.engines",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+]
 
 
 class RankError(AssertionError):

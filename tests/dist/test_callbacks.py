@@ -81,7 +81,7 @@ def _averages(kind: str, folder: str, cells: list[tuple[int, str]]) -> None:
     theirs = torch.load(f"{folder}/ddp.ckpt", weights_only=False)
     for stage, saves in cells:
         module, resumed, path = copy.deepcopy(start), copy.deepcopy(start), f"{folder}/{stage}-{saves}.ckpt"
-        strategy = ZeroCompileStrategy(stage, checkpoint=saves, **EAGER)  # type: ignore[arg-type]
+        strategy = ZeroCompileStrategy(stage, state_dict_type=saves, **EAGER)  # type: ignore[arg-type]
         watched = [AVERAGES[kind](), Averages(), _saving(path.removesuffix(".ckpt"))]
         trainer = models.fit_epochs(module, strategy, 3, callbacks=watched, enable_checkpointing=True)
         assert models.deviation(module, ddp) < 1e-6
@@ -144,12 +144,12 @@ def _finetuning(folder: str, checkpoint: Any) -> None:
     for stage, options in ((1, EAGER), (3, EAGER), (3, AOT)):
         module, resumed = copy.deepcopy(start), copy.deepcopy(start)
         path = f"{folder}/{stage}.ckpt"
-        strategy = ZeroCompileStrategy(stage, checkpoint=checkpoint, **options)
+        strategy = ZeroCompileStrategy(stage, state_dict_type=checkpoint, **options)
         models.fit_epochs(module, strategy, 4, callbacks=[Gradual()]).save_checkpoint(path)
         assert models.deviation(module, twin) < 1e-6
         assert all(p.requires_grad for p in module.parameters())
         if options is EAGER:
-            strategy = ZeroCompileStrategy(stage, checkpoint=checkpoint, **options)
+            strategy = ZeroCompileStrategy(stage, state_dict_type=checkpoint, **options)
             trainer = models.fit_epochs(resumed, strategy, 5, path, callbacks=[Gradual()])
             assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [4, 5, 10]
             assert models.deviation(resumed, module) > 1e-3
@@ -217,7 +217,7 @@ def _find(folder: str, checkpoint: Any) -> None:
     torch.manual_seed(0)
     start = models.Module(optimizer="adamw", lr=1e-3)
     found: list[Any] = []
-    ours = [ZeroCompileStrategy(s, checkpoint=checkpoint, **options) for s, options in ((1, EAGER), (3, AOT))]
+    ours = [ZeroCompileStrategy(s, state_dict_type=checkpoint, **options) for s, options in ((1, EAGER), (3, AOT))]
     for strategy in ("ddp", *ours):
         module = copy.deepcopy(start)
         trainer = models.make_trainer(strategy, max_epochs=1, limit_val_batches=0, default_root_dir=folder)

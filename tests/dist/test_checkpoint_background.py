@@ -1,4 +1,4 @@
-"""``checkpoint="sharded"`` with ``AsyncCheckpointIO``: directories are written while the training goes on."""
+"""``state_dict_type="sharded"`` with ``AsyncCheckpointIO``: directories are written while the training goes on."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_zerocompile import ZeroCompileStrategy, files, sharded_checkpoint
-from lightning_zerocompile.failures import CommunicationError
+from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.checkpoint import directory, files
+from lightning_zerocompile.ranks.errors import CommunicationError
 from tests import models
 from tests.dist.test_checkpoint import Saved, _data
 from tests.dist.test_checkpoint_damage import FullDisk
@@ -51,11 +52,11 @@ class Writer(FileSystemWriter):
 @contextmanager
 def _writing(before: Callable[[], Any]) -> Iterator[None]:
     Writer.before = staticmethod(before)
-    sharded_checkpoint.FileSystemWriter = Writer  # type: ignore[misc]
+    directory.FileSystemWriter = Writer  # type: ignore[misc]
     try:
         yield
     finally:
-        sharded_checkpoint.FileSystemWriter = FileSystemWriter  # type: ignore[misc]
+        directory.FileSystemWriter = FileSystemWriter  # type: ignore[misc]
 
 
 class Gate:
@@ -101,7 +102,7 @@ def _while_training(stage: int, folder: str) -> None:
     def save(trainer: L.Trainer) -> None:
         checkpoint = trainer._checkpoint_connector.dump_checkpoint()
         checkpoint["live"] = live
-        sharded_checkpoint.save(checkpoint, Path(folder, "now.ckpt"))
+        directory.save(checkpoint, Path(folder, "now.ckpt"))
         with _writing(gate):
             trainer.strategy.save_checkpoint(checkpoint, f"{folder}/later.ckpt")
             until = time.monotonic() + 40
@@ -279,7 +280,7 @@ def _at_the_call(folder: str) -> None:
         pass
 
     for plugin, name in ((Own(), "Own"), (AsyncCheckpointIO(FullDisk()), r"AsyncCheckpointIO\(FullDisk\)")):
-        with pytest.raises(MisconfigurationException, match=f"`{name}` cannot write checkpoint='sharded'"):
+        with pytest.raises(MisconfigurationException, match=f"`{name}` cannot write state_dict_type='sharded'"):
             _fit(Saved(), _strategy("sharded", 3), plugins=[plugin])
     _fit(Saved(), _strategy("sharded", 3), plugins=[AsyncCheckpointIO(TorchCheckpointIO())])
 
@@ -357,7 +358,8 @@ SCRIPT = """
 import sys, time, torch
 from datetime import timedelta
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning_zerocompile import ZeroCompileStrategy, files
+from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.checkpoint import files
 from tests import models
 
 checksum = files.checksum
@@ -373,7 +375,7 @@ class Saving(models.Module):
         raise ValueError("boom")
 
 torch.set_num_threads(1)
-strategy = ZeroCompileStrategy(compile=False, checkpoint="sharded", timeout=timedelta(seconds=10))
+strategy = ZeroCompileStrategy(compile=False, state_dict_type="sharded", timeout=timedelta(seconds=10))
 trainer = models.make_trainer(strategy, max_steps=1, plugins=[AsyncCheckpointIO()])
 module = models.Module() if sys.argv[2] == "succeeds" else Saving()
 trainer.fit(module, models.Batches(models.rank()))

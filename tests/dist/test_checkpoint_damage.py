@@ -18,15 +18,16 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_zerocompile import ZeroCompileStrategy, files, sharded_checkpoint
-from lightning_zerocompile.files import AtomicCheckpointIO
+from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.checkpoint import directory, files
+from lightning_zerocompile.checkpoint.files import AtomicCheckpointIO
 from tests import models
 from tests.dist.test_checkpoint import Saved, _data
 from tests.harness import Ranks
 
 
 def _fit(module: L.LightningModule, kind: str, epochs: int = 1, path: Path | None = None, **more: Any) -> L.Trainer:
-    strategy = ZeroCompileStrategy(compile=False, checkpoint=kind)  # type: ignore[arg-type]
+    strategy = ZeroCompileStrategy(compile=False, state_dict_type=kind)  # type: ignore[arg-type]
     trainer = models.make_trainer(strategy, max_epochs=epochs, limit_val_batches=0, **more)
     trainer.fit(module, _data(), ckpt_path=path)
     return trainer
@@ -63,7 +64,7 @@ def _damaged_directory(folder: str) -> dict[str, str]:
 
             _on_first(copy)
             try:
-                sharded_checkpoint.load(path, {}, None, True)
+                directory.load(path, {}, None, True)
             except RuntimeError as error:
                 errors[f"{what} {name}"] = str(error)
     with pytest.raises(RuntimeError, match=r"flipped__1_0.distcp.ckpt` is damaged: `__1_0.distcp` does not match"):
@@ -230,18 +231,20 @@ def _refusals(folder: str) -> None:
         for where in ((0, 1), (1,) if kind == "sharded" else (0,)):
             module = Careless()
             module.where = where
-            shards = models.make_trainer(ZeroCompileStrategy(compile=False, checkpoint=kind, unshard_after_fit=False))
+            shards = models.make_trainer(
+                ZeroCompileStrategy(compile=False, state_dict_type=kind, unshard_after_fit=False)
+            )
             shards.fit_loop.max_epochs = 1
             shards.fit(module, _data())
             assert isinstance(module.model._parameters["scale"], DTensor)
             with pytest.raises((TypeError, RuntimeError), match=r"checkpoint\['average'\]\['scale'\].*full_tensor"):
                 shards.save_checkpoint(saved)
         _fit(Saved(), kind, 2, Path(saved))  # none of it has touched what was there
-    with pytest.raises(ValueError, match="checkpoint='sharded' writes to a filesystem"):
+    with pytest.raises(ValueError, match="state_dict_type='sharded' writes to a filesystem"):
         trainer.save_checkpoint("memory://a.ckpt")
     with pytest.raises(RuntimeError, match="no checkpoint"):
         _fit(Saved(), "full", 2, Path(folder, "mine"))
-    with pytest.raises(MisconfigurationException, match="`FullDisk` cannot write checkpoint='sharded'"):
+    with pytest.raises(MisconfigurationException, match="`FullDisk` cannot write state_dict_type='sharded'"):
         _fit(Saved(), "sharded", plugins=[FullDisk()])
     there = sorted(p.name for p in Path(folder).iterdir())
     assert there == ["file", "full.ckpt", "mine", "sharded.ckpt"], there

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from lightning_zerocompile import sharded_checkpoint
-from lightning_zerocompile.checkpoint import full_optimizer_state, full_state_dict
-from lightning_zerocompile.files import AtomicCheckpointIO
+from lightning_zerocompile.checkpoint import directory
+from lightning_zerocompile.checkpoint.files import AtomicCheckpointIO
+from lightning_zerocompile.checkpoint.state import full_optimizer_state, full_state_dict
 from tests import models
 from tests.dist.test_checkpoint import AOT, Saved, _load
 from tests.dist.test_sharded_checkpoint import _differences, _fit, _strategy
@@ -111,7 +111,7 @@ def test_safetensors(ranks: Ranks, tmp_path: Path) -> None:
 # ---- reading in parallel ----
 
 
-class Counting(sharded_checkpoint._Reader):
+class Counting(directory._Reader):
     """Notes how many elements of each value are read, and from which files."""
 
     read: dict[str, int]
@@ -141,12 +141,12 @@ def _rows(folder: str) -> None:
     saving = ModelCheckpoint(folder, "a", every_n_epochs=1)  # in training: afterwards the model is whole
     _fit(Saved(), _strategy("sharded", 3), callbacks=[saving], enable_checkpointing=True)
     Counting.read, Counting.files = {}, {}
-    original, sharded_checkpoint._Reader = sharded_checkpoint._Reader, Counting  # type: ignore[misc]
+    original, directory._Reader = directory._Reader, Counting  # type: ignore[misc]
     expect = Expect()
     try:
         _fit(Saved(), _strategy("full", 1), 2, path, callbacks=[expect])
     finally:
-        sharded_checkpoint._Reader = original  # type: ignore[misc]
+        directory._Reader = original  # type: ignore[misc]
     assert {name: Counting.read.get(name, 0) for name in expect.elements} == expect.elements
     own = f"__{models.rank()}_0.distcp"
     others = {name: read for name, read in Counting.files.items() if name in expect.elements and read != {own}}

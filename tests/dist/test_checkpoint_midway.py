@@ -62,7 +62,7 @@ def _run(module: L.LightningModule, strategy: Any, folder: str, path: str | None
 def _midway(kind: str, stage: int, folder: str) -> None:
     start = Saved()
     whole, resumed = copy.deepcopy(start), copy.deepcopy(start)
-    strategy = ZeroCompileStrategy(stage, compile=False, checkpoint=kind)  # type: ignore[arg-type]
+    strategy = ZeroCompileStrategy(stage, compile=False, state_dict_type=kind)  # type: ignore[arg-type]
     first, trainer = _run(whole, strategy, folder)
     assert trainer.global_step == 12 and first.known["9"][0] == 1  # stopped after the third epoch
     path = f"{folder}/step=9.ckpt"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -63,7 +63,7 @@ def _windows(stage: int, mode: str, gather: str) -> dict[str, Any]:
                 with engine.windows.open(gather, None, None):
                     _backwards(engine, data, numbers)
                     held.append(engine.runtime.core.deferred_bytes())
-                engine.settle()  # while gloo's threads still record, the profiler may lose all other events
+                engine.apply_writes()  # while gloo's threads still record, the profiler may lose all other events
             seen.append(_traffic(profiler))
             held.append(engine.runtime.core.deferred_bytes())
             resident = engine.runtime.core.resident_units()
@@ -80,7 +80,7 @@ def _windows(stage: int, mode: str, gather: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", list(MODES))
 def test_window_reduces_once(ranks: Ranks, stage: int, mode: str) -> None:
     """N = 1, 2, 4, 8 backwards: DDP's parameters, and reductions and gathers that do not depend on N."""
-    for result in ranks.run(_windows, stage, mode, "step"):
+    for result in ranks.run(_windows, stage, mode, "window"):
         assert result["deviation"] <= 1e-6
         first = result["seen"][0]
         # all units are small, so one collective takes them
@@ -113,7 +113,7 @@ def _runs(stage: int, limit: int) -> tuple[float, tuple[int, int], tuple[int, in
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         engine.attach_optimizers([optimizer])
         before = engine.runtime.stats()
-        with engine.training_step(), engine.windows.open("step", None, None):
+        with engine.training_step(), engine.windows.open("window", None, None):
             held = engine.runtime.stats()
             _backwards(engine, data, [0, 1])
         window = engine.runtime.stats()
@@ -159,7 +159,7 @@ def _exact(stage: int) -> list[Tensor]:
         try:
             with (
                 engine.training_step(),
-                engine.windows.open("step", None, None) if window else contextlib.nullcontext(),
+                engine.windows.open("window", None, None) if window else contextlib.nullcontext(),
             ):
                 for k in range(4):
                     x = torch.arange(12.0, device=models.device()).view(2, 6) % (3 + k) + models.rank()
@@ -191,7 +191,7 @@ def _uneven(stage: int) -> float:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         engine.attach_optimizers([optimizer])
         for start in (0, 10):
-            with engine.training_step(), engine.windows.open("step", None, None):
+            with engine.training_step(), engine.windows.open("window", None, None):
                 for number in range(start, start + counts[models.rank()]):
                     engines.token_loss(model, mine[number]).backward()
             optimizer.step()
@@ -231,7 +231,7 @@ def _sometimes(stage: int) -> tuple[float, list[bool]]:
     x = torch.randn(3, 4).to(models.device())
     engine = engines.make_engine(model, stage, compile=False, keep_gradients=True)
     try:
-        with engine.training_step(), engine.windows.open("step", None, None):
+        with engine.training_step(), engine.windows.open("window", None, None):
             for late in (False, True):
                 model(x, models.rank(), late).square().mean().backward()
         grads = {n: None if p.grad is None else full_value(p.grad) for n, p in model.named_parameters()}
@@ -332,10 +332,10 @@ class Accumulates(models.Module):
             optimizer.zero_grad()
 
 
-def _accumulates(stage: int, how: str, accumulate: Any) -> tuple[float, list[int]]:
+def _accumulates(stage: int, how: str, defer_grad_sync: bool) -> tuple[float, list[int]]:
     module, twin = Accumulates(how), models.ByteModel()
     twin.load_state_dict(module.model.state_dict())
-    strategy = ZeroCompileStrategy(stage=stage, compile=False, accumulate=accumulate)
+    strategy = ZeroCompileStrategy(stage=stage, compile=False, defer_grad_sync=defer_grad_sync)
     models.train(module, strategy, steps=2)
     engines.window_reference(twin, [[0, 1], [2, 3]])
     return models.deviation(module.model, twin), module.reductions
@@ -345,10 +345,10 @@ def _accumulates(stage: int, how: str, accumulate: Any) -> tuple[float, list[int
 @pytest.mark.parametrize("how", ["block", "toggle"])
 def test_accumulation_reduces_as_rarely_as_the_stage_allows(ranks: Ranks, stage: int, how: str) -> None:
     once = UNITS + 1  # the 0-dim parameter has a collective of its own
-    for accumulate in (None, "local"):
-        for deviation, reductions in ranks.run(_accumulates, stage, how, accumulate):
+    for defer_grad_sync in (False, True):
+        for deviation, reductions in ranks.run(_accumulates, stage, how, defer_grad_sync):
             assert deviation <= 1e-6
-            local = stage == 1 or accumulate == "local"
+            local = stage == 1 or defer_grad_sync
             assert reductions == [0 if local else once, once] * 2
 
 

@@ -1,4 +1,5 @@
-"""Rule 11 of DESIGN.md in compiled regions: a write to a parameter raises, however it is written and reached."""
+"""Rule 11 of lightning_zerocompile/README.md in compiled regions: a write to a parameter raises, however it is "
+"written and reached."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zerocompile import extension
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.runtime import build
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -43,7 +43,7 @@ def _message(call: Callable[[], Any]) -> str:
 def _unplanned() -> dict[str, str]:
     """What a parameter says whose unit is not planned yet."""
     name = dist.group.WORLD.group_name
-    core = extension.load().Runtime(name, name, str(engines.place()))
+    core = build.load().Runtime(name, name, str(engines.place()))
     handle = torch.zeros(1, dtype=torch.float64)
     local = torch.randn(SIDE // models.world(), SIDE, device=engines.place(), requires_grad=True)
     gradient = torch.ones(SIDE, SIDE, device=engines.place())
@@ -99,7 +99,7 @@ def _torn_down(stage: int) -> dict[str, str]:
 
 
 def _lifetime() -> Any:
-    return extension.load().Lifetime.USE
+    return build.load().Lifetime.USE
 
 
 def _out_of_range() -> dict[str, str]:
@@ -249,7 +249,7 @@ def _gathers(scope: Any) -> None:
         assert core.lent_unit() == "" and core.resident_units() == []
         with engine.full_parameters(model, writeback=False) as values:
             assert len(values) == 3
-        with _short_of_memory(), engine.windows.open("step", None, None):
+        with _short_of_memory(), engine.windows.open("window", None, None):
             pass
         core.end_forward()  # nobody holds units any more
         assert core.resident_units() == []
@@ -267,7 +267,7 @@ def _reductions(stage: int) -> None:
     """The second of two reductions needs a padded copy."""
     model = nn.Sequential(nn.Embedding(MANY + 1, SIDE), nn.Linear(SIDE, SIDE))
     x = torch.arange(3)
-    with engines.engine(model, stage, compile=False, unit_bytes=1, accumulate="local") as engine:
+    with engines.engine(model, stage, compile=False, unit_bytes=1, defer_grad_sync=True) as engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         engine.attach_optimizers([optimizer])
         with engine.accumulation(), engine.training_step():
@@ -305,7 +305,7 @@ def _reentered() -> tuple[dict[str, str], bool]:
     seen: dict[str, str] = {}
     waits: list[bool] = []
     with engines.engine(model, 3, compile=False, unit_bytes=1) as engine:
-        core, comparisons = engine.runtime.core, engine.runtime._comparisons
+        core, comparisons = engine.runtime.core, engine.runtime._consistency
 
         def handler(*_: Any) -> None:
             calls = {

@@ -55,7 +55,7 @@ def run(folder: str, event: str = "", checkpoint: str = "full", path: str | None
     """A rank's training; what it was, and its losses."""
     torch.manual_seed(0)
     module = Signalled(event)
-    strategy = ZeroCompileStrategy(3, compile=False, checkpoint=checkpoint)  # type: ignore[arg-type]
+    strategy = ZeroCompileStrategy(3, compile=False, state_dict_type=checkpoint)  # type: ignore[arg-type]
     trainer = models.make_trainer(
         strategy, accelerator="cpu", devices=2, max_steps=STEPS, default_root_dir=folder, enable_checkpointing=True,
         callbacks=[

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.support import check_devices
+from lightning_zerocompile.sharding.checks import check_devices
 from tests import engines, harness, models
 from tests.harness import Ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import engines, frames, models
+from tests import engines, graph_breaks, models
 from tests.harness import Ranks
 
 
@@ -17,9 +17,9 @@ class Once(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.front = nn.Embedding(models.VOCABULARY, frames.WIDTH)
-        self.moe = frames.Experts()
-        self.head = nn.Linear(frames.WIDTH, models.VOCABULARY)
+        self.front = nn.Embedding(models.VOCABULARY, graph_breaks.WIDTH)
+        self.moe = graph_breaks.Experts()
+        self.head = nn.Linear(graph_breaks.WIDTH, models.VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.moe(self.front(tokens)))  # type: ignore[no-any-return]
@@ -63,7 +63,7 @@ def test_experts_outside_of_blocks_raise_at_stage_3(ranks: Ranks) -> None:
 
 def _loops() -> tuple[int, int]:
     """How many loops of the frames' case ran at all, and to their end."""
-    model, counts = models.Whole(frames.Net(frames.Loop)), [0, 0]
+    model, counts = models.Whole(graph_breaks.Net(graph_breaks.Loop)), [0, 0]
 
     def count(which: int) -> Any:
         def hook(*_: Any) -> None:
@@ -72,7 +72,7 @@ def _loops() -> tuple[int, int]:
         return hook
 
     for module in model.modules():
-        if isinstance(module, frames.Loop):
+        if isinstance(module, graph_breaks.Loop):
             module.register_forward_hook(count(0))
             module.experts[-1].register_forward_hook(count(1))
     for rank in range(models.world()):
@@ -88,7 +88,7 @@ def test_the_loop_breaks_sometimes(ranks: Ranks) -> None:
 
 def _quiet(scope: Any) -> tuple[int, list[int]]:
     """How many frames were compiled, and what the compilations gathered or reduced."""
-    model = models.Whole(frames.Net(frames.Disabled))
+    model = models.Whole(graph_breaks.Net(graph_breaks.Disabled))
     compile_frame = torch._dynamo.convert_frame._compile
     moved: list[int] = []
     with pytest.MonkeyPatch.context() as patch, engines.engine(model, 3, compile=scope) as engine:

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from lightning_zerocompile.engine import Engine
-from tests import engines, models, pairs
+from tests import engines, models, twins
 from tests.harness import Ranks
 
 
 def _fine(engine: Engine, number: int) -> None:
     with engine.training_step():
-        engines.backward(engine, pairs.loss(engine.model, pairs.mine(number)))
+        engines.backward(engine, twins.loss(engine.model, twins.mine(number)))
 
 
 def _failing(engine: Engine, number: int) -> None:
     with engine.training_step():
-        hidden = engines.FailsInBackward.apply(engine.model[0](pairs.mine(number)))  # type: ignore[index]
+        hidden = engines.FailsInBackward.apply(engine.model[0](twins.mine(number)))  # type: ignore[index]
         engines.backward(engine, engine.model[2](torch.tanh(hidden)).square().mean())  # type: ignore[index]
 
 
@@ -98,14 +98,14 @@ def _scenarios(stage: int) -> list[str]:
     for scope in (False, "blocks"):
         for name, (scenario, *arguments) in SCENARIOS.items():
             torch._dynamo.reset()
-            with pairs.pair(stage, compile=scope, accumulate="local") as (engine, twin, _):
+            with twins.pair(stage, compile=scope, defer_grad_sync=True) as (engine, twin, _):
                 try:
                     scenario(engine, *arguments)
                 except RuntimeError as error:
                     problems.append(f"{name}, {scope=}: {error}")
                     continue
-                pairs.gradients(twin, pairs.on_all(1))
-                deviation = pairs.grad_deviation(engine, twin)
+                twins.gradients(twin, twins.on_all(1))
+                deviation = twins.grad_deviation(engine, twin)
             if deviation > 1e-6:
                 problems.append(f"{name}, {scope=}: {deviation}")
     return problems
@@ -123,19 +123,19 @@ def _alone(scope: Any) -> list[str]:
     for failing in (0, 1):
         for used in (0, 1, 3):  # layers of which the rank that fails has used the weights
             torch._dynamo.reset()
-            with pairs.pair(3, _three, compile=scope, unit_bytes=1) as (engine, twin, _):
-                with pytest.raises((ArithmeticError, RuntimeError)), engine.windows.open("step", None, None):
+            with twins.pair(3, _three, compile=scope, unit_bytes=1) as (engine, twin, _):
+                with pytest.raises((ArithmeticError, RuntimeError)), engine.windows.open("window", None, None):
                     if models.rank() == failing:
                         with engine.training_step():
-                            x = pairs.mine(0)
+                            x = twins.mine(0)
                             for layer in engine.model[:used]:  # type: ignore[index]
                                 x = layer(x)
                         raise ArithmeticError
                     _fine(engine, 0)
                 resident = engine.runtime.core.resident_units()
                 _fine(engine, 1)
-                pairs.gradients(twin, pairs.on_all(1))
-                deviation = pairs.grad_deviation(engine, twin)
+                twins.gradients(twin, twins.on_all(1))
+                deviation = twins.grad_deviation(engine, twin)
             if deviation > 1e-6 or resident:
                 problems.append(f"{scope=} rank {failing} after {used}: {deviation}, {resident}")
     return problems

@@ -104,10 +104,10 @@ def _through_lightning(pair: _Pair) -> None:
         with engine.training_step():
             with pytest.raises(Boom):
                 step()
-            assert engine.runtime.moment.in_step
+            assert engine.runtime.step_state.in_step
             total = sum(p.square().sum() for p in pair.model.parameters())
         assert isinstance(total, Tensor) and not isinstance(total, DTensor)
-        assert not engine.runtime.moment.in_step
+        assert not engine.runtime.step_state.in_step
         torch.testing.assert_close(total.detach(), sum(p.detach().square().sum() for p in pair.twin.parameters()))
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import models
 from tests.dist.test_checkpoint import Saved
 from tests.dist.test_sharded_checkpoint import Look, _another, _differences, _fit, _strategy

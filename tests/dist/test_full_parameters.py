@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -54,7 +54,7 @@ def _inside(stage: int, scope: Any) -> list[str]:
         engine.attach_optimizers([optimizer])
         with engine.full_parameters(model, writeback=False) as values:
             _write(values)
-            engine.settle()  # as a checkpoint does
+            engine.apply_writes()  # as a checkpoint does
             if _distance(_masters(model), start):
                 problems.append(f"stage {stage} {scope}: a checkpoint inside saw what is written")
             for _ in range(2):  # the evaluation with other weights, as an EMA does it

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.full_values import full_value
 from tests.harness import Ranks
 
 SHAPES = [((6, 4), 0), ((5, 3), 0), ((1, 3), 0), ((0, 3), 0), ((7,), 0), ((3, 5), 1), ((2, 1, 3), -1), ((), None)]

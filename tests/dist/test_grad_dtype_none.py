@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -122,8 +122,8 @@ CASES: dict[str, tuple[Plan, dict[str, Any], str, list[tuple[torch.dtype, float]
     "kept, wide": ([[ONE, ONE], [OTHER, OTHER]], {}, "kept", [(F32, 257.0), (F32, 261.0)]),
     "reduced in float32": ([[OTHER, OTHER], [OTHER, None]], {"reduce_dtype": F32}, "", [(BF16, 4.0), (BF16, 2.0)]),
     "reduced in bfloat16": ([[ONE, BOTH]], {"reduce_dtype": BF16}, "", [(F32, 258.0)]),
-    "accumulated": ([[ONE, None], [OTHER, BOTH]], {"accumulate": "local"}, "local", [(F32, 260.0)]),
-    "accumulated, narrow": ([[LOW, LOW], [LITTLE, LITTLE]], {"accumulate": "local"}, "local", [(BF16, 256.0)]),
+    "accumulated": ([[ONE, None], [OTHER, BOTH]], {"defer_grad_sync": True}, "local", [(F32, 260.0)]),
+    "accumulated, narrow": ([[LOW, LOW], [LITTLE, LITTLE]], {"defer_grad_sync": True}, "local", [(BF16, 256.0)]),
     "coalesced": ([[OTHER, None], [None, ONE]], {}, "coalesced", [(F32, 130.5)]),
     "coalesced, narrow": ([[LOW, LOW], [LITTLE, LITTLE]], {}, "coalesced", [(BF16, 256.0)]),
     "coalesced, wide": ([[ONE, ONE], [OTHER, OTHER]], {}, "coalesced", [(F32, 261.0)]),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zerocompile.full_values import full_value
-from lightning_zerocompile.optim import ELEMENTWISE, PER_PARAMETER
+from lightning_zerocompile.optim.supported import ELEMENTWISE, PER_PARAMETER
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.dist.test_grad_dtype import BF16, F32, RAW, Whole
 from tests.harness import Ranks

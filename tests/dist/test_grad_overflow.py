@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from lightning_zerocompile.full_values import full_value
-from lightning_zerocompile.scaling import ShardedGradScaler
+from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.dist.test_lifetime import Partitions
 from tests.harness import Ranks

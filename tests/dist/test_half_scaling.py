@@ -12,7 +12,7 @@ import torch
 from torch.amp import GradScaler
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.precision import ZeroCompileHalfPrecision
+from lightning_zerocompile.plugins.precision import ZeroCompileHalfPrecision
 from tests import models
 from tests.dist.test_precision import AOT, EAGER, Overflowing, Recorded, _arguments, _fit, _pair, _same
 from tests.harness import Ranks
@@ -55,7 +55,7 @@ def _resumes(folder: str) -> None:
     scaling = {"init_scale": 2.0**19, "growth_interval": 3}
 
     def fit(module: Recorded, epochs: int, checkpoint: Any, path: str | None = None) -> L.Trainer:
-        strategy = ZeroCompileStrategy(3, compile=False, checkpoint=checkpoint)
+        strategy = ZeroCompileStrategy(3, compile=False, state_dict_type=checkpoint)
         trainer = models.make_trainer(strategy, max_epochs=epochs, **_precision("16-true", **scaling))
         trainer.fit(module, models.Batches(models.rank(), 4), ckpt_path=path, weights_only=False)
         return trainer

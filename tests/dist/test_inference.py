@@ -10,14 +10,14 @@ import torch.distributed.checkpoint.state_dict as dcp
 from torch import Tensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests import models, zoo
+from tests import architectures, models
 from tests.dist.test_sharding import BLOCKS, EAGER
 from tests.harness import Ranks
 
 RARE = ("batchnorms", "recurrent", "weightnorms")  # inference is theirs as training is
 
 
-class Validates(zoo.Net):
+class Validates(architectures.Net):
     """Keeps the outputs of its validation, with and without gradients enabled inside it."""
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -28,23 +28,23 @@ class Validates(zoo.Net):
 
     def on_validation_end(self) -> None:
         state = dcp.get_model_state_dict(self, options=dcp.StateDictOptions(full_state_dict=True))
-        self.seen = {n: zoo.whole(v) for n, v in state.items()}
+        self.seen = {n: architectures.whole(v) for n, v in state.items()}
         self.validations = getattr(self, "validations", 0) + 1
 
-    def val_dataloader(self) -> zoo.Floats:
-        return zoo.Floats(models.rank())
+    def val_dataloader(self) -> architectures.Floats:
+        return architectures.Floats(models.rank())
 
 
 def _validate(architecture: str, stage: int, options: dict[str, Any], inference_mode: bool) -> float:
-    module = Validates(zoo.ARCHITECTURES[architecture])
+    module = Validates(architectures.ARCHITECTURES[architecture])
     arguments: dict[str, Any] = {"inference_mode": inference_mode, "val_check_interval": 1}
     arguments |= {"num_sanity_val_steps": 1, "limit_val_batches": 1}
-    zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=2, limit_train_batches=2, **arguments)
+    architectures.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=2, limit_train_batches=2, **arguments)
     assert module.validations == 3  # the sanity check and one after each step
     module.load_state_dict(module.seen)
     module.to(models.device()).eval()
     with torch.no_grad():
-        expected = module.model(zoo.Floats(models.rank())[0].to(models.device())).cpu()
+        expected = module.model(architectures.Floats(models.rank())[0].to(models.device())).cpu()
     return max((output - expected).abs().max().item() for output in (module.outputs, module.with_grad))
 
 

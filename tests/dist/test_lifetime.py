@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from lightning_zerocompile import leaves
+from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -47,8 +47,8 @@ class Partitions:
 
     def note(self) -> int:
         """Remembers what is bound now; the bytes of its storages."""
-        with leaves.plain():  # without what waits for the end of an accumulation
-            bound = [leaves.gradient_of(parameter) for parameter in self._parameters]
+        with as_plain_tensors():  # without what waits for the end of an accumulation
+            bound = [gradient_of(parameter) for parameter in self._parameters]
             gradients = [_local(gradient) for gradient in bound if gradient is not None]
         storages = {gradient.untyped_storage().data_ptr(): gradient.untyped_storage() for gradient in gradients}
         self._seen += [weakref.ref(gradient) for gradient in gradients]

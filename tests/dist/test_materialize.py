@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
-from tests import engines, models, zoo
+from tests import architectures, engines, models
 from tests.harness import Ranks
 
 UNITS, SIDE = 20, 1600  # 20 blocks of 2.56 M parameters: 51.2 M
@@ -61,7 +61,7 @@ def _peak() -> dict[str, int]:
     live = memory.live
     local = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
     moved = all(p.to_local().std() > 0 for p in model.parameters())  # type: ignore[attr-defined]
-    units = len(set(engine.runtime._unit_of_slot))
+    units = len(set(engine.runtime._unit_of_parameter))
     full = sum(p.nbytes for p in model.parameters())
     engine.unshard()
     return {"peak": memory.peak, "live": live, "local": local, "full": full, "units": units, "moved": moved}
@@ -76,7 +76,7 @@ def test_peak_while_building(ranks: Ranks) -> None:
         assert result["local"] < result["peak"] < result["local"] + 2 * unit + 2**20, result
 
 
-class OnMeta(zoo.Net):
+class OnMeta(architectures.Net):
     """Builds its model in `configure_model`, on the meta device."""
 
     def __init__(self, architecture: str) -> None:
@@ -94,7 +94,7 @@ class HuggingFace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(models.Block(zoo.WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(models.Block(architectures.WIDTH) for _ in range(2))
         self.own = Custom()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -112,7 +112,7 @@ class Custom(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(zoo.WIDTH))
+        self.weight = nn.Parameter(torch.ones(architectures.WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
@@ -121,7 +121,7 @@ class Custom(nn.Module):
 class Nameless(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(zoo.WIDTH, zoo.WIDTH)
+        self.first = nn.Linear(architectures.WIDTH, architectures.WIDTH)
         self.custom = Custom()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,8 +129,10 @@ class Nameless(nn.Module):
 
 
 ARCHITECTURES: dict[str, Any] = {
-    "huggingface": HuggingFace, "nameless": Nameless, "tied": zoo.Tied, "batchnorms": zoo.BatchNorms,
-    "attention": zoo.Attention, "transformer": zoo.Transformer, "recurrent": zoo.Recurrent,
+    "huggingface": HuggingFace, "nameless": Nameless, "tied": architectures.Tied,
+    "batchnorms": architectures.BatchNorms,
+    "attention": architectures.Attention, "transformer": architectures.Transformer,
+    "recurrent": architectures.Recurrent,
 }  # fmt: skip
 
 
@@ -138,21 +140,21 @@ def _meta(architecture: str, stage: int) -> dict[str, Any]:
     """Trains from the meta device; the reference starts from the values that training started from."""
     start: dict[str, Tensor] = {}
 
-    class Start(zoo.L.Callback):
+    class Start(architectures.L.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            start.update({n: zoo.whole(v) for n, v in module.state_dict().items()})
+            start.update({n: architectures.whole(v) for n, v in module.state_dict().items()})
 
     torch.manual_seed(models.rank())  # rank 0's values count
     module = OnMeta(architecture)
     options: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
-    zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), callbacks=[Start()], steps=2)
-    twin = zoo.Net(ARCHITECTURES[architecture])
+    architectures.fit(module, ZeroCompileStrategy(stage=stage, **options), callbacks=[Start()], steps=2)
+    twin = architectures.Net(ARCHITECTURES[architecture])
     twin.load_state_dict(start)
-    zoo.reference(twin, steps=2)
+    architectures.reference(twin, steps=2)
     parameters = dict(module.named_parameters())
     tied = architecture != "tied" or module.model.head.weight is module.model.embedding.weight
     return {
-        "parameters": zoo.difference(parameters, dict(twin.named_parameters())),
+        "parameters": architectures.difference(parameters, dict(twin.named_parameters())),
         "finite": all(bool(v.isfinite().all()) for v in start.values()),
         "start": start,
         "tied": tied,
@@ -169,7 +171,7 @@ STAGE_1 = [  # values are made and sent in the same way
 def test_trains_from_meta(ranks: Ranks, stage: int, architecture: str) -> None:
     """All ranks start from rank 0's initial values, ties survive, and training equals the reference."""
     results = ranks.run(_meta, architecture, stage)
-    assert zoo.difference(results[0]["start"], results[1]["start"]) == 0.0
+    assert architectures.difference(results[0]["start"], results[1]["start"]) == 0.0
     for result in results:
         assert result["finite"] and result["tied"]
         assert result["parameters"] <= 1e-6

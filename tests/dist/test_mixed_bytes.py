@@ -18,11 +18,11 @@ from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.casts import STEPS, forward_of
-from lightning_zerocompile.compile import REGION
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.autocast import STEPS, forward_of
+from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.module_swap import REGION
 from tests import engines, models
 from tests.harness import Ranks
 
@@ -84,7 +84,7 @@ def _differ(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 
 
 def _low(engine: Engine) -> set[str]:
-    return {engine.runtime.slots[index].name for index in engine.runtime.casts.low}
+    return {engine.runtime.sharded_parameters[index].name for index in engine.runtime.casts.low}
 
 
 def _gathered(engine: Engine, run: Callable[[], Any], path: str) -> int:
@@ -93,12 +93,12 @@ def _gathered(engine: Engine, run: Callable[[], Any], path: str) -> int:
         before = engine.runtime.stats().gather_bytes
         run()
         return engine.runtime.stats().gather_bytes - before
-    engine.settle()
+    engine.apply_writes()
     torch.distributed.barrier()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         run()
-        engine.settle()
+        engine.apply_writes()
     file = Path(path) / f"{models.rank()}.json"
     profile.export_chrome_trace(str(file))
     sizes = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2}
@@ -112,7 +112,7 @@ def _gathered(engine: Engine, run: Callable[[], Any], path: str) -> int:
 
 # ---- bytes ----
 
-# ByteModel on 2 ranks; rows are padded to a multiple of 2, see test_evidence.py. What is low has half the bytes.
+# ByteModel on 2 ranks; rows are padded to a multiple of 2, see test_invariants.py. What is low has half the bytes.
 #   first: scale (whole on every rank), shift 8 B, embedding 560 B                                        568 B
 #   block: norm 40 + 40 B; up 880, its bias 88, down 840 B, low: 904 B              1888 B, low:  984 B, three of them
 #   head:  560 B                                                                     560 B, low:  280 B
@@ -203,7 +203,7 @@ LOW_OF_READER = {
 def _run(start: nn.Module, stage: int, cell: Any, micro: int, dtype: torch.dtype) -> tuple[dict[str, Any], set[str]]:
     torch._dynamo.reset()
     model = models.Whole(copy.deepcopy(start)) if cell == "model" else copy.deepcopy(start)
-    with _engine(model, stage, dtype, compile=cell, accumulate="local") as engine:
+    with _engine(model, stage, dtype, compile=cell, defer_grad_sync=True) as engine:
         return _train(engine, STEPS + 2, micro, dtype) | {"values": _masters(engine)}, _low(engine)
 
 
@@ -351,7 +351,7 @@ def _kept(micro: int) -> dict[str, Any]:
     options: dict[str, Any]
     for options in ({"stage": 1}, {"stage": 3, "memory_budget": BUDGET}):
         torch._dynamo.reset()
-        with _engine(copy.deepcopy(start), compile="blocks", accumulate="local", **options) as engine:
+        with _engine(copy.deepcopy(start), compile="blocks", defer_grad_sync=True, **options) as engine:
             trained = _train(engine, STEPS + 3, micro)
             exact = _masters(engine)["layers.1.up.weight"]
             with engine.training_step():

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zerocompile.casts import STEPS
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.sharding.autocast import STEPS
 from tests import engines, models
 from tests.dist.test_mixed_bytes import AFTER, MIXED, _autocast, _differ, _engine, _gathered, _masters, _train
 from tests.harness import Ranks
@@ -66,7 +66,7 @@ def _later(cell: Any, path: str) -> list[str]:
             model(tokens)  # the unit is gathered low when the write comes
             model.layers[1].up.weight.data.mul_(0.5)
             model.layers[2].down.weight.mul_(0.5)
-        engine.settle()
+        engine.apply_writes()
         halved = twice | {n: masters[n] for n in (weight, "layers.2.down.weight")}
         check("a write was lost", _differ(_masters(engine), halved))
         twin = models.ByteModel().to(engines.place())
@@ -79,7 +79,7 @@ def _later(cell: Any, path: str) -> list[str]:
         _train(engine, 1, first=STEPS + 1)  # behind all this the next unit is foreseen wrongly once
         plain = _gathered(engine, lambda: _train(engine, 1, first=STEPS + 2), path)
         check("bytes of a step", plain != AFTER and plain)
-        with engine.training_step(), engine.windows.open("step", None, None):
+        with engine.training_step(), engine.windows.open("window", None, None):
             moved = _gathered(engine, lambda: _two_backwards(engine, tokens), path)
             check("a held window gathers inside", moved)
             full = _gathered(engine, lambda: model.layers[0].up.weight.sum().item(), path)
@@ -104,7 +104,7 @@ def test_full_values_after_the_agreement(ranks: Ranks, cell: Any, tmp_path: Path
 def _windows() -> list[str]:
     """Windows of both kinds after the agreement, against stage 1."""
     start, results = models.ByteModel(), []
-    for stage, gather in ((1, "auto"), (3, "use"), (3, "step")):
+    for stage, gather in ((1, "auto"), (3, "use"), (3, "window")):
         torch._dynamo.reset()
         data = models.Batches(models.rank())
         with _engine(copy.deepcopy(start), stage, compile="blocks") as engine:

@@ -62,7 +62,7 @@ class Stepped(models.Module):
 def _fit(
     module: L.LightningModule, stage: int, steps: int, path: str | None = None, checkpoint: str = "full"
 ) -> L.Trainer:
-    strategy = ZeroCompileStrategy(stage=stage, compile=False, checkpoint=checkpoint)
+    strategy = ZeroCompileStrategy(stage=stage, compile=False, state_dict_type=checkpoint)
     trainer = models.make_trainer(strategy, max_epochs=steps)
     trainer.fit(module, models.Batches(models.rank(), 1), ckpt_path=path, weights_only=False)
     return trainer

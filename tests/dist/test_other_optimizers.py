@@ -168,7 +168,7 @@ def _computed(cases: list[tuple[str, bool, int]]) -> None:
         torch.manual_seed(0)
         start = Stepped(kind)
         twin, module = _twin(start), copy.deepcopy(start)
-        trainer = _fit(module, stage=stage, whole_values=[kind] if whole else [])
+        trainer = _fit(module, stage=stage, full_param_optimizers=[kind] if whole else [])
         assert models.deviation(module, twin) < 2e-6, (kind, whole, models.deviation(module, twin))
         assert all(group.get("step", 4) == 4 for group in trainer.optimizers[0].param_groups)
 
@@ -182,17 +182,19 @@ def test_they_compute_what_they_compute_on_whole_parameters(ranks: Ranks) -> Non
 def _named() -> None:
     for kind in ("Shampoo", "Flat", "OwnAdafactor"):
         with pytest.raises(
-            RuntimeError, match=rf"(?s){kind}\.step\(\) failed on row shards.*whole_values=\['{kind}'\]"
+            RuntimeError, match=rf"(?s){kind}\.step\(\) failed on row shards.*full_param_optimizers=\['{kind}'\]"
         ):
             _fit(Stepped(kind))
     with pytest.raises(RuntimeError, match=r"Guessing computes \['d'\] of its parameter groups from several param"):
-        _fit(Stepped("Guessing"), whole_values=["Guessing"])
-    with pytest.raises(MisconfigurationException, match=r"`whole_values` names \['Lam'\], but .* \['Lamb'\]"):
-        _fit(Stepped("Lamb"), whole_values=["Lam"])
+        _fit(Stepped("Guessing"), full_param_optimizers=["Guessing"])
+    with pytest.raises(MisconfigurationException, match=r"`full_param_optimizers` names \['Lam'\], but .* \['Lamb'\]"):
+        _fit(Stepped("Lamb"), full_param_optimizers=["Lam"])
     apex = type("FusedLamb", (Lamb,), {"__module__": "apex.optimizers.fused_lamb"})
     module: Any = Stepped("Lamb")
     module.configure_optimizers = lambda: apex(module.parameters())
-    with pytest.raises(MisconfigurationException, match=r"FusedLamb takes the addresses.*whole_values=\['FusedLamb'\]"):
+    with pytest.raises(
+        MisconfigurationException, match=r"FusedLamb takes the addresses.*full_param_optimizers=\['FusedLamb'\]"
+    ):
         _fit(module)
     for kind in ("Lamb", "OwnAdafactor"):
         module = Stepped(kind)
@@ -234,11 +236,11 @@ def _resume(folder: str) -> None:
     torch.manual_seed(0)
     start = Stepped("Shampoo")
     whole = copy.deepcopy(start)
-    _fit(whole, whole_values="Shampoo")
+    _fit(whole, full_param_optimizers="Shampoo")
     for kind in ("full", "sharded"):
         half, resumed, path = copy.deepcopy(start), copy.deepcopy(start), f"{folder}/{kind}.ckpt"
-        _fit(half, 2, stage=1, checkpoint=kind, whole_values="Shampoo").save_checkpoint(path)
-        _fit(resumed, 4, path, whole_values="Shampoo")
+        _fit(half, 2, stage=1, state_dict_type=kind, full_param_optimizers="Shampoo").save_checkpoint(path)
+        _fit(resumed, 4, path, full_param_optimizers="Shampoo")
         assert models.deviation(half, whole) > 1e-3 and models.deviation(resumed, whole) < 1e-6
 
 

@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.precision import MixedPrecision, ZeroCompileHalfPrecision, ZeroCompilePrecision
+from lightning_zerocompile.plugins.precision import MixedPrecision, ZeroCompileHalfPrecision, ZeroCompilePrecision
 from tests import models
 from tests.harness import Ranks
 
@@ -389,7 +389,7 @@ class Mine(ZeroCompilePrecision):
 def _plugins() -> None:
     where = models.device()
     for plugin, words in (
-        (Foreign("bf16-mixed", where), ("Foreign", "lightning_zerocompile.precision")),
+        (Foreign("bf16-mixed", where), ("Foreign", "lightning_zerocompile.plugins.precision")),
         (type("Own", (Precision,), {})(), ("Own", "'bf16-true'")),
     ):
         with pytest.raises(MisconfigurationException) as error:

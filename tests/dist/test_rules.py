@@ -1,4 +1,4 @@
-"""The rules of DESIGN.md section 3, one test (or a few) each; rules 8 and 11 have files of their own."""
+"""The rules of lightning_zerocompile/README.md, one test (or a few) each; rules 8 and 11 have files of their own."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def _saved(stage: int, scope: Any) -> tuple[list[tuple[int, ...]], int]:
     saved: list[Tensor] = []
     with engines.engine(models.Whole(model), stage, compile=scope) as engine:
         resident = {
-            slot.source.untyped_storage().data_ptr() for slot in engine.runtime.slots if slot.source.numel() > 0
+            sharded.source.untyped_storage().data_ptr()
+            for sharded in engine.runtime.sharded_parameters
+            if sharded.source.numel() > 0
         }
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             loss = engines.token_loss(model, models.Batches(models.rank())[0])
@@ -230,37 +232,38 @@ def test_rule_04_generated_code_keeps_buffers(ranks: Ranks) -> None:
 
 def test_rule_05_options(tmp_path: Path) -> None:
     """No reordering, mode expanded below the user's options, the user's passes first, CUDA graphs if asked for."""
-    from lightning_zerocompile import extension
-    from lightning_zerocompile.compile import Composed, inductor_options
+    from lightning_zerocompile.compile.backend import inductor_options
+    from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
+    from lightning_zerocompile.compile.passes.recompute import TagRecompute
+    from lightning_zerocompile.compile.regions import Composed
     from lightning_zerocompile.config import Config
-    from lightning_zerocompile.passes.lower import Lower
-    from lightning_zerocompile.passes.tag import Tag
+    from lightning_zerocompile.runtime import build as runtime_build
 
-    extension.load()
+    runtime_build.load()
     order: list[str] = []
     theirs = {"post_grad_custom_post_pass": lambda graph: order.append("user"), "max-autotune-gemm": False}
     config = Config(mode="max-autotune-no-cudagraphs", options={**theirs, "reorder_for_peak_memory": True})
-    options = inductor_options(config, Lower(True), True)
+    options = inductor_options(config, PlaceCommunication(True), True)
     assert options["reorder_for_peak_memory"] is False
     assert options["max_autotune"] is True and options["max_autotune_gemm"] is False  # the mode's; the user's
-    assert isinstance(options["joint_custom_pre_pass"], Tag)
+    assert isinstance(options["joint_custom_pre_pass"], TagRecompute)
     composed = options["post_grad_custom_post_pass"]
     assert isinstance(composed, Composed) and composed.uuid() is None  # an unhashable pass: not cached
     graph = torch.fx.Graph()
     graph.output((graph.placeholder("x"),))
     composed(graph)
     assert order == ["user"]
-    with torch._inductor.config.patch(joint_custom_pre_pass=Tag()):  # set globally instead
-        assert isinstance(inductor_options(Config(), Lower(True), True)["joint_custom_pre_pass"], Composed)
+    with torch._inductor.config.patch(joint_custom_pre_pass=TagRecompute()):  # set globally instead
+        assert isinstance(inductor_options(Config(), PlaceCommunication(True), True)["joint_custom_pre_pass"], Composed)
     for graphs in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}):
-        recorded = inductor_options(Config(**graphs), Lower(True), True)
+        recorded = inductor_options(Config(**graphs), PlaceCommunication(True), True)
         assert recorded["triton.cudagraphs"] is True
         assert recorded["triton.reorder_for_reducing_graph_partitions"] is False
     plain = Config(mode="max-autotune", options={"triton.cudagraphs": False})
-    assert inductor_options(plain, Lower(True), True)["triton.cudagraphs"] is False
+    assert inductor_options(plain, PlaceCommunication(True), True)["triton.cudagraphs"] is False
     with pytest.warns(UserWarning, match="no effect"):
         assert not Config(compile=False, options={"triton.cudagraphs": True}).cuda_graphs
-    assert Lower(True).uuid() != Lower(False).uuid()
+    assert PlaceCommunication(True).uuid() != PlaceCommunication(False).uuid()
 
 
 # ---- rule 6 ----
@@ -306,7 +309,7 @@ SHUTDOWN = """
     import lightning as L
     from tests import models
     from lightning_zerocompile import ZeroCompileStrategy
-    from lightning_zerocompile.runtime import Runtime
+    from lightning_zerocompile.runtime.runtime import Runtime
 
     shutdown, destroy = Runtime.shutdown, dist.destroy_process_group
     Runtime.shutdown = lambda self: (order.append("shutdown"), shutdown(self))[1]

@@ -1,4 +1,4 @@
-"""Rule 11 of DESIGN.md in eager code: what user code writes to a gathered value is kept."""
+"""Rule 11 of lightning_zerocompile/README.md in eager code: what user code writes to a gathered value is kept."""
 
 from __future__ import annotations
 

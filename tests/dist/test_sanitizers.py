@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from lightning_zerocompile.extension import SANITIZE_VARIABLE, find_compiler
+from lightning_zerocompile.runtime.build import SANITIZE_VARIABLE, find_compiler
 from tests.harness import two_scripts
 
 SCRIPT = """

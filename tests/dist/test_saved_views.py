@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.harness import Ranks
 

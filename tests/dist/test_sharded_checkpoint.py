@@ -1,4 +1,5 @@
-"""``checkpoint="sharded"``: directories of shards; and both kinds across stages, world sizes and other strategies."""
+"""``state_dict_type="sharded"``: directories of shards; and both kinds across stages, world sizes and other "
+"strategies."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.checkpoint import full_optimizer_state, full_state_dict
+from lightning_zerocompile.checkpoint.state import full_optimizer_state, full_state_dict
 from tests import models
 from tests.dist.test_checkpoint import AOT, Saved, _data, _tensors
 from tests.harness import Ranks
@@ -26,7 +27,7 @@ EAGER: dict[str, Any] = {"compile": False}
 
 
 def _strategy(kind: str, stage: int, **options: Any) -> ZeroCompileStrategy:
-    return ZeroCompileStrategy(stage=stage, checkpoint=kind, **({"compile": False} | options))  # type: ignore[arg-type]
+    return ZeroCompileStrategy(stage=stage, state_dict_type=kind, **({"compile": False} | options))  # type: ignore[arg-type]
 
 
 def _fit(module: L.LightningModule, strategy: Any, epochs: int = 1, path: str | None = None, **more: Any) -> L.Trainer:

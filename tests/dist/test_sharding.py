@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests import models, zoo
+from tests import architectures, models
 from tests.harness import Ranks
 
 EAGER: dict[str, Any] = {"compile": False}
@@ -29,19 +29,19 @@ ALWAYS = {"transformer": [(1, MODEL)], "recurrent": [(1, MODEL)], "uneven": [(1,
 
 def _train(architecture: str, cells: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
     results = []
-    twin = zoo.Net(zoo.ARCHITECTURES[architecture])
+    twin = architectures.Net(architectures.ARCHITECTURES[architecture])
     state = copy.deepcopy(twin.state_dict())
-    gradients = zoo.reference(twin)
+    gradients = architectures.reference(twin)
     for stage, options in cells:
-        module = zoo.Net(zoo.ARCHITECTURES[architecture])
+        module = architectures.Net(architectures.ARCHITECTURES[architecture])
         module.load_state_dict(state)
         names, keys = [n for n, _ in module.named_parameters()], list(module.state_dict())
-        watch = zoo.fit(module, ZeroCompileStrategy(stage=stage, **options))
+        watch = architectures.fit(module, ZeroCompileStrategy(stage=stage, **options))
         results.append({
             "case": (stage, options["compile"]),
-            "parameters": zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters())),
-            "gradients": max(zoo.difference(a, b) for a, b in zip(watch.gradients, gradients, strict=True)),
-            "buffers": zoo.difference(dict(module.named_buffers()), dict(twin.named_buffers())),
+            "parameters": architectures.difference(dict(module.named_parameters()), dict(twin.named_parameters())),
+            "gradients": max(architectures.difference(a, b) for a, b in zip(watch.gradients, gradients, strict=True)),
+            "buffers": architectures.difference(dict(module.named_buffers()), dict(twin.named_buffers())),
             "names": watch.names == names == [n for n, _ in module.named_parameters()],
             "keys": watch.keys == keys == list(module.state_dict()),
             "sharded": watch.local_numel < watch.full_numel,
@@ -50,7 +50,7 @@ def _train(architecture: str, cells: list[tuple[int, dict[str, Any]]]) -> list[d
     return results
 
 
-@pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", architectures.ARCHITECTURES)
 def test_trains_as_ddp(ranks: Ranks, architecture: str, long: bool) -> None:
     """Parameters, gradients of every step and buffers equal the reference at every stage, compiled and eager."""
     more = LONG if long else ALWAYS.get(architecture, [])
@@ -90,12 +90,12 @@ class Subclassed(torch.optim.AdamW):
 def _optimize(stage: int) -> dict[str, float]:
     worst = {}
     for name, (kind, arguments) in {**OPTIMIZERS, "subclass": (Subclassed, {"lr": 1e-2})}.items():
-        module = zoo.Net(zoo.Mixed, kind, **arguments)
-        twin = zoo.Net(zoo.Mixed, kind, **arguments)
+        module = architectures.Net(architectures.Mixed, kind, **arguments)
+        twin = architectures.Net(architectures.Mixed, kind, **arguments)
         twin.load_state_dict(module.state_dict())
-        zoo.fit(module, ZeroCompileStrategy(stage=stage, compile=False))
-        zoo.reference(twin)
-        worst[name] = zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
+        architectures.fit(module, ZeroCompileStrategy(stage=stage, compile=False))
+        architectures.reference(twin)
+        worst[name] = architectures.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
     return worst
 
 
@@ -114,7 +114,7 @@ class ClipsByHand(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         norm = self.clip(list(module.parameters()))
-        self.norms.append(None if norm is None else zoo.whole(norm).item())
+        self.norms.append(None if norm is None else architectures.whole(norm).item())
 
 
 CLIPS: dict[str, Callable[[Any], Tensor | None]] = {
@@ -130,22 +130,26 @@ CLIPS: dict[str, Callable[[Any], Tensor | None]] = {
 def _clip(stage: int) -> dict[str, tuple[float, float, bool]]:
     results = {}
     for name, clip in CLIPS.items():
-        module, twin, loose = zoo.Net(zoo.Mixed), zoo.Net(zoo.Mixed), zoo.Net(zoo.Mixed)
+        module, twin, loose = (
+            architectures.Net(architectures.Mixed),
+            architectures.Net(architectures.Mixed),
+            architectures.Net(architectures.Mixed),
+        )
         twin.load_state_dict(module.state_dict())
         loose.load_state_dict(module.state_dict())
         ours = ClipsByHand(clip)
-        zoo.fit(module, ZeroCompileStrategy(stage=stage, compile=False), callbacks=[ours])
+        architectures.fit(module, ZeroCompileStrategy(stage=stage, compile=False), callbacks=[ours])
         norms: list[float | None] = []
 
         def clip_twin(m: nn.Module, clip: Any = clip, norms: list[float | None] = norms) -> None:
             norm = clip(list(m.parameters()))
             norms.append(None if norm is None else norm.item())
 
-        zoo.reference(twin, clip=clip_twin)
-        zoo.reference(loose)
+        architectures.reference(twin, clip=clip_twin)
+        architectures.reference(loose)
         norm_error = max(abs((a or 0.0) - (b or 0.0)) for a, b in zip(ours.norms, norms, strict=True))
-        clipped = zoo.difference(dict(twin.named_parameters()), dict(loose.named_parameters())) > 1e-3
-        error = zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
+        clipped = architectures.difference(dict(twin.named_parameters()), dict(loose.named_parameters())) > 1e-3
+        error = architectures.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
         results[name] = (error, norm_error, clipped)
     return results
 
@@ -162,13 +166,13 @@ def test_torch_clips_masters(ranks: Ranks, stage: int) -> None:
 def _clip_by_trainer(stage: int) -> dict[str, float]:
     results = {}
     for algorithm, value in (("norm", 0.05), ("value", 0.01)):
-        module, twin = zoo.Net(zoo.Mixed), zoo.Net(zoo.Mixed)
+        module, twin = architectures.Net(architectures.Mixed), architectures.Net(architectures.Mixed)
         twin.load_state_dict(module.state_dict())
         arguments = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
-        zoo.fit(module, ZeroCompileStrategy(stage=stage, compile=False), **arguments)
+        architectures.fit(module, ZeroCompileStrategy(stage=stage, compile=False), **arguments)
         clip = CLIPS[algorithm]
-        zoo.reference(twin, clip=lambda m, clip=clip: clip(list(m.parameters())))
-        results[algorithm] = zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
+        architectures.reference(twin, clip=lambda m, clip=clip: clip(list(m.parameters())))
+        results[algorithm] = architectures.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
     return results
 
 
@@ -193,13 +197,13 @@ class Inspect(L.Callback):
             self.result = self.inspect(trainer, module)
 
 
-def _dcp_tools(trainer: L.Trainer, module: zoo.Net) -> dict[str, Any]:
+def _dcp_tools(trainer: L.Trainer, module: architectures.Net) -> dict[str, Any]:
     options = dcp.StateDictOptions(full_state_dict=True)
     optimizer = trainer.optimizers[0]
     plain = module.state_dict()
     return {
-        "model": {n: zoo.whole(v) for n, v in dcp.get_model_state_dict(module, options=options).items()},
-        "sharded": {n: zoo.whole(v) for n, v in dcp.get_model_state_dict(module).items()},
+        "model": {n: architectures.whole(v) for n, v in dcp.get_model_state_dict(module, options=options).items()},
+        "sharded": {n: architectures.whole(v) for n, v in dcp.get_model_state_dict(module).items()},
         "optimizer": dcp.get_optimizer_state_dict(module, optimizer, options=options),
         "plain": plain,
         "dtensors": all(isinstance(plain[n], DTensor) for n, _ in module.named_parameters()),
@@ -208,18 +212,21 @@ def _dcp_tools(trainer: L.Trainer, module: zoo.Net) -> dict[str, Any]:
 
 def _state(stage: int) -> dict[str, Any]:
     adam: dict[str, Any] = {"lr": 1e-2}
-    module, twin = zoo.Net(zoo.Mixed, torch.optim.Adam, **adam), zoo.Net(zoo.Mixed, torch.optim.Adam, **adam)
+    module, twin = (
+        architectures.Net(architectures.Mixed, torch.optim.Adam, **adam),
+        architectures.Net(architectures.Mixed, torch.optim.Adam, **adam),
+    )
     twin.load_state_dict(module.state_dict())
     inspect = Inspect(_dcp_tools)
-    zoo.fit(module, ZeroCompileStrategy(stage=stage, **BLOCKS), steps=2, callbacks=[inspect])
-    zoo.reference(twin, steps=1)
+    architectures.fit(module, ZeroCompileStrategy(stage=stage, **BLOCKS), steps=2, callbacks=[inspect])
+    architectures.reference(twin, steps=1)
     expected = dict(twin.state_dict())
     state = inspect.result
     moments = {n: e["exp_avg"] for n, e in state["optimizer"]["state"].items()}
     return {
         "keys": list(state["model"]) == list(expected) == list(state["plain"]) == list(state["sharded"]),
-        "full": zoo.difference(state["model"], expected),
-        "sharded": zoo.difference(state["sharded"], expected),
+        "full": architectures.difference(state["model"], expected),
+        "sharded": architectures.difference(state["sharded"], expected),
         "dtensors": state["dtensors"],
         "moments": sorted(moments) == sorted(n for n, _ in twin.named_parameters()),
         "moment_shapes": all(moments[n].shape == p.shape for n, p in twin.named_parameters()),
@@ -238,18 +245,18 @@ def test_state_dicts(ranks: Ranks, stage: int) -> None:
 
 def _load(stage: int, options: dict[str, Any]) -> dict[str, Any]:
     """Other weights are loaded after the first step: all, then a part with strict=False, then wrong ones."""
-    other = zoo.Net(zoo.Mixed)
-    module, twin = zoo.Net(zoo.Mixed), zoo.Net(zoo.Mixed)
-    x = zoo.Floats(0)[7]
+    other = architectures.Net(architectures.Mixed)
+    module, twin = architectures.Net(architectures.Mixed), architectures.Net(architectures.Mixed)
+    x = architectures.Floats(0)[7]
 
-    def load(trainer: L.Trainer, net: zoo.Net) -> dict[str, Any]:
+    def load(trainer: L.Trainer, net: architectures.Net) -> dict[str, Any]:
         plain = net.load_state_dict(other.state_dict())
         with torch.no_grad():
             seen = net.model(x.to(net.device)).cpu()
             expected = other.model(x)
         part = {"model.scale": torch.tensor(3.0), "model.stranger": torch.ones(1)}
         partly = net.load_state_dict(part, strict=False)
-        scale = zoo.whole(net.state_dict()["model.scale"]).item()
+        scale = architectures.whole(net.state_dict()["model.scale"]).item()
         with torch.no_grad():
             read = net.model.scale.item()
         try:
@@ -264,13 +271,13 @@ def _load(stage: int, options: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
 
     inspect = Inspect(load)
-    zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=2, callbacks=[inspect])
+    architectures.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=2, callbacks=[inspect])
     twin.load_state_dict(other.state_dict())
     optimizer = twin.configure_optimizers()
     for rank in range(models.world()):
-        (twin.training_step(zoo.Floats(rank)[1], 1) / models.world()).backward()
+        (twin.training_step(architectures.Floats(rank)[1], 1) / models.world()).backward()
     optimizer.step()
-    parameters = zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
+    parameters = architectures.difference(dict(module.named_parameters()), dict(twin.named_parameters()))
     return {**inspect.result, "parameters": parameters}
 
 
@@ -287,9 +294,9 @@ def test_load_full_state_dict_while_sharded(ranks: Ranks, stage: int, options: d
 
 
 def _copies() -> list[str]:
-    module = zoo.Net(zoo.Mixed)
+    module = architectures.Net(architectures.Mixed)
 
-    def attempt(trainer: L.Trainer, net: zoo.Net) -> list[str]:
+    def attempt(trainer: L.Trainer, net: architectures.Net) -> list[str]:
         messages = []
         for function in (copy.deepcopy, pickle.dumps, copy.copy):
             for target in (net.model, net.model.layers[0].up):
@@ -301,9 +308,9 @@ def _copies() -> list[str]:
         return messages
 
     inspect = Inspect(attempt)
-    zoo.fit(module, ZeroCompileStrategy(stage=3, compile=False), steps=2, callbacks=[inspect])
+    architectures.fit(module, ZeroCompileStrategy(stage=3, compile=False), steps=2, callbacks=[inspect])
     for clone in (copy.deepcopy(module.model), pickle.loads(pickle.dumps(module.model))):
-        assert zoo.difference(dict(clone.named_parameters()), dict(module.model.named_parameters())) == 0.0
+        assert architectures.difference(dict(clone.named_parameters()), dict(module.model.named_parameters())) == 0.0
     return inspect.result
 
 

@@ -1,4 +1,5 @@
-"""Rule 13 of DESIGN.md: what was modified between forward and backward raises as in torch; what is legal does not."""
+"""Rule 13 of lightning_zerocompile/README.md: what was modified between forward and backward raises as in torch; what "
+"is legal does not."""
 
 from __future__ import annotations
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_zerocompile import ZeroCompileStrategy, shard
-from lightning_zerocompile.checkpoint import Checkpoints
+from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
+from lightning_zerocompile.checkpoint.files import AtomicCheckpointIO
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.failures import CommunicationError
-from lightning_zerocompile.files import AtomicCheckpointIO
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.ranks.errors import CommunicationError
 from tests import engines, models
 from tests.dist.test_errors import _works
 from tests.harness import Ranks
@@ -168,7 +167,7 @@ class _Launched(L.Callback):
 def test_teardown_waits_for_nobody(ranks: Ranks) -> None:
     """A reduction that only one rank has started does not hold it up: far less than `timeout`, then both train."""
     if ranks.device == "cuda":
-        pytest.skip("a stream that waits in NCCL is freed by its watchdog, which ends the process: README, Limits")
+        pytest.skip("a stream that waits in NCCL is freed by its watchdog, which ends the process: LIMITS.md")
     assert max(ranks.run(_apart)) < 20
 
 
@@ -342,7 +341,7 @@ def _late_refusal() -> None:
             _fit(module, _strategy())
     finally:
         Engine._add_regions = add  # type: ignore[method-assign]
-    assert type(module.model) is models.ByteModel and not hasattr(module.model.head, "_zerocompile_slots")
+    assert type(module.model) is models.ByteModel and not hasattr(module.model.head, "_zerocompile_parameters")
     with pytest.raises(RuntimeError, match="is a shard"):
         _fit(module, _strategy())
 
@@ -402,11 +401,11 @@ def _one_by_one() -> tuple[list[str], int]:
         return whole
 
     engine = engines.make_engine(model, 3, compile=False)
-    shard.full_value = noted
+    full_value = noted
     try:
         engine.unshard()
     finally:
-        shard.full_value = full_value
+        full_value = full_value
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in model.parameters())
     return events, len(list(model.parameters()))
 

@@ -23,7 +23,7 @@ def _names(stage: int) -> set[str]:
                 with torch.enable_grad(), engine.training_step():
                     engines.backward(engine, engines.token_loss(model, data[0]))
                 engine.step(optimizer, lambda: None)
-                engine.settle()  # while gloo's threads still record, the profiler may lose all other events
+                engine.apply_writes()  # while gloo's threads still record, the profiler may lose all other events
         assert isinstance(trace, profile)
         return {event.name for event in trace.events() if event.name.startswith("zerocompile: ")}
 

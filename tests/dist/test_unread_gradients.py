@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zerocompile import leaves
-from lightning_zerocompile.full_values import full_value
-from lightning_zerocompile.sharded import Sharded
+from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient
+from lightning_zerocompile.sharding.sharded import Sharded
 from tests import engines, models
 from tests.dist.test_lifetime import _step_with
 from tests.harness import Ranks
@@ -22,8 +22,8 @@ EAGER: dict[str, Any] = {"compile": False}
 
 def _bound(model: nn.Module) -> int:
     """How many masters hold a gradient of Python's."""
-    with leaves.plain():
-        return sum(leaves.bound_gradient(p) is not None for p in model.parameters())
+    with as_plain_tensors():
+        return sum(bound_gradient(p) is not None for p in model.parameters())
 
 
 def _apart(model: nn.Module, gradients: list[Tensor]) -> float:
@@ -203,8 +203,8 @@ def _waits() -> tuple[bool, float]:
         parameter.requires_grad_(False)
         _backward(engine, model, 1)  # what was summed of the frozen one waits
         engine.step(optimizer, lambda: None)
-        with leaves.plain():
-            bound = leaves.bound_gradient(parameter) is not None
+        with as_plain_tensors():
+            bound = bound_gradient(parameter) is not None
         parameter.requires_grad_(True)
         for p in list(model.parameters())[1:]:
             p.grad = None

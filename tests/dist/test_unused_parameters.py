@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests import models, zoo
+from tests import architectures, models
 from tests.dist.test_sharding import BLOCKS, EAGER, MODEL
 from tests.harness import Ranks
 
@@ -20,8 +20,8 @@ class SometimesBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.always = nn.Linear(zoo.WIDTH, zoo.WIDTH)
-        self.one_rank = nn.Linear(zoo.WIDTH, zoo.WIDTH)
+        self.always = nn.Linear(architectures.WIDTH, architectures.WIDTH)
+        self.one_rank = nn.Linear(architectures.WIDTH, architectures.WIDTH)
         self.one_rank_scalar = nn.Parameter(torch.tensor(1.3))
         self.on = False
 
@@ -50,7 +50,7 @@ class Sometimes(nn.Module):
         self.layers = nn.ModuleList(SometimesBlock() for _ in range(3))
         self.nobody = nn.Parameter(torch.ones(3, 2))
         self.nobody_scalar = nn.Parameter(torch.tensor(1.0))
-        self.one_rank = nn.Parameter(torch.ones(zoo.WIDTH))
+        self.one_rank = nn.Parameter(torch.ones(architectures.WIDTH))
         self.root = root
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Sometimes(nn.Module):
         return x * self.one_rank if self.root and self.layers[0].on else x
 
 
-class OnOneRank(zoo.Net):
+class OnOneRank(architectures.Net):
     """Rank 0 uses parameters that the others do not."""
 
     which = staticmethod(models.rank)
@@ -67,7 +67,7 @@ class OnOneRank(zoo.Net):
         on = self.which() == 0
         for layer in self.model.layers:
             layer.on = on
-        return zoo.objective(self.model, batch)
+        return architectures.objective(self.model, batch)
 
 
 def _sometimes(stage: int, options: dict[str, Any]) -> tuple[float, float, bool]:
@@ -76,15 +76,15 @@ def _sometimes(stage: int, options: dict[str, Any]) -> tuple[float, float, bool]
     module, twin = OnOneRank(make, torch.optim.AdamW, **arguments), OnOneRank(make, torch.optim.AdamW, **arguments)
     twin.load_state_dict(module.state_dict())
     start = {n: p.detach().clone() for n, p in twin.named_parameters()}
-    watch = zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=3)
+    watch = architectures.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=3)
     order = iter(list(reversed(range(models.world()))) * 3)
     twin.which = lambda: next(order)  # type: ignore[method-assign, assignment]
-    gradients = zoo.reference(twin, steps=3)
+    gradients = architectures.reference(twin, steps=3)
     ours = dict(module.named_parameters())
     untouched = all(torch.equal(ours[n].cpu(), start[n]) for n in ours if "nobody" in n or "layers.2" in n)
     return (
-        zoo.difference(ours, dict(twin.named_parameters())),
-        max(zoo.difference(a, b) for a, b in zip(watch.gradients, gradients, strict=True)),
+        architectures.difference(ours, dict(twin.named_parameters())),
+        max(architectures.difference(a, b) for a, b in zip(watch.gradients, gradients, strict=True)),
         untouched,
     )
 
@@ -105,9 +105,9 @@ class Adapter(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(zoo.WIDTH, zoo.WIDTH).requires_grad_(False)
-        self.down = nn.Linear(zoo.WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, zoo.WIDTH, bias=False)
+        self.base = nn.Linear(architectures.WIDTH, architectures.WIDTH).requires_grad_(False)
+        self.down = nn.Linear(architectures.WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, architectures.WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.base(x) + self.up(self.down(x)))
@@ -117,7 +117,7 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Adapter() for _ in range(3))
-        self.head = nn.Linear(zoo.WIDTH, 3).requires_grad_(False)
+        self.head = nn.Linear(architectures.WIDTH, 3).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -125,7 +125,7 @@ class Adapted(nn.Module):
         return self.head(x)
 
 
-class Toggled(zoo.Net):
+class Toggled(architectures.Net):
     """Unfreezes one base in step 1, freezes its adapter in step 2 and everything but the head in step 3."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -137,7 +137,7 @@ class Toggled(zoo.Net):
         if batch_idx == 3:
             self.model.layers.requires_grad_(False)
             self.model.head.requires_grad_(True)
-        return zoo.objective(self.model, batch)
+        return architectures.objective(self.model, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -146,11 +146,11 @@ class Toggled(zoo.Net):
 def _toggle(stage: int, options: dict[str, Any]) -> tuple[float, float, list[int]]:
     module, twin = Toggled(Adapted), Toggled(Adapted)
     twin.load_state_dict(module.state_dict())
-    watch = zoo.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=4)
-    gradients = zoo.reference(twin, steps=4)
+    watch = architectures.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=4)
+    gradients = architectures.reference(twin, steps=4)
     return (
-        zoo.difference(dict(module.named_parameters()), dict(twin.named_parameters())),
-        max(zoo.difference(a, b) for a, b in zip(watch.gradients, gradients, strict=True)),
+        architectures.difference(dict(module.named_parameters()), dict(twin.named_parameters())),
+        max(architectures.difference(a, b) for a, b in zip(watch.gradients, gradients, strict=True)),
         [sum(g is not None for g in seen.values()) for seen in watch.gradients],
     )
 

@@ -1,4 +1,4 @@
-"""What user code does to parameters beyond test_leaves.py: gradients of attributes, optimizers of attributes,
+"""What user code does to parameters beyond test_masters.py: gradients of attributes, optimizers of attributes,
 parameters inside compiled regions, modules that change, `torch.func`."""
 
 from __future__ import annotations

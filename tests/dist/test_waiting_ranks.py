@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.agreement import Agreement, CommunicationError
+from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 from tests import engines, models
 from tests.dist.test_teardown import _expect
 from tests.harness import Ranks
@@ -93,14 +93,14 @@ def test_ranks_that_are_set_up_differently(ranks: Ranks) -> None:
 
 def _requests(stage: int) -> list[int]:
     counts: list[int] = []
-    store = Agreement._store
+    store = Messages._store
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
             counts[-1] += 1
             return getattr(store(), name)
 
-    Agreement._store = staticmethod(Counting)  # type: ignore[method-assign]
+    Messages._store = staticmethod(Counting)  # type: ignore[method-assign]
     try:
         counts.append(0)
         model, data = models.ByteModel(), models.Batches(models.rank())
@@ -113,7 +113,7 @@ def _requests(stage: int) -> list[int]:
             seen = counts[1:]
             counts.append(0)
     finally:
-        Agreement._store = staticmethod(store)  # type: ignore[method-assign]
+        Messages._store = staticmethod(store)  # type: ignore[method-assign]
     return seen
 
 

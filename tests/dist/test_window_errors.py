@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.dist.test_coalesce import STAGES
 from tests.harness import Ranks
@@ -40,7 +40,7 @@ def _misused(stage: int) -> dict[str, str]:
         with engine.training_step(), around:
             options = {"gather": "never", "bytes": -1, "dtype": torch.float16}
             with engine.windows.open(
-                "never" if what == "gather" else "auto",  # type: ignore[arg-type]
+                {"gather": "never", "old gather": "step"}.get(what, "auto"),  # type: ignore[arg-type]
                 -1 if what == "bytes" else None,
                 options["dtype"] if what == "dtype" else None,  # type: ignore[arg-type]
             ):
@@ -62,7 +62,18 @@ def _misused(stage: int) -> dict[str, str]:
                 if what == "raise":
                     raise ArithmeticError("inside the window")
 
-    whats = ["step", "nest", "accumulate", "inside accumulation", "gather", "bytes", "dtype", "backward", "raise"]
+    whats = [
+        "step",
+        "nest",
+        "accumulate",
+        "inside accumulation",
+        "gather",
+        "old gather",
+        "bytes",
+        "dtype",
+        "backward",
+        "raise",
+    ]
     steps = 0
     for what in whats:
         try:
@@ -90,7 +101,8 @@ def _fail(grad: Tensor) -> None:
 def test_misuse_raises_and_leaves_nothing(ranks: Ranks, stage: int) -> None:
     expected = {
         "step": "inside `coalesce_grad_reduction`", "nest": "do not nest", "accumulate": "window defers already",
-        "inside accumulation": "cannot open inside an accumulation", "gather": "choose 'auto', 'step' or 'use'",
+        "inside accumulation": "cannot open inside an accumulation", "gather": "choose 'auto', 'window' or 'use'",
+        "old gather": "now `gather=\'window\'`",
         "bytes": "must be a number of bytes", "dtype": "choose None or torch.float32", "backward": "are incomplete",
         "raise": "inside the window",
     }  # fmt: skip
@@ -115,7 +127,7 @@ def _one_sided(what: str, stage: int) -> None:
             for number in range(3):
                 backward(number)
             return
-        gather: Any = "step" if what.endswith("held") else "use"
+        gather: Any = "window" if what.endswith("held") else "use"
         if what == "later counts":  # the order of the units is known, and what follows each
             for _ in range(2):
                 with engine.windows.open(gather, None, None):

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zerocompile.precision import ZeroCompilePrecision
-from tests import engines, models, pairs
+from lightning_zerocompile.plugins.precision import ZeroCompilePrecision
+from tests import engines, models, twins
 from tests.harness import Ranks
 
 STAGES = (1, 2, 3)
-LR = pairs.LR
+LR = twins.LR
 
 
 # ---- zero_grad, .grad, step and clipping while gradients wait ----
@@ -32,23 +32,23 @@ class Adversaries(nn.Module):
 
 
 def _zeroed(stage: int, where: str, to_none: bool) -> float:
-    with pairs.pair(stage, Adversaries) as (engine, twin, _):
+    with twins.pair(stage, Adversaries) as (engine, twin, _):
         critic = torch.optim.SGD(engine.model.critic.parameters(), lr=LR)  # type: ignore[union-attr, arg-type]
         inside = engine.accumulation if where == "accumulation" else lambda: engine.windows.open("auto", None, None)
         with engine.training_step():
             with inside():
-                engines.backward(engine, engine.model.losses(pairs.mine(0))[0])  # type: ignore[operator]
+                engines.backward(engine, engine.model.losses(twins.mine(0))[0])  # type: ignore[operator]
                 critic.zero_grad(set_to_none=to_none)
                 if where == "window":
-                    engines.backward(engine, engine.model.losses(pairs.mine(1))[1])  # type: ignore[operator]
+                    engines.backward(engine, engine.model.losses(twins.mine(1))[1])  # type: ignore[operator]
             if where == "accumulation":
-                engines.backward(engine, engine.model.losses(pairs.mine(1))[1])  # type: ignore[operator]
+                engines.backward(engine, engine.model.losses(twins.mine(1))[1])  # type: ignore[operator]
         for rank in range(models.world()):
-            (twin.losses(pairs.batch(rank, 0))[0] / models.world()).backward()  # type: ignore[operator]
+            (twin.losses(twins.batch(rank, 0))[0] / models.world()).backward()  # type: ignore[operator]
         twin.critic.zero_grad()  # type: ignore[union-attr]
         for rank in range(models.world()):
-            (twin.losses(pairs.batch(rank, 1))[1] / models.world()).backward()  # type: ignore[operator]
-        return pairs.grad_deviation(engine, twin)
+            (twin.losses(twins.batch(rank, 1))[1] / models.world()).backward()  # type: ignore[operator]
+        return twins.grad_deviation(engine, twin)
 
 
 def test_zero_grad_clears_what_waits(ranks: Ranks) -> None:
@@ -59,18 +59,18 @@ def test_zero_grad_clears_what_waits(ranks: Ranks) -> None:
 
 def _visible(stage: int) -> None:
     """`p.grad` inside a window: this rank's own sum; what was bound before, where something was."""
-    with pairs.pair(stage) as (engine, twin, _), engine.training_step():
+    with twins.pair(stage) as (engine, twin, _), engine.training_step():
         weights = [m[0].weight for m in (engine.model, twin)]  # type: ignore[index]
         assert weights[0].grad is None
         with engine.windows.open("auto", None, None):
             for number in (0, 1):
-                engines.backward(engine, pairs.loss(engine.model, pairs.mine(number)))
-                pairs.loss(twin, pairs.mine(number)).backward()
+                engines.backward(engine, twins.loss(engine.model, twins.mine(number)))
+                twins.loss(twin, twins.mine(number)).backward()
             torch.testing.assert_close(engine.model[0].weight.grad, weights[1].grad)  # type: ignore[index]
             torch.testing.assert_close(next(engine.model.parameters()).grad, weights[1].grad)
         bound = next(engine.model.parameters()).grad
         with engine.windows.open("auto", None, None):
-            engines.backward(engine, pairs.loss(engine.model, pairs.mine(2)))
+            engines.backward(engine, twins.loss(engine.model, twins.mine(2)))
             assert next(engine.model.parameters()).grad is bound
 
 
@@ -81,11 +81,11 @@ def test_grad_inside_a_window(ranks: Ranks) -> None:
 
 def _unfinished(how: str) -> float:
     """An optimizer steps on an accumulation that no reducing backward has ended."""
-    with pairs.pair(1, keep_gradients=False) as (engine, twin, optimizer):
+    with twins.pair(1, keep_gradients=False) as (engine, twin, optimizer):
 
         def accumulate() -> None:
             with engine.accumulation():
-                engines.backward(engine, pairs.loss(engine.model, pairs.mine(0)))
+                engines.backward(engine, twins.loss(engine.model, twins.mine(0)))
 
         plugin = ZeroCompilePrecision()
         plugin.engine = engine
@@ -100,11 +100,11 @@ def _unfinished(how: str) -> float:
             if how != "closure":
                 optimizer.step()
             twin.zero_grad()
-            pairs.gradients(twin, pairs.on_all(0))
+            twins.gradients(twin, twins.on_all(0))
             if how == "clip":
                 torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
             torch.optim.SGD(twin.parameters(), lr=LR).step()
-        return pairs.deviation(engine, twin)
+        return twins.deviation(engine, twin)
 
 
 def test_a_step_reduces_an_unfinished_accumulation(ranks: Ranks) -> None:
@@ -113,12 +113,12 @@ def test_a_step_reduces_an_unfinished_accumulation(ranks: Ranks) -> None:
 
 
 def _clipped() -> str:
-    with pairs.pair(2) as (engine, _, optimizer), engine.training_step():
+    with twins.pair(2) as (engine, _, optimizer), engine.training_step():
         plugin = ZeroCompilePrecision()
         plugin.engine = engine
         try:
             with engine.windows.open("auto", None, None):
-                engines.backward(engine, pairs.loss(engine.model, pairs.mine(0)))
+                engines.backward(engine, twins.loss(engine.model, twins.mine(0)))
                 plugin.clip_gradients(optimizer, 0.01)
         except RuntimeError as error:
             return str(error)
@@ -153,19 +153,19 @@ def _shared(keep: bool) -> float:
 
     worst = []
     for by_unit in (False, True):
-        with pairs.pair(2, Tied, keep_gradients=keep) as (engine, twin, _):
+        with twins.pair(2, Tied, keep_gradients=keep) as (engine, twin, _):
             ours, theirs = optimizers(engine.model), optimizers(twin)
             engine.attach_optimizers(ours)
             for number in (0, 1):
                 with engine.training_step():
-                    engines.backward(engine, pairs.loss(engine.model, pairs.mine(number)))
-                pairs.gradients(twin, pairs.on_all(number))
+                    engines.backward(engine, twins.loss(engine.model, twins.mine(number)))
+                twins.gradients(twin, twins.on_all(number))
                 for one, other in zip(ours, theirs, strict=True):
                     engine.step(one, lambda: None) if by_unit else one.step()
                     other.step()
                 for one in (*ours, *theirs):
                     one.zero_grad()
-            worst.append(pairs.deviation(engine, twin))
+            worst.append(twins.deviation(engine, twin))
     return max(worst)
 
 
@@ -200,16 +200,16 @@ class InBuffer(nn.Module):
 
 
 def _buffered(stage: int) -> tuple[float, int]:
-    with pairs.pair(stage, InBuffer) as (engine, twin, _):
+    with twins.pair(stage, InBuffer) as (engine, twin, _):
         with engine.training_step(), engine.windows.open("auto", None, None):
             for number in (0, 1, 2):
-                pairs.loss(engine.model, pairs.mine(number)).backward()
-        pairs.gradients(twin, pairs.on_all(0, 1, 2))
-        deviation = pairs.grad_deviation(engine, twin)
-    with pairs.pair(stage) as (engine, _, _):
+                twins.loss(engine.model, twins.mine(number)).backward()
+        twins.gradients(twin, twins.on_all(0, 1, 2))
+        deviation = twins.grad_deviation(engine, twin)
+    with twins.pair(stage) as (engine, _, _):
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         with engine.training_step(), engine.windows.open("auto", None, None), profiler:
-            pairs.loss(engine.model, pairs.mine(0)).backward()
+            twins.loss(engine.model, twins.mine(0)).backward()
         names = [event.name() for event in profiler.profiler.kineto_results.events()]  # type: ignore[union-attr]
         return deviation, names.count("aten::clone")
 
@@ -234,14 +234,14 @@ class Moved(nn.Module):
 
 def _moved(stage: int, compile: Any) -> float:
     """The gradient of the input is zeroed while that of the parameter waits."""
-    with pairs.pair(stage, lambda: nn.Sequential(Moved()), compile=compile) as (engine, twin, _):
-        x = pairs.mine(0).requires_grad_()
+    with twins.pair(stage, lambda: nn.Sequential(Moved()), compile=compile) as (engine, twin, _):
+        x = twins.mine(0).requires_grad_()
         with engine.training_step(), engine.windows.open("auto", None, None):
-            engines.backward(engine, pairs.loss(engine.model, x))
+            engines.backward(engine, twins.loss(engine.model, x))
             assert x.grad is not None
             x.grad.zero_()
-        pairs.gradients(twin, pairs.on_all(0))
-        return pairs.grad_deviation(engine, twin)
+        twins.gradients(twin, twins.on_all(0))
+        return twins.grad_deviation(engine, twin)
 
 
 @pytest.mark.parametrize("compile", [False, "model"])
@@ -266,18 +266,18 @@ class Recomputed(nn.Module):
 
 
 def _recomputed(stage: int) -> tuple[float, list[int]]:
-    with pairs.pair(stage, Recomputed, accumulate="local") as (engine, twin, _):
+    with twins.pair(stage, Recomputed, defer_grad_sync=True) as (engine, twin, _):
         counts = []
         for numbers in ([0], [0, 1]):
             before = engine.runtime.stats().reductions
             with engine.training_step():
                 for number in numbers[:-1]:
                     with engine.accumulation():
-                        engines.backward(engine, pairs.loss(engine.model, pairs.mine(number)))
-                engines.backward(engine, pairs.loss(engine.model, pairs.mine(numbers[-1])))
+                        engines.backward(engine, twins.loss(engine.model, twins.mine(number)))
+                engines.backward(engine, twins.loss(engine.model, twins.mine(numbers[-1])))
             counts.append(engine.runtime.stats().reductions - before)
-        pairs.gradients(twin, pairs.on_all(0, 0, 1))
-        return pairs.grad_deviation(engine, twin), counts
+        twins.gradients(twin, twins.on_all(0, 0, 1))
+        return twins.grad_deviation(engine, twin), counts
 
 
 def test_accumulation_over_reentrant_checkpoints(ranks: Ranks) -> None:

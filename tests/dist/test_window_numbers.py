@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.engine import Engine
-from tests import engines, models, pairs
+from tests import engines, models, twins
 from tests.dist.test_rules import SquareModel
 from tests.harness import Ranks
 
@@ -75,7 +75,7 @@ def _expected(twin: nn.Module, count: int) -> None:
 def _exact(stage: int, compile: Any) -> tuple[list[tuple[int, int | None]], list[int], list[int]]:
     """The windows that are not equal to the bit, graphs after a step and after all, bytes of sums in fp32 and bf16."""
     wrong, compiled = [], []
-    with pairs.pair(stage, _whole, compile=compile) as (engine, twin, optimizer):
+    with twins.pair(stage, _whole, compile=compile) as (engine, twin, optimizer):
         with engine.training_step():
             _backwards(engine, 1)
         optimizer.zero_grad()
@@ -85,7 +85,7 @@ def _exact(stage: int, compile: Any) -> tuple[list[tuple[int, int | None]], list
                 with engine.training_step(), engine.windows.open("auto", max_bytes, None):
                     _backwards(engine, count)
                 _expected(twin, count)
-                if pairs.grad_deviation(engine, twin) != 0:
+                if twins.grad_deviation(engine, twin) != 0:
                     wrong.append((count, max_bytes))
                 optimizer.zero_grad()
                 with engine.training_step():  # one without a window
@@ -93,13 +93,13 @@ def _exact(stage: int, compile: Any) -> tuple[list[tuple[int, int | None]], list
                 optimizer.zero_grad()
         compiled.append(engine.regions.stats.forward + engine.regions.stats.backward)
     held = []
-    with pairs.pair(stage, _half, compile=compile, master_dtype=None) as (engine, twin, optimizer):
+    with twins.pair(stage, _half, compile=compile, master_dtype=None) as (engine, twin, optimizer):
         for dtype in (torch.float32, None):
             with engine.training_step(), engine.windows.open("auto", None, dtype):
                 _backwards(engine, 2)
                 held.append(engine.runtime.core.deferred_bytes())
             _expected(twin, 2)
-            if pairs.grad_deviation(engine, twin) != 0:
+            if twins.grad_deviation(engine, twin) != 0:
                 wrong.append((2, None))
             optimizer.zero_grad()
     return wrong, compiled, held
@@ -138,17 +138,17 @@ def test_gathers_at_each_use(ranks: Ranks, compile: Any) -> None:
 
 def _decisions(free: tuple[float, float], host: str = "") -> tuple[int, int]:
     """Gathers inside a window, with that many times as much free memory as is needed; and what is needed."""
-    with pairs.pair(3) as (engine, _, _):
+    with twins.pair(3) as (engine, _, _):
         needed = engine.runtime.held_window_bytes(None)
         mine = host, 2 * needed * free[models.rank()]
         with (
-            mock.patch("lightning_zerocompile.window.free_memory", return_value=mine),
+            mock.patch("lightning_zerocompile.runtime.window.free_memory", return_value=mine),
             engine.training_step(),
             engine.windows.open("auto", None, None),
         ):
             before = engine.runtime.stats().gathers
             for number in (0, 1):
-                engines.backward(engine, pairs.loss(engine.model, pairs.mine(number)))
+                engines.backward(engine, twins.loss(engine.model, twins.mine(number)))
             return engine.runtime.stats().gathers - before, needed
 
 
@@ -173,7 +173,7 @@ class Cached(torch.autograd.Function):
         total = torch.zeros((), device=anchor.device)
         for number in numbers:
             with torch.enable_grad():
-                loss = pairs.loss(model, pairs.batch(rank, number))
+                loss = twins.loss(model, twins.batch(rank, number))
             torch.autograd.backward(loss)
             total += loss.detach()
         return total
@@ -184,13 +184,13 @@ class Cached(torch.autograd.Function):
 
 
 def _cached(stage: int, window: bool) -> float:
-    with pairs.pair(stage) as (engine, twin, _):
+    with twins.pair(stage) as (engine, twin, _):
         anchor = torch.zeros(1, device=models.device(), requires_grad=True)
         with engine.training_step(), engine.windows.open("auto", None, None) if window else contextlib.nullcontext():
             loss = Cached.apply(anchor, engine.model, [0, 1], models.rank())  # type: ignore[no-untyped-call]
-            engines.backward(engine, loss + pairs.loss(engine.model, pairs.mine(2)))
-        pairs.gradients(twin, pairs.on_all(0, 1, 2))
-        return pairs.grad_deviation(engine, twin)
+            engines.backward(engine, loss + twins.loss(engine.model, twins.mine(2)))
+        twins.gradients(twin, twins.on_all(0, 1, 2))
+        return twins.grad_deviation(engine, twin)
 
 
 def test_a_function_that_calls_backward_in_its_forward(ranks: Ranks) -> None:
@@ -226,7 +226,7 @@ def _inductor(cpp_wrapper: bool = False) -> tuple[float, list[int], list[str]]:
             for batches in data:
                 with engine.training_step():
                     outside = model(batches[0][models.rank()]).square().mean()
-                    with engine.windows.open("step", None, None):
+                    with engine.windows.open("window", None, None):
                         before = engine.runtime.stats().gathers
                         for batch in batches[1:]:
                             engines.backward(engine, model(batch[models.rank()]).square().mean())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.dist.test_coalesce import STAGES
 from tests.harness import Ranks
@@ -52,7 +52,7 @@ def _shared(stage: int, compile: Any) -> tuple[float, int]:
 
     engine = engines.make_engine(model, stage, compile=compile, keep_gradients=True)
     try:
-        with engine.training_step(), engine.windows.open("step", None, None):
+        with engine.training_step(), engine.windows.open("window", None, None):
             for number in range(4):
                 engines.backward(engine, loss(engine.model, models.rank(), number))
         found = {name: full_value(p.grad) for name, p in model.named_parameters()}

@@ -8,9 +8,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
-from lightning_zerocompile.full_values import full_value
-from tests import engines, models, pairs
-from tests.dist.test_routes import Routed
+from lightning_zerocompile.sharding.full_values import full_value
+from tests import engines, models, twins
+from tests.dist.test_divergent_modules import Routed
 from tests.harness import Ranks
 
 STAGES = (1, 2, 3)
@@ -26,25 +26,25 @@ def _fail(grad: Tensor) -> None:
 def _failing(how: str, stage: int) -> tuple[str, int, float]:
     """Rank 0 fails in a window; both ranks catch, drop, and take a plain step."""
     first, message = models.rank() == 0, "no error"
-    with pairs.pair(stage) as (engine, twin, optimizer):
+    with twins.pair(stage) as (engine, twin, optimizer):
         try:
-            with engine.training_step(), engine.windows.open("step", None, None):
-                pairs.loss(engine.model, pairs.mine(8)).backward()
+            with engine.training_step(), engine.windows.open("window", None, None):
+                twins.loss(engine.model, twins.mine(8)).backward()
                 if first and how == "raises":
                     raise ArithmeticError("on rank 0")
                 if first and how == "swallowed":
                     with contextlib.suppress(ArithmeticError):
-                        y = engine.model(pairs.mine(9))
+                        y = engine.model(twins.mine(9))
                         y.register_hook(_fail)
                         engines.backward(engine, y.sum())
         except (ArithmeticError, RuntimeError) as error:
             message = str(error)
         held = engine.runtime.core.deferred_bytes()
         optimizer.zero_grad()
-        engines.step(engine, optimizer, lambda: pairs.loss(engine.model, pairs.mine(0)))
-        pairs.gradients(twin, pairs.on_all(0))
-        torch.optim.SGD(twin.parameters(), lr=pairs.LR).step()
-        return message, held, pairs.deviation(engine, twin)
+        engines.step(engine, optimizer, lambda: twins.loss(engine.model, twins.mine(0)))
+        twins.gradients(twin, twins.on_all(0))
+        torch.optim.SGD(twin.parameters(), lr=twins.LR).step()
+        return message, held, twins.deviation(engine, twin)
 
 
 def test_a_window_that_fails_on_one_rank_is_dropped_on_all(ranks: Ranks) -> None:
@@ -59,12 +59,12 @@ def test_a_window_that_fails_on_one_rank_is_dropped_on_all(ranks: Ranks) -> None
 
 def _uneven(counts: tuple[int, int], stage: int) -> float:
     """The first window ever; a rank of which the count is 0 runs no backward."""
-    with pairs.pair(stage) as (engine, twin, _):
-        with engine.training_step(), engine.windows.open("step", None, None):
+    with twins.pair(stage) as (engine, twin, _):
+        with engine.training_step(), engine.windows.open("window", None, None):
             for number in range(counts[models.rank()]):
-                pairs.loss(engine.model, pairs.mine(number)).backward()
-        pairs.gradients(twin, {rank: list(range(count)) for rank, count in enumerate(counts)})
-        return pairs.grad_deviation(engine, twin)
+                twins.loss(engine.model, twins.mine(number)).backward()
+        twins.gradients(twin, {rank: list(range(count)) for rank, count in enumerate(counts)})
+        return twins.grad_deviation(engine, twin)
 
 
 def test_a_rank_without_a_backward_in_the_first_window(ranks: Ranks) -> None:
@@ -76,16 +76,16 @@ def test_a_rank_without_a_backward_in_the_first_window(ranks: Ranks) -> None:
 def _bounded(stage: int) -> list[bool]:
     """Gradients before a bounded window that raises, and behind it; first none, then some."""
     same = []
-    with pairs.pair(stage) as (engine, _, _):
+    with twins.pair(stage) as (engine, _, _):
         for before in (False, True):
             with engine.training_step():
                 if before:
-                    engines.backward(engine, pairs.loss(engine.model, pairs.mine(0)))
-                expected = pairs.grads(engine.model)
+                    engines.backward(engine, twins.loss(engine.model, twins.mine(0)))
+                expected = twins.grads(engine.model)
                 with contextlib.suppress(ArithmeticError), engine.windows.open("auto", 0, None):
-                    engines.backward(engine, pairs.loss(engine.model, pairs.mine(1)))
+                    engines.backward(engine, twins.loss(engine.model, twins.mine(1)))
                     raise ArithmeticError
-            both = zip(pairs.grads(engine.model), expected, strict=True)
+            both = zip(twins.grads(engine.model), expected, strict=True)
             same.append(all(a is b if a is None or b is None else torch.equal(a, b) for a, b in both))
             same.append(engine.runtime.core.deferred_bytes() == 0)
     return same
@@ -111,7 +111,7 @@ class Weighted(nn.Module):
 
 def _early_sums(dtype: torch.dtype | None) -> tuple[list[float], list[torch.dtype]]:
     """256 + 8 x 1, each reduced at once, in bf16 throughout."""
-    with pairs.pair(3, Weighted, master_dtype=None) as (engine, _, _):
+    with twins.pair(3, Weighted, master_dtype=None) as (engine, _, _):
         with engine.training_step(), engine.windows.open("auto", 0, dtype):
             for number in (256.0, *[1.0] * 8):
                 engines.backward(engine, engine.model(number))
@@ -126,10 +126,10 @@ def test_what_is_reduced_early_is_summed_in_the_windows_dtype(ranks: Ranks) -> N
 
 
 def _frozen_inside() -> str:
-    with pairs.pair(1) as (engine, _, _), engine.training_step():
+    with twins.pair(1) as (engine, _, _), engine.training_step():
         try:
             with engine.windows.open("auto", None, None):
-                pairs.loss(engine.model, pairs.mine(0)).backward()
+                twins.loss(engine.model, twins.mine(0)).backward()
                 engine.model[0].weight.requires_grad_(False)
         except RuntimeError as error:
             return f"{error}, {engine.runtime.core.deferred_bytes()} bytes"
@@ -142,7 +142,7 @@ def test_a_parameter_frozen_inside_a_window(ranks: Ranks) -> None:
 
 
 def _around(stage: int) -> str:
-    with pairs.pair(stage) as (engine, _, _):
+    with twins.pair(stage) as (engine, _, _):
         try:
             with engine.accumulation(), engine.windows.open("auto", None, None):
                 return "no error"
@@ -169,7 +169,7 @@ def _routes() -> int:
         for route in ([0, 1], [0, 2], [0, 3]):  # the ways are known
             model.route = route
             engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
-        with engine.training_step(), engine.windows.open("step", None, None):
+        with engine.training_step(), engine.windows.open("window", None, None):
             for route in ([0, 1 + models.rank()], [3 - models.rank(), 0]):
                 model.route = route
                 engines.token_loss(model, data[1]).backward()
@@ -188,8 +188,8 @@ def test_what_ranks_ran_in_a_held_window_is_no_prediction(ranks: Ranks) -> None:
 
 def _half_released() -> int:
     """Gathers inside a held window; before it a graph has released one of a unit's two values."""
-    with pairs.pair(3, lambda: nn.Linear(4, 3)) as (engine, _, _):
-        weight, bias = engine.runtime.slots
+    with twins.pair(3, lambda: nn.Linear(4, 3)) as (engine, _, _):
+        weight, bias = engine.runtime.sharded_parameters
         with engine.training_step():
             both = [weight.handle, bias.handle]
             sources = [weight.source, bias.source]
@@ -197,9 +197,9 @@ def _half_released() -> int:
             torch.ops.zerocompile.release_(values[:1], both[:1], False)
             torch.ops.zerocompile.release_(values[1:], both[1:], True)
             del values
-            with engine.windows.open("step", None, None):
+            with engine.windows.open("window", None, None):
                 before = engine.runtime.stats().gathers
-                pairs.loss(engine.model, pairs.mine(0)).backward()
+                twins.loss(engine.model, twins.mine(0)).backward()
                 return engine.runtime.stats().gathers - before
 
 

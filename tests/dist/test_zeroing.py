@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zerocompile.engine import Engine
-from tests import engines, pairs
+from tests import engines, twins
 from tests.harness import Ranks
 
 PLACES = ("window", "bounded", "fp32", "accumulation")
@@ -47,7 +47,7 @@ def _cell(engine: Engine, twin: Any, optimizer: Any, place: str, before: bool, w
 
     def backward(number: int) -> None:
         with engine.training_step():
-            engines.backward(engine, pairs.loss(engine.model, pairs.mine(number)))
+            engines.backward(engine, twins.loss(engine.model, twins.mine(number)))
 
     if before:
         backward(0)
@@ -72,15 +72,15 @@ def _cell(engine: Engine, twin: Any, optimizer: Any, place: str, before: bool, w
     for p in twin.parameters():
         p.grad = torch.zeros_like(p)
     if after:
-        pairs.gradients(twin, pairs.on_all(2))
-    return pairs.grad_deviation(engine, twin)
+        twins.gradients(twin, twins.on_all(2))
+    return twins.grad_deviation(engine, twin)
 
 
 def _cells(stage: int, place: str) -> list[str]:
     problems = []
     for scope in (False, "blocks"):
         torch._dynamo.reset()
-        with pairs.pair(stage, compile=scope, accumulate="local") as (engine, twin, optimizer):
+        with twins.pair(stage, compile=scope, defer_grad_sync=True) as (engine, twin, optimizer):
             for before in (False, True):
                 for after in (False, True):
                     for way in _ways(engine, optimizer, [torch.zeros(())] * before):

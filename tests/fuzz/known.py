@@ -66,7 +66,7 @@ FOUND = (
     ),
     Found(
         "one rank fails in a window that gathers once, before it has used all: ranks hold other units after it",
-        Program(options=Options(stage=3), steps=((Window(gather="step", fails="1"), Backward()),)),
+        Program(options=Options(stage=3), steps=((Window(gather="window", fails="1"), Backward()),)),
     ),
     Found(
         "an exception in a raw optimizer's step: later steps do not release gradients",

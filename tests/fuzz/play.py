@@ -155,7 +155,7 @@ class Side(ABC):
             self.in_window = self.waiting = False
 
     def do_accumulate(self, op: Accumulate) -> None:
-        defers = self.options.stage == 1 or self.options.accumulate == "local"
+        defers = self.options.stage == 1 or self.options.defer_grad_sync
         self.in_accumulation = True
         try:
             with self.accumulation():

@@ -38,7 +38,7 @@ class Options:
     unit_bytes: int = 2**26
     keep_gathered: tuple[str, ...] = ()
     memory_budget: int | None = None
-    accumulate: Literal["local"] | None = None
+    defer_grad_sync: bool = False
     keep_gradients: bool = False
     optimizers: Literal["one", "halves", "alternate"] = "one"
     momentum: float = 0.0
@@ -273,7 +273,7 @@ def _options(modes: tuple[str, ...]) -> st.SearchStrategy[Options]:
         unit_bytes=st.sampled_from((2**26, 1, 100)),
         keep_gathered=st.sampled_from(((), (), ("net.layers",), ("net.head", "net.layers.0"))),
         memory_budget=st.sampled_from((None, None, 0, 300, 10**9)),
-        accumulate=st.sampled_from((None, None, "local")),
+        defer_grad_sync=st.sampled_from((False, False, True)),
         keep_gradients=st.sampled_from((False, False, False, True)),
         optimizers=st.sampled_from(("one", "one", "halves", "alternate")),
         momentum=st.sampled_from((0.0, 0.0, 0.9)),
@@ -297,7 +297,7 @@ def _allowed_op(op: Op, options: Options) -> Op:
     if isinstance(op, (Accumulate, Toggle, Window)):
         op = replace(op, body=tuple(_allowed_op(inner, options) for inner in op.body))
     if isinstance(op, Window) and op.fails in ("0", "1"):
-        return replace(op, max_bytes=None, gather="step" if options.stage == 3 else op.gather)
+        return replace(op, max_bytes=None, gather="window" if options.stage == 3 else op.gather)
     if isinstance(op, Backward) and op.kind == "twice" and options.mode != "eager":
         return replace(op, kind="plain")
     return op

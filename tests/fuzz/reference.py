@@ -100,7 +100,7 @@ class Reference(Side):
 
     @contextlib.contextmanager
     def accumulation(self) -> Iterator[None]:
-        self.defers = self.options.stage == 1 or self.options.accumulate == "local"
+        self.defers = self.options.stage == 1 or self.options.defer_grad_sync
         try:
             yield
         finally:

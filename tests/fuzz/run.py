@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import models
 from tests.fuzz import nets, reference
 from tests.fuzz.nets import Boom
@@ -191,7 +191,8 @@ def body(program: Program, folder: str) -> list[str]:
     strategy = ZeroCompileStrategy(
         stage=options.stage, compile=mode, backend="aot_eager", prefetch=options.prefetch,
         unit_bytes=options.unit_bytes, keep_gathered=options.keep_gathered, memory_budget=options.memory_budget,
-        accumulate=options.accumulate, keep_gradients=options.keep_gradients, master_dtype=None, timeout=_TIMEOUT,
+        defer_grad_sync=options.defer_grad_sync, keep_gradients=options.keep_gradients, master_dtype=None,
+        timeout=_TIMEOUT,
     )  # type: ignore[arg-type]  # fmt: skip
     trainer = L.Trainer(
         accelerator="cpu", devices=models.world(), strategy=strategy, max_epochs=1, limit_train_batches=steps,

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.sharding.full_values import full_value
 from tests.harness import Worlds
 
 pytestmark = pytest.mark.gpu

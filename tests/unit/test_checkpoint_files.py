@@ -26,9 +26,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_zerocompile import files
-from lightning_zerocompile.checkpoint import Checkpoints
-from lightning_zerocompile.files import AtomicCheckpointIO, check_replaceable, local_path, locate
+from lightning_zerocompile.checkpoint import files
+from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
+from lightning_zerocompile.checkpoint.files import AtomicCheckpointIO, check_replaceable, local_path, locate
 
 KILLED = 9
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.truncate")

@@ -21,7 +21,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stage": True}, "`stage=True`"),
     ({"stage": "3"}, "`stage='3'`"),
     ({"compile": "layers"}, "`compile='layers'`.*'blocks'"),
-    ({"compile": True}, "`compile=True`.*'blocks'"),
     ({"compile": None}, "`compile=None`.*'blocks'"),
     ({"backend": "eager"}, "`backend='eager'`.*aot_eager.*compile=False"),
     ({"mode": "fast"}, "`mode='fast'`.*max-autotune-no-cudagraphs"),
@@ -37,11 +36,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"unit_bytes": 0}, "`unit_bytes=0`.*positive"),
     ({"unit_bytes": 1.5}, "`unit_bytes=1.5`.*positive"),
     ({"unit_bytes": True}, "`unit_bytes=True`.*positive"),
-    ({"checkpoint": "dcp"}, "`checkpoint='dcp'`.*'full'.*'sharded'"),
-    ({"checkpoint": None}, "`checkpoint=None`.*'full'.*'sharded'"),
+    ({"state_dict_type": "dcp"}, "`state_dict_type='dcp'`.*'full'.*'sharded'"),
+    ({"state_dict_type": None}, "`state_dict_type=None`.*'full'.*'sharded'"),
     ({"copy_engine": "yes"}, "`copy_engine='yes'`.*'auto'.*True.*False"),
     ({"copy_engine": None}, "`copy_engine=None`.*'auto'.*True.*False"),
-    ({"accumulate": "global"}, "`accumulate='global'`.*'local'"),
+    ({"defer_grad_sync": "local"}, "`defer_grad_sync='local'`.*True or False"),
     ({"keep_gathered": [""]}, "`keep_gathered=.*names of modules"),
     ({"prefetch": -1}, "`prefetch=-1`.*0 or more"),
     ({"timeout": timedelta(seconds=-1)}, "`timeout=.*positive"),
@@ -118,3 +117,26 @@ def test_strategy_can_be_pickled_before_launch() -> None:
     """Launchers that spawn send the strategy to the other processes."""
     strategy = pickle.loads(pickle.dumps(ZeroCompileStrategy(stage=2, param_dtype="bfloat16")))
     assert strategy.config == Config(stage=2, param_dtype=torch.bfloat16, timeout=strategy.config.timeout)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"checkpoint": "sharded"}, "state_dict_type"),
+        ({"accumulate": "local"}, "defer_grad_sync"),
+        ({"whole_values": ["Shampoo"]}, "full_param_optimizers"),
+    ],
+)
+def test_an_old_name_raises_with_the_new_one(old: dict[str, Any], new: str) -> None:
+    with pytest.raises(TypeError, match=f"`{next(iter(old))}` any more; use `{new}`"):
+        ZeroCompileStrategy(**old)
+
+
+def test_the_signature_holds_the_new_names_only() -> None:
+    names = inspect.signature(ZeroCompileStrategy).parameters  # what LightningCLI reads
+    assert {"state_dict_type", "defer_grad_sync", "full_param_optimizers"} <= set(names)
+    assert not {"checkpoint", "accumulate", "whole_values", "args", "kwargs"} & set(names)
+
+
+def test_compile_true_means_blocks() -> None:
+    assert ZeroCompileStrategy(compile=True).config.compile == "blocks"

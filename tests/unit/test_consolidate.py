@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zerocompile import consolidate, sharded_checkpoint
+from lightning_zerocompile import consolidate
+from lightning_zerocompile.checkpoint import directory as checkpoint_directory
 
 STATE = {"weight": torch.arange(40.0).reshape(8, 5), "bias": torch.ones(3, dtype=torch.bfloat16)}
 REST = {"lr_schedulers": [], "epoch": 3}
@@ -43,7 +44,7 @@ def _save(path: Path, more: dict[str, Any]) -> None:
     optimizer = {"state": {"weight": {"exp_avg": STATE["weight"] * 2}}, "param_groups": groups}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        sharded_checkpoint.save({"state_dict": STATE, "optimizer_states": [optimizer], **REST, **more}, path)
+        checkpoint_directory.save({"state_dict": STATE, "optimizer_states": [optimizer], **REST, **more}, path)
     finally:
         dist.destroy_process_group()
 

@@ -8,32 +8,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zerocompile.fakes import flatten, unflatten
-from lightning_zerocompile.full_values import full_value
+from lightning_zerocompile.runtime.ops import flatten, unflatten
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.harness import Worlds
 
 
-def _slots(engine: Any, count: int = 2) -> list[Any]:
-    return [slot for slot in engine.runtime.slots if len(slot.size) == 2][:count]
+def _parameters(engine: Any, count: int = 2) -> list[Any]:
+    return [sharded for sharded in engine.runtime.sharded_parameters if len(sharded.size) == 2][:count]
 
 
 def _arguments(engine: Any, name: str) -> tuple[Any, ...]:
     """Arguments that the operator gets in a live model."""
-    slots = _slots(engine)
-    handles = [slot.frozen_handle for slot in slots]
-    full = [torch.randn(slot.size) for slot in slots]
-    sizes = flatten([slot.size for slot in slots])
+    parameters = _parameters(engine)
+    handles = [sharded.frozen_handle for sharded in parameters]
+    full = [torch.randn(sharded.size) for sharded in parameters]
+    sizes = flatten([sharded.size for sharded in parameters])
     return {
-        "gather": (slots[0].source, slots[0].handle, list(slots[0].size)),
-        "gather_cast": (slots[0].source.to(torch.bfloat16), slots[0].handle, list(slots[0].size)),
+        "gather": (parameters[0].source, parameters[0].handle, list(parameters[0].size)),
+        "gather_cast": (parameters[0].source.to(torch.bfloat16), parameters[0].handle, list(parameters[0].size)),
         "reduce_grad": (full[0], handles[0]),
-        "gather_unit": ([slots[0].source, slots[1].source.to(torch.bfloat16)], handles, sizes, False),
+        "gather_unit": ([parameters[0].source, parameters[1].source.to(torch.bfloat16)], handles, sizes, False),
         "wait_": (full, handles, False),
         "release_": (full, handles, True),
         "reduce_unit_": (full, handles),
         "reduce_fence_": (full,),
-        "gather_unit.one": (slots[0].source.to(torch.bfloat16), handles[0], list(slots[0].size), False),
+        "gather_unit.one": (parameters[0].source.to(torch.bfloat16), handles[0], list(parameters[0].size), False),
         "wait_.one": (full[0], handles[0], False),
         "release_.one": (full[0], handles[0], True),
         "reduce_unit_.one": (full[0], handles[0]),
@@ -88,11 +88,13 @@ def _identities() -> dict[str, Any]:
     """Two strategies in one process; then one of them is torn down."""
     first, second = models.ByteModel(), models.ByteModel()
     one, two = engines.make_engine(first, 3, compile=False), engines.make_engine(second, 3, compile=False)
-    handles = [[slot.handle.item() for slot in engine.runtime.slots] for engine in (one, two)]
-    a, b = _slots(one, 1)[0], _slots(two, 1)[0]
+    handles = [[sharded.handle.item() for sharded in engine.runtime.sharded_parameters] for engine in (one, two)]
+    a, b = _parameters(one, 1)[0], _parameters(two, 1)[0]
     gather = torch.ops.zerocompile.gather.default
-    values = [gather(slot.source, slot.handle, slot.size).detach().clone() for slot in (a, b)]
-    apart = [float((value - full_value(slot.master)).abs().max()) for value, slot in zip(values, (a, b), strict=True)]
+    values = [gather(sharded.source, sharded.handle, sharded.size).detach().clone() for sharded in (a, b)]
+    apart = [
+        float((value - full_value(sharded.master)).abs().max()) for value, sharded in zip(values, (a, b), strict=True)
+    ]
     with pytest.raises(RuntimeError, match="two strategies"):
         torch.ops.zerocompile.gather_unit([a.source, b.source], [a.handle, b.handle], flatten([a.size, b.size]), False)
     one.unshard()

@@ -92,7 +92,12 @@ def test_wheel_contents(distributions: Path) -> None:
     assert expected_sources()
     assert {f"lightning_zerocompile/_csrc/{name}" for name in expected_sources()} <= files
     assert expected_modules() <= files
-    assert {"lightning_zerocompile/py.typed", "lightning_zerocompile/passes/__init__.py"} <= files
+    assert {
+        "lightning_zerocompile/LIMITS.md",
+        "lightning_zerocompile/README.md",
+        "lightning_zerocompile/py.typed",
+        "lightning_zerocompile/compile/passes/__init__.py",
+    } <= files
     assert any(name.endswith("licenses/LICENSE") for name in files)
     assert {name.partition("/")[0].partition("-")[0] for name in files} == {"lightning_zerocompile"}
 

@@ -52,7 +52,7 @@ def test_names_are_case_insensitive_as_lightnings_are() -> None:
 def test_import_twice_and_reload() -> None:
     """A second import or a reload neither fails nor registers twice."""
     importlib.reload(lightning_zerocompile)
-    from lightning_zerocompile.registry import register_strategies
+    from lightning_zerocompile import register_strategies
 
     register_strategies()
     assert {name for name in StrategyRegistry.available_strategies() if name.startswith("zerocompile")} == set(NAMES)
@@ -78,7 +78,7 @@ def test_import_has_no_side_effects_beyond_the_names() -> None:
     """The import is cheap: no extension is built, no process group or CUDA context exists afterwards."""
     printed = _python(
         "import lightning_zerocompile, torch;"
-        "from lightning_zerocompile import extension;"
+        "from lightning_zerocompile.runtime import build;"
         "built = hasattr(torch.ops.zerocompile, 'gather');"
         "print(torch.distributed.is_initialized(), torch.cuda.is_initialized(), built)"
     )

@@ -1,0 +1,1 @@
+"""What a run saves and loads: one file with full tensors, or a directory of shards."""

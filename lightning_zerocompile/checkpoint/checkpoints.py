@@ -1,0 +1,262 @@
+"""State that does not depend on the stage or on the world size, under the module's own names.
+
+It is one file with full tensors, or a directory to which every rank writes its part (directory.py). What is
+loaded does not depend on which of them the strategy writes.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_zerocompile.checkpoint import directory, files
+from lightning_zerocompile.checkpoint.background import Background, raise_pending, run_in_thread
+from lightning_zerocompile.checkpoint.directory import on_all_ranks
+from lightning_zerocompile.checkpoint.files import AtomicCheckpointIO
+from lightning_zerocompile.checkpoint.state import (
+    full_optimizer_state,
+    full_state_dict,
+    load_optimizer_state,
+    named_optimizer_state,
+    positional_optimizer_state,
+)
+from lightning_zerocompile.optim.supported import sees_whole_values
+
+
+class Checkpoints:
+    """Saves and loads for the strategy.
+
+    Args:
+        sharded: what is written: a directory of shards, or one file with full tensors.
+        full_param_optimizers: names of the user's optimizers that keep state of other shapes whole on every rank.
+        timeout: how long ranks wait for each other while shards are saved in the background.
+    """
+
+    def __init__(
+        self, sharded: bool, full_param_optimizers: Sequence[str] = (), timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
+        self._sharded, self._full_param_optimizers = sharded, full_param_optimizers
+        self._background = Background(timeout)
+        # weak: what optimizers hold outlives the sharded model, the other masters must not
+        self._names: MutableMapping[Tensor, str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_names": {}}  # weak references cannot be pickled
+
+    def attach(self, module: nn.Module) -> None:
+        """Notes the names of what optimizers hold, or will hold when a parameter group is added."""
+        self._names = WeakTensorKeyDictionary({parameter: name for name, parameter in module.named_parameters()})
+
+    # ---- states ----
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's state: its shards, or full tensors on rank 0; collective."""
+        return dict(module.state_dict()) if self._sharded else full_state_dict(module, keep=dist.get_rank() == 0)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state: its shards by their parameters' names, or full tensors on rank 0; collective."""
+        if not self._sharded:
+            return full_optimizer_state(optimizer, keep=dist.get_rank() == 0)
+        return named_optimizer_state(optimizer, self._names_of(optimizer))
+
+    def load_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+        """Loads states of either kind."""
+        for optimizer, state in zip(optimizers, states, strict=False):
+            whole = sees_whole_values(optimizer, self._full_param_optimizers)
+            load_optimizer_state(optimizer, positional_optimizer_state(optimizer, state, self._names), whole)
+
+    def _names_of(self, optimizer: Optimizer) -> dict[Tensor, str]:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p not in self._names for p in held):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds parameters that are not the model's, so they have no names in a "
+                "checkpoint. Assign new optimizers to `trainer.strategy.optimizers` while the model is sharded."
+            )
+        return {p: self._names[p] for p in held}
+
+    # ---- files ----
+
+    def save(self, io: CheckpointIO, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
+        """Writes Lightning's dictionary, or lets ``AsyncCheckpointIO`` do it in the background; collective.
+
+        Raises:
+            TypeError: storage options are given, or the dictionary holds shards beside the model's.
+            ValueError: a directory of shards cannot be written to a remote path.
+            RuntimeError: an earlier save in the background failed; on all ranks, and nothing is saved.
+        """
+        if isinstance(io, AsyncCheckpointIO):
+            raise_pending(io, wait=False)
+        if self._sharded:
+            self._save_shards(io, checkpoint, path, options)
+        else:
+            self._save_file(io, checkpoint, path, options)
+        if isinstance(io, AsyncCheckpointIO) and Path(path).name.startswith("hpc_ckpt_"):
+            raise_pending(io, wait=True)  # Lightning lets SLURM end and requeue the job right behind this save
+
+    def _save_shards(self, io: CheckpointIO, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
+        if options is not None:
+            raise TypeError("`storage_options` are for files: state_dict_type='sharded' has none.")
+        local = _local(dist_broadcast(path))
+        if isinstance(io, AsyncCheckpointIO):
+            self._background.save(io, checkpoint, local)
+        else:
+            directory.save(checkpoint, local)
+
+    @staticmethod
+    def _save_file(io: CheckpointIO, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
+        def write() -> None:
+            if dist.get_rank() == 0:
+                directory.refuse_dtensors(checkpoint)
+                io.save_checkpoint(checkpoint, path, storage_options=options)
+
+        on_all_ranks(f"Saving the checkpoint `{path}`", write)
+
+    def load(
+        self,
+        io: CheckpointIO,
+        path: _PATH,
+        weights_only: bool | None,
+        module: nn.Module,
+        with_optimizers: bool,
+    ) -> dict[str, Any]:
+        """Lightning's dictionary from a file or a directory; collective. Waits for what is still being saved.
+
+        Raises:
+            RuntimeError: a file is missing or damaged; it is named. Or a save in the background failed.
+            UnpicklingError: it holds more than tensors and plain containers, and ``weights_only`` is not False.
+        """
+        if isinstance(io, AsyncCheckpointIO):
+            raise_pending(io, wait=True)
+        torch.cuda.empty_cache()  # as Lightning does before it loads
+        path = dist_broadcast(path)
+        local = files.local_path(path)
+        if local is None:  # torch.load's own default for URLs would unpickle anything
+            with directory.refusals(path):
+                loaded = io.load_checkpoint(path, weights_only=weights_only is not False)
+            return directory.as_lightning(loaded)
+        local, kind = self._found(files.locate(local), io)
+        if kind == "a directory":
+            masters = dict(module.named_parameters(remove_duplicate=False))
+            return directory.load(local, masters, weights_only, with_optimizers)
+        own = type(_inner(io)) in (AtomicCheckpointIO, TorchCheckpointIO)  # others may have a format of their own
+        if kind == "a file":
+            first = dist.get_rank() == 0  # one rank reads it all; the others would find the same
+            on_all_ranks(f"Reading the checkpoint `{path}`", lambda: files.check_file(local, own) if first else None)
+        with directory.refusals(str(local)), files.unreadable(local) if own else nullcontext():
+            return directory.as_lightning(io.load_checkpoint(local, weights_only=weights_only))
+
+    @staticmethod
+    def _found(path: Path, io: CheckpointIO) -> tuple[Path, str]:
+        """What is at ``path``, alike on all ranks; collective.
+
+        Raises:
+            RuntimeError: ranks find different things, for example on disks of their own.
+        """
+        what = f"Reading the checkpoint `{path}`"
+
+        def look() -> str:
+            if path.is_dir() and (type(_inner(io)) is AtomicCheckpointIO or (path / files.META).is_file()):
+                return "a directory"
+            return "a file" if path.is_file() else "nothing"
+
+        kinds = on_all_ranks(what, look)
+        if len(set(kinds)) > 1:
+            found = ", ".join(f"rank {rank} finds {kind}" for rank, kind in enumerate(kinds))
+            raise RuntimeError(
+                f"{what} failed: there {found}. It must be on a filesystem that all ranks see, or be copied to "
+                "every node before."
+            )
+        return path, kinds[0]
+
+    def remove(self, io: CheckpointIO, path: _PATH) -> None:
+        """Removes a checkpoint, on rank 0, after those that are still being saved."""
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        remover = AtomicCheckpointIO() if self._sharded else io
+        if isinstance(io, AsyncCheckpointIO) and io._executor is not None:
+            # at once, it could go before the one that replaces it is on the disk
+            run_in_thread(io, lambda: remover.remove_checkpoint(path))
+        else:
+            remover.remove_checkpoint(path)
+
+    def finish(self, io: CheckpointIO) -> None:
+        """Waits for what is still being saved; collective where something can be.
+
+        Raises:
+            RuntimeError: a save in the background failed; on all ranks.
+        """
+        if isinstance(io, AsyncCheckpointIO):
+            raise_pending(io, wait=True)
+            self._background.finish()
+        io.teardown()
+
+    def abandon(self, io: CheckpointIO) -> None:
+        """:meth:`finish` after a failure: waits for other ranks for a moment only, and raises nothing of its own."""
+        if self._sharded and isinstance(io, AsyncCheckpointIO):
+            self._background.abandon(io)
+            return
+        try:
+            io.teardown()  # a file is written by one rank alone
+        except Exception as error:
+            if isinstance(io, AsyncCheckpointIO):
+                io._error = None  # told, and not the next run's
+            warnings.warn(f"A checkpoint could not be saved: {type(error).__name__}: {error}", stacklevel=2)
+
+    def plugin(self, io: CheckpointIO | None) -> CheckpointIO:
+        """The user's plugin, or one that writes atomically where the user left the choice."""
+        if isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
+            io.checkpoint_io = AtomicCheckpointIO()
+        return AtomicCheckpointIO() if io is None or type(io) is TorchCheckpointIO else io
+
+    def check_plugin(self, io: CheckpointIO) -> None:
+        """Raises if a plugin would be passed by.
+
+        Raises:
+            MisconfigurationException: names the plugin and the remedy.
+        """
+        inner = _inner(io)
+        if self._sharded and type(inner) not in (AtomicCheckpointIO, TorchCheckpointIO):
+            name = type(io).__name__ + ("" if inner is io else f"({type(inner).__name__})")
+            raise MisconfigurationException(
+                f"The plugin `{name}` cannot write state_dict_type='sharded': all ranks write to a directory, which no "
+                "plugin can do for them. Use state_dict_type='full', or leave out the plugin; Lightning's own "
+                "AsyncCheckpointIO() saves directories in the background."
+            )
+
+
+def _inner(io: CheckpointIO) -> CheckpointIO:
+    """What writes for Lightning's ``AsyncCheckpointIO``; another plugin itself."""
+    return io.checkpoint_io or io if type(io) is AsyncCheckpointIO else io
+
+
+def dist_broadcast(path: _PATH) -> str:
+    """Rank 0's path on all ranks: it may hold a time or a random name."""
+    paths = [os.fspath(path)]
+    dist.broadcast_object_list(paths, 0)
+    return paths[0]
+
+
+def _local(path: str) -> Path:
+    local = files.local_path(path)
+    if local is None:
+        raise ValueError(
+            f"state_dict_type='sharded' writes to a filesystem that all ranks see, not to `{path}`. Save to a local "
+            "path, or use state_dict_type='full'."
+        )
+    return local

@@ -1,0 +1,1 @@
+"""The one torch.compile call: what is compiled, with which backend and passes."""

@@ -1,0 +1,262 @@
+"""The backend of our torch.compile calls: Inductor or AOTAutograd alone, with our passes."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch._functorch.config as functorch
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._pytree import tree_leaves
+
+from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
+from lightning_zerocompile.compile.passes.recompute import TagRecompute, tag_recompute
+from lightning_zerocompile.compile.passes.reject_writes import reject_writes
+from lightning_zerocompile.compile.passes.unify_casts import unify_casts
+from lightning_zerocompile.config import Config
+from lightning_zerocompile.sharding.autocast import forward_is_inlined, forward_of
+from lightning_zerocompile.sharding.module_swap import BASE
+from lightning_zerocompile.sharding.plan import signature
+
+
+@dataclass
+class CompileStats:
+    """Graphs that were compiled since set-up, also those that came from a compile cache of torch's; not those that an
+    earlier run in this process has left (see [Note: repeated runs]).
+
+    Attributes:
+        dynamo_graphs: Dynamo's, whatever they are for.
+        forward: those that read parameters, for training or for inference.
+        backward: those among them that have a backward.
+    """
+
+    dynamo_graphs: int = 0
+    forward: int = 0
+    backward: int = 0
+
+    def add(self, module: fx.GraphModule) -> None:
+        """Counts one of Dynamo's graphs. The passes cannot: they do not run where a compile cache has the graph."""
+        self.dynamo_graphs += 1
+        nodes = [node for inner in module.modules() if isinstance(inner, fx.GraphModule) for node in inner.graph.nodes]
+        if any("zerocompile.gather" in str(node.target) for node in nodes if node.op == "call_function"):
+            self.forward += 1
+            results = next(node for node in module.graph.nodes if node.op == "output").all_input_nodes
+            values = tree_leaves([node.meta.get("example_value") for node in results])
+            trains = any(isinstance(value, Tensor) and value.requires_grad for value in values)
+            self.backward += trains and torch.is_grad_enabled()
+
+
+class Composed(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+    """The user's pass, then ours."""
+
+    def __init__(self, first: Callable[[fx.Graph], None], second: CustomGraphPass) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.first(graph)
+        self.second(graph)
+
+    def uuid(self) -> Any:
+        first = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
+        return None if first is None else (first, self.second.uuid())
+
+
+def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> dict[str, Any]:
+    """Inductor's configuration: the mode's, the user's on top, ours last; passes of the user run before ours."""
+    import torch._inductor.config as inductor
+
+    options: dict[str, Any] = {}
+    if config.mode is not None:
+        options |= torch._inductor.list_mode_options(config.mode, config.dynamic)
+    options |= {name.replace("-", "_"): value for name, value in config.options.items()}
+    for place, ours in (("joint_custom_pre_pass", TagRecompute()), ("post_grad_custom_post_pass", lower)):
+        theirs = options.get(place) or getattr(inductor, place)
+        options[place] = ours if theirs is None else Composed(theirs, ours)
+    options["reorder_for_peak_memory"] = False  # it would move the starts that the passes placed
+    if not regional:
+        options["allow_buffer_reuse"] = False  # see [Note: memory of shared buffers]
+    options["triton.cudagraphs"] = config.cuda_graphs  # whatever the environment asks for
+    if hasattr(inductor, "cudagraph_policy"):
+        options["cudagraph_policy"] = None
+    if config.cuda_graphs:  # see [Note: CUDA graphs]
+        options |= {"graph_partition": True, "triton.cudagraph_trees": True}
+        options.setdefault("triton.reorder_for_reducing_graph_partitions", False)
+    if options.get("cpp_wrapper") and torch.__version__ < "2.12":  # torch sets these for forward graphs only
+        compiled_once = {"autotune_at_compile_time": True, "autotune_cublasLt": False, "store_cubin": True}
+        for name, value in compiled_once.items():  # without, it tunes a backward's kernels by running our operators
+            options.setdefault(f"triton.{name}", value)
+    return options
+
+
+# [Note: CUDA graphs] A replay would pass our operators by. They are tagged `cudagraph_unsafe`, so Inductor cuts its
+# graph at each of them, and only what is between two is recorded; it may not move them to have fewer cuts, since that
+# would gather earlier and reduce later. What is recorded reads resident values where they are
+# (`mark_static_address`); values that stage 3 gathers anew, it copies into its own memory first. It leaves gradients in
+# memory that a later replay writes to: what is handed over is copied (`set_copies_gradients`). A step is one
+# iteration (`cudagraph_mark_step_begin`): by default each graph called without autograd begins another, which makes
+# the last one's results invalid.
+
+
+def make_backend(config: Config, count: Callable[[fx.GraphModule], None], regional: bool) -> Callable[..., Any]:
+    """The backend that torch.compile calls with each of Dynamo's graphs; ``regional`` as in "
+    ":class:`PlaceCommunication`."""
+    lower = PlaceCommunication(regional, config.unit_bytes)
+    run = _inductor(config, lower, regional) if config.backend == "inductor" else _aot_eager(lower)
+
+    def zerocompile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        reject_writes(module)
+        unify_casts(module)
+        count(module)
+        # as in eager code, where backward runs behind autocast; torch's default traces it inside, which on devices
+        # sums bias gradients in float32 and runs the backward of float32 islands in half precision
+        with functorch.patch(backward_pass_autocast="off"):  # type: ignore[no-untyped-call, unused-ignore]
+            return run(module, inputs)
+
+    return zerocompile
+
+
+def _inductor(
+    config: Config, lower: CustomGraphPass, regional: bool
+) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    options = inductor_options(config, lower, regional)
+    return lambda module, inputs: compile_fx(module, inputs, config_patches=options)
+
+
+def _aot_eager(lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
+    """The same passes on AOTAutograd's graphs, which then run node by node."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.fx.graph import _BoxedCodeGen
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        tag_recompute(joint.graph)
+        pair: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        return pair
+
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        lower(module.graph)
+        module.graph.set_codegen(_BoxedCodeGen())  # an fx.Interpreter would keep what the last run returned
+        module.recompile()
+        run = module.forward
+
+        def boxed(args: list[Any]) -> Any:
+            return run(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=compile_graph, partition_fn=partition, keep_inference_input_mutations=True
+    )
+    return backend
+
+
+# [Note: repeated runs] Dynamo keeps graphs with a function's code object, at most eight for each, and runs the function
+# eagerly beyond that. A class's ``forward`` has one code object, so all runs in a process (k folds, a sweep),
+# validation, `generate` with its lengths, and layers of any size would use up the same eight. Therefore what Dynamo
+# compiles is a copy: one for each kind of equal modules, for training and for inference apart. The copies are kept with
+# the class of the whole model. So are the classes that its modules are given, and the backend, since Dynamo's guards
+# insist on these: a later run with the same options finds its graphs there. Nothing of a model itself is kept; what
+# differs between runs (handles, sources) are inputs of the graphs. CUDA graphs record addresses and are made anew.
+
+
+class Refused(NamedTuple):
+    """A code object that is over Dynamo's limit."""
+
+    name: str
+    graphs: int
+    reason: str  # the guard that failed
+
+
+class Code:
+    """A class's ``forward``, compiled for training and for inference, see [Note: repeated runs].
+
+    Args:
+        forward: of the class.
+        number: how many copies of it there were before.
+        compile: compiles a function; calls its second argument with each guard that fails.
+    """
+
+    def __init__(self, forward: Callable[..., Any], number: int, compile: Callable[..., Any]) -> None:
+        self._failed: dict[CodeType, deque[str]] = {}
+        suffix = f"_{number}" if number else ""
+        self._training = compile(_copy_of(forward, f"_in_training{suffix}"), self._guard_failed)
+        self._inference = compile(_copy_of(forward, f"_in_inference{suffix}"), self._guard_failed)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = self._training if torch.is_grad_enabled() else self._inference
+        return run(module, *args, **kwargs)
+
+    def refused(self) -> Refused | None:
+        """What has met Dynamo's limit so far: the ``forward``, or a part of it behind a graph break."""
+        for code, reasons in self._failed.items():
+            graphs = len(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
+            if graphs >= torch._dynamo.config.recompile_limit:
+                return Refused(code.co_name, graphs, reasons[-min(graphs, len(reasons))])  # the first of the last call
+        return None
+
+    def _guard_failed(self, failure: Any) -> None:
+        reasons = self._failed.setdefault(failure.orig_code, deque(maxlen=64))
+        reasons.append(" ".join(failure.reason.strip().partition("\n")[0].split()))
+
+
+class Graphs:
+    """What is compiled with one configuration, in one run or in several."""
+
+    def __init__(self, config: Config) -> None:
+        self.stats = CompileStats()  # of the run that calls
+        self._dynamic = config.dynamic
+        self._backends = {regional: make_backend(config, self._count, regional) for regional in (True, False)}
+        self._codes: dict[tuple[Any, ...], Code] = {}
+
+    def code_of(self, module: nn.Module, regional: bool) -> Code:
+        """The compiled ``forward`` that ``module`` shares with all modules that are equal to the compiler."""
+        base, forward = _base(module), forward_of(module)
+        key = (base, forward, regional, signature(module, base))
+        if key not in self._codes:
+            number = sum(other[:3] == key[:3] for other in self._codes)
+            self._codes[key] = Code(forward, number, functools.partial(self._compile, self._backends[regional]))
+        return self._codes[key]
+
+    def _compile(self, backend: Callable[..., Any], function: Any, guard_failed: Callable[[Any], None]) -> Any:
+        """``torch.compile``, which does not pass on that a guard failed."""
+        return torch._dynamo.optimize(backend, dynamic=self._dynamic, guard_fail_fn=guard_failed)(function)
+
+    def _count(self, module: fx.GraphModule) -> None:
+        self.stats.add(module)
+
+
+def _copy_of(forward: Callable[..., Any], suffix: str) -> Callable[..., Any]:
+    """The function with a code object of its own; ``suffix``: what its name ends with in traces and messages.
+
+    One that is no frame of Dynamo's own, or not a plain function, is called by the copy.
+    """
+    plain = isinstance(forward, FunctionType) and "_torchdynamo_orig_callable" not in vars(forward)
+    if not plain or forward_is_inlined(forward):
+
+        def forward_(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs)
+
+        function: Any = forward_
+    else:
+        function = forward
+    code = function.__code__.replace(co_name=function.__code__.co_name + suffix)
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    for name in (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"):
+        if name != "__type_params__":
+            setattr(copy, name, getattr(function, name))
+    copy.__dict__.update(function.__dict__)
+    return copy
+
+
+def _base(module: nn.Module) -> Any:
+    """The user's class of a module whose class may have been swapped."""
+    return getattr(type(module), BASE, type(module))

@@ -1,0 +1,48 @@
+"""Joint graph: backward gathers again instead of keeping full weights.
+
+The partitioner would otherwise save a transposed or cast copy of every weight for backward. So ``gather`` and
+everything that is computed from nothing but gathers is tagged ``MUST_RECOMPUTE`` (lightning_zerocompile/README.md, rule
+3). A gradient that depends on nothing but the forward (a Function that ignores what comes in) is still handed over in
+the backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
+
+TRAINING = "zerocompile_training"  # in node.meta: this gather comes from a graph that has a backward
+
+
+def tag_recompute(graph: fx.Graph) -> int:
+    """Tags in place; returns how many nodes were tagged."""
+    recomputed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        is_gather = node.target in (torch.ops.zerocompile.gather.default, torch.ops.zerocompile.gather_cast.default)
+        if is_gather:
+            node.meta[TRAINING] = True
+        elif node.target is torch.ops.zerocompile.reduce_grad.default:
+            node.meta["partitioner_tag"] = "must_be_in_backward"
+        inputs = node.all_input_nodes
+        if is_gather or (inputs and all(i in recomputed for i in inputs)):
+            recomputed.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+    return len(recomputed)
+
+
+_SOURCE = get_hash_for_files((__file__,))  # now: the file may change while this process runs the code it has
+
+
+class TagRecompute(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+    """:func:`tag` as an Inductor pass."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        tag_recompute(graph)
+
+    def uuid(self) -> bytes:
+        return _SOURCE

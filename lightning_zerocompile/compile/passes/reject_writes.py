@@ -1,0 +1,119 @@
+"""Dynamo's graph: a write to a parameter inside a compiled region is an error, not a silent loss.
+
+In a graph a gathered value is a temporary: `weight.mul_(2)` would change that temporary and nothing else. What is a
+view of it is told by storage: Dynamo has run each operation on tensors without data, kept in `example_value`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from lightning_zerocompile.sharding.unsharded import Unsharded
+
+_IN_PLACE_FUNCTIONS = {
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.imatmul,
+    operator.setitem,
+}
+
+
+def reject_writes(module: fx.GraphModule) -> None:
+    """Raises if the graph, or one inside it, writes in place to a parameter or to a view of one.
+
+    Raises:
+        RuntimeError: names the operation and the line of the user's code.
+    """
+    nodes = [node for inner in module.modules() if isinstance(inner, fx.GraphModule) for node in inner.graph.nodes]
+    weights = {storage for node in nodes if _is_weight(node) for storage in _storages(node)}
+    if not weights:
+        return
+    for node in nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        for target in tree_leaves(_written(node)):
+            if isinstance(target, fx.Node) and weights.intersection(_storages(target)):
+                _refuse(node)
+    for node in nodes:  # by an operation that does not say so
+        for value in _tensors(node):
+            if _storage(value) in weights and not value.is_inference() and value._version > 0:
+                _refuse(node)
+
+
+def _refuse(node: fx.Node) -> None:
+    where = (node.meta.get("stack_trace") or "").strip()
+    raise RuntimeError(
+        f"`{_name(node)}` writes in place to a parameter inside a compiled region; the write would be lost. "
+        "Move it out of the module's forward (for example to `on_train_batch_end`, inside "
+        "`strategy.full_parameters(module, writeback=True)`), or keep this module out of compilation with "
+        f"`torch.compiler.disable`.\n{where}"
+    )
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether the graph gathers it, or takes it as an argument that eager code has read from a module."""
+    if node.op == "placeholder":
+        return isinstance(getattr(node.meta.get("grapharg"), "example", None), Unsharded)
+    return node.op == "call_function" and node.target in (
+        torch.ops.zerocompile.gather,
+        torch.ops.zerocompile.gather.default,
+    )
+
+
+def _tensors(node: fx.Node) -> Iterator[Tensor]:
+    return (_unwrapped(value) for value in tree_leaves(node.meta.get("example_value")) if isinstance(value, Tensor))
+
+
+def _unwrapped(value: Tensor) -> Tensor:
+    """What a transform (``torch.vmap`` inside the region) has wrapped: the wrapper has no storage."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return value
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage()._cdata if value.layout == torch.strided else 0
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {_storage(value) for value in _tensors(node)}
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _written(node: fx.Node) -> list[Any]:
+    """What the node writes to in place."""
+    name = _name(node)
+    written: list[Any] = [node.kwargs.get("out")]
+    in_place = node.target in _IN_PLACE_FUNCTIONS or (name.endswith("_") and not name.endswith("__"))
+    if node.args and (in_place or node.kwargs.get("inplace")):
+        written.append(node.args[0])  # torch._foreach_mul_ takes lists
+    if name in ("embedding", "embedding_bag"):
+        arguments = dict(zip(("input", "weight", "", "max_norm"), node.args, strict=False)) | node.kwargs
+        if arguments.get("max_norm") is not None:
+            written.append(arguments.get("weight"))
+    for schema in _schemas(node.target):
+        for position, argument in enumerate(schema.arguments):
+            if argument.is_write:
+                written += [node.kwargs.get(argument.name), *node.args[position : position + 1]]
+    return written
+
+
+def _schemas(target: Any) -> list[Any]:
+    if isinstance(target, torch._ops.OpOverload):
+        return [target._schema]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, overload)._schema for overload in target.overloads()]  # type: ignore[no-untyped-call]
+    return []

@@ -1,0 +1,212 @@
+"""Which modules are compiled, and what happens when one is entered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_zerocompile.compile.backend import Code, CompileStats, Graphs, _base
+from lightning_zerocompile.config import Config, Lifetime
+from lightning_zerocompile.runtime.runtime import Runtime
+from lightning_zerocompile.sharding.autocast import forward_of
+from lightning_zerocompile.sharding.module_swap import PARAMETERS, REGION, refresh
+from lightning_zerocompile.sharding.parameter import StepState
+from lightning_zerocompile.sharding.unsharded import unwatch
+
+EAGER = (
+    "`{}` ({}) is compiled, but a part of it runs eagerly: torch.compile skipped or disabled code that reads "
+    "parameters. Training is right, only slower; TORCH_LOGS=graph_breaks says where. Equal modules are not "
+    "reported again."
+)
+
+OVER_LIMIT = (
+    "`{}` ({}) is compiled, but in {} it runs eagerly where no graph fits: `{}` has {} graphs, torch.compile's limit "
+    "(`torch._dynamo.config.recompile_limit`). One more was refused; what did not fit: {}. Results are right, only "
+    "slower. Let inputs be more alike (or `dynamic=True`), or raise the limit; TORCH_LOGS=recompiles shows each "
+    "recompilation. Equal modules are not reported again."
+)
+
+HOOKED = (
+    "`{}` ({}) runs eagerly as long as hooks are registered on a module inside it or on all modules: one compilation "
+    "serves all equal modules, and would call the hooks of none of them, or of all. Hooks on `{}` itself do not stop "
+    "it from being compiled. Equal modules are not reported again."
+)
+
+
+_CONFIGURATIONS = 8  # whose graphs are kept for later runs of a model's class
+
+
+def _graphs_of(runtime: Runtime, config: Config) -> Graphs:
+    """What an equal run in this process has left, or a new one for this and later runs."""
+    if config.cuda_graphs:
+        return Graphs(config)
+    kept, key = runtime.kept.graphs, (config, str(runtime.device), runtime.mesh.size())
+    found = next((entry for entry in kept if entry[0] == key), None)
+    if found is None:
+        found = (key, Graphs(config))
+    else:
+        kept.remove(found)
+    kept.append(found)
+    del kept[:-_CONFIGURATIONS]
+    return found[1]
+
+
+@dataclass(eq=False)
+class Region:
+    """One module that is compiled (or, without compilation, entered) as a whole."""
+
+    name: str
+    core: Any
+    units: list[int]  # gathered while the module runs
+    eager: Callable[..., Any]  # the class's forward
+    run: Callable[..., Any]  # the same, compiled once for all equal regions
+    sharded: list[nn.Module] = field(default_factory=list)  # modules inside that hold parameters
+    inside: list[nn.Module] = field(default_factory=list)  # all modules inside, but not the region itself
+    trusted: bool = False  # its code is torch's own: it reads parameters and never writes to them
+    regathers: bool = False  # its units are gathered again for its backward, see [Note: entry of backward]
+    compiled: bool = False
+    ran_eagerly: Callable[[bool], None] = lambda hooked: None  # told when a compiled one ran eagerly, in part or whole
+    step_state: StepState = field(default_factory=StepState)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not refresh(self.sharded):
+            return _base(module).forward(module, *args, **kwargs)  # graphs know the module's own parameters only
+        hooked = self.compiled and has_hooks(self.inside)
+        compiled = self.compiled and not hooked
+        if compiled:
+            for value in (*args, *kwargs.values()):
+                unwatch(value)
+        reads = self.core.enter(self.units, self.trusted)
+        self.step_state.depth += 1
+        try:
+            results = (self.run if compiled else self.eager)(module, *args, **kwargs)
+        finally:
+            self.step_state.depth -= 1
+            reads = self.core.leave(self.units) - reads
+        if hooked or (compiled and reads > 0):
+            self.ran_eagerly(hooked)
+        if (self.regathers or compiled) and torch.is_grad_enabled():
+            units, name = self.units if self.regathers else [], self.name if compiled else ""
+            for result in (results,) if isinstance(results, Tensor) else tree_leaves(results):
+                if isinstance(result, Tensor) and result.requires_grad and not result.is_leaf:
+                    self.core.watch_backward(result, units, name)
+        return results
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether a call of one of the modules runs hooks of the user's.
+
+    Dynamo traces hooks and does not look at them again, so a graph would run those that it has seen, for all equal
+    modules and for ever. torch's own (``weight_norm``, ``prune``) belong to what a module is, and may be traced.
+    """
+    everywhere = torch.nn.modules.module
+    if (
+        everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    ):
+        return True
+    for module in modules:
+        members = module.__dict__
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            hooks = members.get(kind)
+            if hooks and any(_is_users(hook) for hook in hooks.values()):
+                return True
+    return False
+
+
+def _is_users(hook: Callable[..., Any]) -> bool:
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "lightning_zerocompile")
+
+
+class Regions:
+    """Turns modules into regions.
+
+    Args:
+        runtime: shards the model's parameters.
+        config: the strategy's options.
+    """
+
+    def __init__(self, runtime: Runtime, config: Config) -> None:
+        self.stats = CompileStats()
+        self._runtime, self._config = runtime, config
+        self._graphs = _graphs_of(runtime, config)
+        self._warned: set[tuple[Any, ...]] = set()
+
+    def add(self, name: str, module: nn.Module, units: list[int]) -> None:
+        """Makes ``module`` a region. The units in ``units`` stay gathered while it runs; without any, its graph gathers
+        each parameter where it is used."""
+        core, compiled, eager = self._runtime.core, bool(self._config.compile), forward_of(module)
+        region = Region(name, core, units, eager, eager, compiled=compiled)
+        region.inside = list(module.modules())[1:]
+        region.sharded = [inner for inner in module.modules() if PARAMETERS in inner.__dict__]
+        region.regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
+        if compiled:
+            code = self._graphs.code_of(module, regional=bool(units))
+            region.run = functools.partial(_run, self._graphs, self.stats, code)
+            region.ran_eagerly = functools.partial(self._ran_eagerly, name, _base(module), code)
+        self._install(module, region)
+
+    def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:
+        """Makes one of torch's own layers outside blocks a region that runs eagerly, see [Note: write back]."""
+        run = forward_of(module)
+        self._install(module, Region(name, self._runtime.core, [unit], run, run, [module], trusted=True))
+
+    def _install(self, module: nn.Module, region: Region) -> None:
+        region.step_state = self._runtime.step_state
+        module.__dict__[REGION] = region
+        inner = forward_of(module)
+        forward = self._runtime.kept.forwards.setdefault((_base(module), inner), _entering(inner))
+        self._runtime.classes.swap(module, frozenset(module.__dict__.get(PARAMETERS, ())), forward)
+
+    def _ran_eagerly(self, name: str, base: type, code: Code, hooked: bool) -> None:
+        where = "training" if torch.is_grad_enabled() else "inference"
+        refused = None if hooked else code.refused()
+        kind = (base, hooked, where if refused else "")
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        if hooked:
+            rank_zero_warn(HOOKED.format(name, base.__name__, name))
+        elif refused is None:
+            rank_zero_warn(EAGER.format(name, base.__name__))
+        else:
+            rank_zero_warn(OVER_LIMIT.format(name, base.__name__, where, refused.name, refused.graphs, refused.reason))
+
+
+def _run(graphs: Graphs, stats: CompileStats, code: Code, *args: Any, **kwargs: Any) -> Any:
+    graphs.stats = stats
+    return code(*args, **kwargs)
+
+
+def _entering(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``forward`` that runs through the module's region, or is inlined as it is by an outer compiled graph."""
+
+    def enter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        region = self.__dict__.get(REGION)
+        if region is None or torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        return region(self, args, kwargs)
+
+    enter.__doc__ = forward.__doc__
+    enter.__wrapped__ = forward  # type: ignore[attr-defined]
+    return enter
+
+
+def top_level_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children that have parameters, by name; of those that only hold others (ModuleList), theirs."""
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:
+            yield from top_level_modules(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child

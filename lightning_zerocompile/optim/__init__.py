@@ -1,0 +1,1 @@
+"""Optimizers on sharded parameters: which are supported, and how each kind steps."""

@@ -1,0 +1,318 @@
+"""Optimizers of known kind step unit by unit on plain tensors, so that a unit is gathered while the next is updated.
+
+[Note: step by unit] Lightning, schedulers and hooks see one ``optimizer.step(closure)``. The closure we hand to it runs
+the user's, then updates every unit's local shards with the optimizer's own ``step`` (its parameter lists narrowed to
+that unit, or to a few small ones), and takes the gradients away, so that the step which the closure returns to finds
+nothing to do.
+DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter and without the overlap.
+
+On a device the reductions that end last are those of the units that the forward uses first, and the next forward waits
+for their gathers first. So the last quarter of the units is updated first, and gathered meanwhile; the others follow in
+the order of the forward (see [Note: reductions behind a backward] in csrc/gradients.cpp). A small model is updated at
+once: there the host is what counts.
+
+[Note: whole values] Adafactor and Muon update a parameter from all of its rows. Such an optimizer sees whole
+parameters, gradients and states, one unit at a time, on every rank; afterwards each rank keeps its rows. So it computes
+what it computes under DDP, and memory is that of the shards plus one unit. State of another shape than its parameter's
+(Adafactor's factors) is on every rank. Users name their own optimizers of this kind in ``full_param_optimizers``; one
+that also counts in its parameter groups finds the same count for every unit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
+from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
+from lightning_zerocompile.sharding.master import as_plain_tensors, bind_gradient, gradient_of, index_of
+
+_TAKES_ANY_STATE = (optim.Adam, optim.AdamW)  # fused; SGD's takes only parameters that all have a momentum, or none
+_TOGETHER = 2**25  # elements: a device updates fewer in less time than the host needs for a call of the optimizer
+
+
+class Gradients(Protocol):
+    """What the runtime does with the reduced gradients of parameters, by their numbers."""
+
+    def lend_gradients(self, parameters: Sequence[int], values: Sequence[Tensor]) -> list[int]: ...
+
+    def release_gradients(self, parameters: Sequence[int], values: Sequence[Tensor]) -> None: ...
+
+
+@dataclass
+class _Round:
+    """What is updated together.
+
+    Attributes:
+        units: their numbers.
+        masters: the optimizer's parameters in them, with the ``numbers`` that the runtime knows them by.
+        groups: the optimizer's group of each.
+        values: the local part of each, [<=rows, ...].
+    """
+
+    units: list[int] = field(default_factory=list)
+    masters: list[Tensor] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+class _Plan:
+    """The rounds of an optimizer, made from its groups' parameters; used as long as nothing of that changes.
+
+    ``together``: units are updated together until their shards have so many elements, or all of them if they have no
+    more than twice as many; 0: each alone, also without any.
+    """
+
+    def __init__(self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int) -> None:
+        self.together, self._order, self._sizes = together, [unit for unit, _ in units], [len(one) for one in lists]
+        self.masters = list(chain.from_iterable(lists))
+        self.numbers = [index_of(master) for master in self.masters]
+        self._values = [_value(master, whole=False) for master in self.masters]
+        group_of = {master: group for group, parameters in enumerate(lists) for master in parameters}
+        mine = [(unit, [master for master in members if master in group_of]) for unit, members in units]
+        mine = [(unit, members) for unit, members in mine if members]
+        total = sum(map(_share, self.masters))
+        at_once = together > 1 and total <= 2 * together
+        first = len(mine) - (len(mine) // 4 if together and not at_once else 0)
+        size = total if at_once else together
+        self.rounds = [*self._rounds(mine[first:], size, group_of), *self._rounds(mine[:first], size, group_of)]
+
+    @staticmethod
+    def _rounds(
+        units: Sequence[tuple[int, list[Tensor]]], size: int, group_of: Mapping[Tensor, int]
+    ) -> Iterator[_Round]:
+        """Of at least ``size`` elements each, if there are as many; which units they are is the same on all ranks."""
+        started, numel = _Round(), 0
+        for unit, members in units:
+            values = [_value(master, whole=False) for master in members]
+            numel += sum(map(_share, members))
+            started.units.append(unit)
+            started.masters += members
+            started.numbers += [index_of(master) for master in members]
+            started.groups += [group_of[master] for master in members]
+            started.values += values
+            if numel >= size:
+                yield started
+                started, numel = _Round(), 0
+        if started.units:
+            yield started
+
+    def fits(self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int) -> bool:
+        return (
+            together == self.together
+            and [unit for unit, _ in units] == self._order
+            and [len(one) for one in lists] == self._sizes
+            and all(map(is_, chain.from_iterable(lists), self.masters))
+            and all(map(is_, map(attrgetter("_local_tensor"), self.masters), self._values))
+        )
+
+
+class UnitStepper:
+    """Updates an optimizer's parameters unit by unit.
+
+    Args:
+        units: masters of each unit, in the order in which the next forward needs them.
+        updated: called with the numbers of units when their masters are written.
+        kept: those masters of a list whose ``grad`` stays.
+        gradients: where the reduced gradients are.
+        full_param_optimizers: names of the user's optimizers that see whole values.
+        together: units are updated together until their shards have so many elements, by a fused Adam or AdamW: those
+            that are not fused make temporary values of all that they update.
+    """
+
+    def __init__(
+        self,
+        units: Callable[[], Sequence[tuple[int, Sequence[Tensor]]]],
+        updated: Callable[[list[int]], None],
+        kept: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        gradients: Gradients,
+        full_param_optimizers: Sequence[str],
+        together: int = _TOGETHER,
+    ) -> None:
+        self._units, self._updated, self._kept, self._gradients = units, updated, kept, gradients
+        self._full_param_optimizers, self.together = full_param_optimizers, together
+        self._plans = WeakKeyDictionary[Optimizer, _Plan]()
+
+    def forget(self) -> None:
+        """Lets go of all parameters."""
+        self._plans.clear()
+
+    @contextmanager
+    def around(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+        """The closure to pass to ``optimizer.step`` inside this context."""
+        kept: dict[Tensor, Tensor | None] = {}
+        options: list[dict[str, Any]] = []
+
+        def run() -> Any:
+            result = closure()
+            lists = [group["params"] for group in optimizer.param_groups]
+            plan = self._plan(optimizer, lists)
+            with as_plain_tensors():
+                kept.update({master: gradient_of(master) for master in self._kept(plan.masters)})
+                try:
+                    options[:] = self._step(optimizer, plan)
+                finally:
+                    for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+                        group["params"] = parameters
+                self._gradients.release_gradients(plan.numbers, [])  # of those that are in no unit's update, too
+            return result
+
+        try:
+            yield run
+        finally:
+            with as_plain_tensors():
+                for master, grad in kept.items():
+                    bind_gradient(master, grad)
+        for group, new in zip(optimizer.param_groups, options, strict=False):
+            group.update(new)  # the step that found nothing to do has counted, too
+
+    def _plan(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> _Plan:
+        fused = type(optimizer) in _TAKES_ANY_STATE and all(group.get("fused") for group in optimizer.param_groups)
+        together, units = self.together if fused else 1, self._units()
+        if sees_whole_values(
+            optimizer, self._full_param_optimizers
+        ):  # which are communicated: in one order on all ranks
+            together, units = 0, sorted(units, key=itemgetter(0))  # ... whose forwards may differ
+        plan = self._plans.get(optimizer)
+        if plan is None or not plan.fits(lists, units, together):
+            plan = self._plans[optimizer] = _Plan(lists, units, together)
+        return plan
+
+    @torch.no_grad()
+    def _step(self, optimizer: Optimizer, plan: _Plan) -> list[dict[str, Any]]:
+        """Returns the groups' options after the step."""
+        update, whole = plain_step(optimizer), sees_whole_values(optimizer, self._full_param_optimizers)
+        options = _Options(optimizer)
+        try:
+            self._update_all(optimizer, plan, options, update, whole)
+        except BaseException:
+            options.restore()
+            raise
+        return options.after
+
+    def _update_all(
+        self, optimizer: Optimizer, plan: _Plan, options: _Options, update: Callable[[], Any], whole: bool
+    ) -> None:
+        for one in plan.rounds:
+            values = [_value(master, whole) for master in one.masters] if whole else one.values
+            options.restore()
+            for group in optimizer.param_groups:
+                group["params"] = []
+            for number, value in zip(one.groups, values, strict=True):
+                optimizer.param_groups[number]["params"].append(value)
+            self._update(optimizer, one, values, update, whole)
+            options.note(set(one.groups))
+            self._updated(one.units)
+
+    def _update(
+        self, optimizer: Optimizer, one: _Round, values: list[Tensor], update: Callable[[], Any], whole: bool
+    ) -> None:
+        """The optimizer sees plain tensors, gradients and state; local ones, or the whole ones."""
+        pairs = list(zip(one.masters, values, strict=True))
+        state = optimizer.state
+        optimizer.state = defaultdict(dict)
+        for master, value in pairs:
+            entry = state.get(master)
+            if entry is not None:
+                optimizer.state[value] = {name: _value(kept, whole) for name, kept in entry.items()}
+        others = range(len(pairs)) if whole else self._gradients.lend_gradients(one.numbers, values)
+        for position in others:
+            master, value = pairs[position]
+            grad = gradient_of(master)
+            if grad is not None:
+                value.grad_dtype = grad.dtype
+                value.grad = _value(grad, whole)
+        succeeded = False
+        try:
+            update()
+            succeeded = True
+        finally:
+            new_state, optimizer.state = optimizer.state, state
+            for master, value in pairs:
+                if whole and isinstance(master, DTensor):
+                    master._local_tensor.copy_(local_part(value, master.device_mesh))
+                new = new_state.get(value)
+                if new is not None:
+                    _store(state[master], new, master, value, whole)
+            # a retry must find the gradients that nothing was updated from
+            self._gradients.release_gradients(one.numbers if succeeded else [], values)
+
+
+class _Options:
+    """The options of an optimizer's groups, which are the same before each unit's update and after it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before = self._now()
+        self.after = self._now()
+        self._stepped: set[int] = set()
+
+    def _now(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+
+    def restore(self) -> None:
+        for group, options in zip(self._optimizer.param_groups, self._before, strict=True):
+            for name in group.keys() - options.keys() - {"params"}:
+                del group[name]  # the update of another unit has added it
+            group.update(options)
+
+    def note(self, groups: set[int]) -> None:
+        """Keeps what the update of a unit made of the options of ``groups``.
+
+        Raises:
+            RuntimeError: another unit's update made something else of them.
+        """
+        now = self._now()
+        for number in groups:
+            changed = [k for k, v in now[number].items() if not _same(v, self.after[number].get(k))]
+            if changed and number in self._stepped:
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__} computes {changed} of its parameter groups from several "
+                    "parameters, and so differently in each unit. It cannot be in `full_param_optimizers`, which are "
+                    "for optimizers that treat each parameter on its own: drop it there, or use strategy='ddp'."
+                )
+            self.after[number] = now[number]
+        self._stepped |= groups
+
+
+def _share(master: Tensor) -> int:
+    """Elements that a rank has of it, rounded up: the same number on all ranks."""
+    return -(-master.numel() // master.device_mesh.size()) if isinstance(master, DTensor) else master.numel()
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left is right or torch.equal(left, right)
+    return left is right or bool(left == right)
+
+
+def _value(value: Any, whole: bool) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return full_value(value) if whole else value._local_tensor
+
+
+def _store(entry: dict[str, Any], new: dict[str, Any], master: Tensor, value: Tensor, whole: bool) -> None:
+    """Keeps what the update made of a plain tensor as state of the master: DTensors, over the same memory if local."""
+    for name, kept in new.items():
+        if not whole and name in entry and _value(entry[name], whole) is kept:
+            continue
+        shaped = isinstance(kept, Tensor) and kept.shape == value.shape and value.dim() > 0
+        if shaped and isinstance(master, DTensor) and whole:
+            kept = shard_like(kept, master, dtype=kept.dtype)
+        elif shaped and isinstance(master, DTensor):
+            kept = over_local(kept, master)
+        entry[name] = kept

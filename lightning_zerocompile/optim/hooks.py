@@ -1,0 +1,217 @@
+"""The steps of the model's optimizers: what must be ready before one, and what is released after it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zerocompile.optim.by_unit import UnitStepper
+from lightning_zerocompile.optim.on_dtensors import on_dtensors
+from lightning_zerocompile.optim.supported import (
+    check_gradients,
+    check_optimizers,
+    is_elementwise,
+    masters_of,
+    steps_by_unit,
+    take_masters,
+)
+from lightning_zerocompile.runtime.runtime import Runtime
+from lightning_zerocompile.sharding.master import index_of
+from lightning_zerocompile.sharding.unsharded import master_of
+
+
+class OptimizerSteps:
+    """Watches the steps of one model's optimizers.
+
+    [Note: watched steps] torch calls no hook when ``step()`` raises. So ``step`` of each watched optimizer is wrapped,
+    as torch's learning rate schedulers wrap it: by an attribute of the object. What a step has begun ends on every way
+    out of it, and only one that has succeeded releases gradients: after one that raised they are what they were, as in
+    torch. (An optimizer that updates unit by unit, or torch's own multi-tensor kernels, may have updated some of its
+    parameters when it raises. Those that step unit by unit have released the gradients of the units that are updated,
+    so that a retry updates the others.) A subclass's ``step`` may call its parent's: one step is the outermost call.
+    ``type(optimizer).step(optimizer)`` passes the wrapper by, so a pre-hook raises there.
+
+    Args:
+        runtime: holds the model's parameters.
+        reduce_pending: reduces what waits for its reduction, before the action that its argument names, or raises.
+        stepped: called after each step.
+    """
+
+    def __init__(self, runtime: Runtime, reduce_pending: Callable[[str], None], stepped: Callable[[], None]) -> None:
+        self._runtime, self._config = runtime, runtime.config
+        self._reduce_pending, self._stepped = reduce_pending, stepped
+        self._stepper = UnitStepper(
+            runtime.units_in_order, self._units_written, self._kept, runtime.core, self._config.full_param_optimizers
+        )
+        self._restore: dict[Optimizer, Callable[[], None]] = {}  # how each is left alone again
+        self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
+        self._shared: set[Tensor] = set()  # masters in more than one optimizer
+        self._running: list[Optimizer] = []  # their steps, the outermost first
+        self._through_lightning: list[Optimizer] = []  # those that `step` is inside of
+        self._by_unit = False  # whether the running step has updated units
+
+    # ---- which are watched ----
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Watches the optimizers' steps; those of a former call are left alone.
+
+        Raises:
+            RuntimeError: an optimizer holds parameters that are not the model's.
+            MisconfigurationException: an optimizer cannot work on sharded parameters.
+        """
+        for restore in self._restore.values():
+            restore()
+        self._stepper.forget()
+        self._restore, self._taken = {}, set()
+        known = {sharded.master for sharded in self._runtime.sharded_parameters}
+        for number, optimizer in enumerate(optimizers):
+            take_masters(number, optimizer)
+        check_optimizers(optimizers, self._config.full_param_optimizers)
+        owners = Counter(master for optimizer in optimizers for master in set(masters_of(optimizer)))
+        self._shared = {master for master, count in owners.items() if count > 1}
+        for number, optimizer in enumerate(optimizers):
+            foreign = [p for p in masters_of(optimizer) if p not in known]
+            if foreign:
+                raise RuntimeError(
+                    f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that are not "
+                    f"the model's (the first has shape {tuple(foreign[0].shape)}). Create it in "
+                    "`configure_optimizers` from `self.parameters()`: before that the model is not sharded yet."
+                )
+            self._restore[optimizer] = self._watch(optimizer)
+
+    def _watch(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Wraps the optimizer's ``step``; returns what takes that back."""
+        mine = vars(optimizer).get("step")  # a learning rate scheduler's
+        inner, this = optimizer.step, weakref.ref(self)
+
+        @wraps(inner)
+        def step(stepping: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            steps = this()
+            if steps is None or stepping not in steps._restore or stepping in steps._running:
+                return inner(*args, **kwargs)
+            with steps._around(stepping):
+                return inner(*args, **kwargs)
+
+        watched = MethodType(step, optimizer)
+        optimizer.step = watched  # type: ignore[method-assign]
+        hook = optimizer.register_step_pre_hook(self._refuse_unwatched)
+
+        def restore() -> None:
+            hook.remove()
+            if vars(optimizer).get("step") is not watched:
+                return  # somebody has wrapped it since; it lets every step pass from now on
+            if mine is None:
+                del optimizer.step
+            else:
+                optimizer.step = mine  # type: ignore[method-assign]
+
+        return restore
+
+    def _refuse_unwatched(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in self._running:
+            name = type(optimizer).__name__
+            raise RuntimeError(
+                f"{name}.step was called as a function of the class (`{name}.step(optimizer)`), where nothing can be "
+                "made ready for it. Call the method of the optimizer: `optimizer.step()`."
+            )
+
+    # ---- a step ----
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """``optimizer.step(closure)``; optimizers of known kind update unit by unit, see [Note: step by unit]."""
+
+        def settled() -> Any:
+            result = closure()
+            self._reduce_pending(f"{type(optimizer).__name__}.step()")
+            self._check_gradients(optimizer)
+            self._runtime.core.write_back()  # a hook between backward and step may have written to weights
+            return result
+
+        by_unit = steps_by_unit(optimizer, self._config.full_param_optimizers)
+        self._through_lightning.append(optimizer)
+        try:
+            with (
+                self._stepper.around(optimizer, settled)
+                if by_unit
+                else on_dtensors(optimizer, settled, self._runtime.reads.alike) as run
+            ):
+                return optimizer.step(closure=run, **kwargs)
+        finally:
+            self._through_lightning.pop()
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Gradients and values are ready for the optimizer.
+
+        Raises:
+            RuntimeError: a window is open, or the optimizer cannot take the dtype of a gradient.
+        """
+        self._runtime.core.finish_backward()
+        self._reduce_pending(f"{type(optimizer).__name__}.step()")
+        self._check_gradients(optimizer)
+        self._runtime.core.write_back()
+
+    def skip(self, optimizer: Optimizer) -> None:
+        """What a step releases, when loss scaling skips it: nothing is updated."""
+        self._runtime.core.forget_outstanding()
+        self._release_gradients(masters_of(optimizer))
+
+    @contextmanager
+    def _around(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around the outermost call of the optimizer's ``step``, see [Note: watched steps]."""
+        through_lightning = optimizer in self._through_lightning
+        if not through_lightning and not is_elementwise(optimizer):
+            name = type(optimizer).__name__
+            raise RuntimeError(
+                f"{name}.step() was called past Lightning, so {name} would see row shards without what it needs to "
+                "compute with them. Step the optimizer that `self.optimizers()` returns."
+            )
+        if not (through_lightning and steps_by_unit(optimizer, self._config.full_param_optimizers)):  # the plan asks
+            for parameter in masters_of(optimizer):
+                index_of(master_of(parameter))
+        self.before(optimizer)
+        step_state = self._runtime.step_state
+        before = step_state.in_step, self._by_unit
+        step_state.in_step, self._by_unit = False, False
+        self._running.append(optimizer)
+        try:
+            yield
+            by_unit = self._by_unit
+        finally:
+            self._running.pop()
+            step_state.in_step, self._by_unit = before
+        self._stepped()
+        if by_unit:
+            self._runtime.core.forget_outstanding()
+            return
+        masters = masters_of(optimizer)
+        self._runtime.masters_changed(masters)
+        self._release_gradients(masters)
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        if self._runtime.core.any_other_dtype():
+            check_gradients(optimizer, self._taken)
+
+    def _units_written(self, units: list[int]) -> None:
+        self._by_unit = True
+        self._runtime.core.masters_changed(units)
+
+    # ---- gradients ----
+
+    def _kept(self, masters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those whose gradient survives a step; another optimizer that holds the parameter may step on it."""
+        if self._config.keep_gradients:
+            return masters
+        return [master for master in masters if master in self._shared] if self._shared else []
+
+    def _release_gradients(self, masters: Sequence[Tensor]) -> None:
+        kept = set(self._kept(masters))
+        released = [index_of(master_of(master)) for master in masters if master not in kept]
+        self._runtime.core.release_gradients(released, [])

@@ -1,0 +1,68 @@
+"""Optimizers that step once, on DTensors.
+
+[Note: other optimizers] An optimizer that is neither of torch's own nor named steps once, on DTensors. What it computes
+with them is what it would compute with whole values, also sums over parameters; where DTensor does not know an
+operation it raises, and so do we, by name. One thing DTensor gets wrong: ``item()`` (and so ``float()``) of a value
+that is spread over ranks, such as a norm, is that of the rank's own part. :class:`ExactScalars` gives the whole. Such
+an optimizer is not given whole values unasked: unit by unit, what it computes over all parameters would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_zerocompile.optim.supported import remedy
+from lightning_zerocompile.sharding.full_values import full_value
+
+
+class ExactScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In here ``item()`` of a DTensor is that of the whole value, see [Note: other optimizers]; then collective."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
+            args = (full_value(args[0]),)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_dtensors(
+    optimizer: Optimizer, closure: Callable[[], Any], alike: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Callable[[], Any]]:
+    """The closure to pass to the step of an optimizer that sees DTensors, see [Note: other optimizers].
+
+    ``alike``: entered where all ranks do the same.
+
+    Raises:
+        RuntimeError: the step used what DTensor does not know; it names the optimizer and the remedy.
+    """
+    stepping = ExitStack()
+    inside = False
+
+    def run() -> Any:
+        nonlocal inside
+        stepping.close()  # an optimizer may run the closure again
+        inside = False
+        result = closure()
+        stepping.enter_context(alike())
+        stepping.enter_context(ExactScalars())  # type: ignore[no-untyped-call]
+        inside = True
+        return result
+
+    try:
+        with stepping:
+            yield run
+    except RuntimeError as error:
+        if not inside or not any(word in str(error) for word in ("DTensor", "shard", "placement")):
+            raise
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() failed on row shards (DTensors): {error} {remedy(optimizer)}"
+        ) from error

@@ -1,0 +1,182 @@
+"""Which optimizers can step on sharded parameters, and whether one can take the gradients that there are.
+
+How they step is in by_unit.py and on_dtensors.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from lightning_zerocompile.sharding.master import PARAMETER, as_plain_tensors, gradient_of
+from lightning_zerocompile.sharding.unsharded import master_of
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Adamax,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.ASGD,
+    }
+)
+PER_PARAMETER: frozenset[type[Optimizer]] = frozenset({optim.Adafactor, optim.Muon})  # see [Note: whole values]
+
+_REFUSED: dict[type[Optimizer], str] = {
+    optim.LBFGS: "it flattens all parameters into one vector and runs the model several times inside one step",
+    optim.SparseAdam: "it needs sparse gradients, which cannot be sharded",
+}
+_RAW_POINTERS = ("apex", "bitsandbytes")  # packages whose kernels take addresses, and of a DTensor would get none
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether updating a shard on its own is updating the parameter (exact types: a subclass may do anything)."""
+    return type(optimizer) in ELEMENTWISE
+
+
+def sees_whole_values(optimizer: Optimizer, named: Sequence[str]) -> bool:
+    """Whether it steps on whole parameters, see [Note: whole values]; ``named``: the user's "
+    "``full_param_optimizers``."""
+    return type(optimizer) in PER_PARAMETER or type(optimizer).__name__ in named
+
+
+def steps_by_unit(optimizer: Optimizer, named: Sequence[str]) -> bool:
+    """Whether its parameters are updated unit by unit; any other optimizer sees DTensors."""
+    return is_elementwise(optimizer) or sees_whole_values(optimizer, named)
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], named: Sequence[str]) -> None:
+    """Raises if an optimizer cannot work on sharded parameters.
+
+    Raises:
+        MisconfigurationException: names the optimizer, the reason and the remedy; or a name in
+            ``full_param_optimizers`` that is no optimizer's.
+    """
+    names = [type(optimizer).__name__ for optimizer in optimizers]
+    if optimizers and (unknown := [name for name in named if name not in names]):
+        raise MisconfigurationException(
+            f"`full_param_optimizers` names {unknown}, but the optimizers are {names}; it takes the names of their "
+            "classes."
+        )
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, named)
+
+
+def _check_optimizer(optimizer: Optimizer, named: Sequence[str]) -> None:
+    for kind, reason in _REFUSED.items():
+        if isinstance(optimizer, kind):
+            raise MisconfigurationException(
+                f"The optimizer {type(optimizer).__name__} does not work with `strategy='zerocompile'`: {reason}. Use "
+                "another optimizer (torch.optim.AdamW, SGD, Muon, ...), or strategy='ddp'."
+            )
+    packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    if not steps_by_unit(optimizer, named) and not packages.isdisjoint(_RAW_POINTERS):
+        raise MisconfigurationException(
+            f"The optimizer {type(optimizer).__name__} takes the addresses of its tensors, which row shards (DTensors) "
+            f"do not have. {remedy(optimizer)}"
+        )
+
+
+def remedy(optimizer: Optimizer) -> str:
+    return (
+        "If it updates each parameter from that parameter's own gradient and state only, let it see whole parameters: "
+        f"ZeroCompileStrategy(full_param_optimizers=[{type(optimizer).__name__!r}]). If it mixes parameters (a norm "
+        "over all of them), use another optimizer, or strategy='ddp'."
+    )
+
+
+def masters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def take_masters(number: int, optimizer: Optimizer) -> None:
+    """An optimizer of `module.weight` holds a gathered value: its master takes the place."""
+    for group in optimizer.param_groups:
+        group["params"] = [master_of(p) for p in group["params"]]
+    masters = masters_of(optimizer)
+    if len(set(masters)) < len(masters):
+        raise RuntimeError(
+            f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter more than once: from `parameters()` "
+            "and as a module's attribute. Give it to the optimizer once."
+        )
+
+
+def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:
+    """Raises before anything moves if the optimizer cannot take a gradient of another dtype than its parameter's.
+
+    [Note: trial step] Which optimizers can is nowhere declared, so one element is updated on trial, by a copy of the
+    optimizer, with a state of zeros where it is torch's own and has one. One that fails also on a gradient of the
+    parameter's dtype cannot be tried out (it knows its parameters): it is given what there is.
+
+    Args:
+        optimizer: its parameters are masters with their gradients.
+        taken: the combinations that were found to work; added to.
+
+    Raises:
+        RuntimeError: names the optimizer, the first parameter and the remedy.
+    """
+    with as_plain_tensors():
+        for number, group in enumerate(optimizer.param_groups):
+            for master in group["params"]:
+                grad = gradient_of(master)
+                if grad is None or grad.dtype == master.dtype:
+                    continue
+                combination = (optimizer, number, master.dim(), master.dtype, grad.dtype)
+                if combination in taken:
+                    continue
+                error = _trial(optimizer, group, master, grad.dtype)
+                if error is not None and _trial(optimizer, group, master, master.dtype) is None:
+                    sharded = getattr(master, PARAMETER, lambda: None)()
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} cannot update parameter `{sharded.name if sharded else '?'}`, "
+                        f"which is kept in {master.dtype}, from a gradient in {grad.dtype} (torch: {error}). Nothing "
+                        "was updated. Leave the parameter's `grad_dtype` at its default, or set it (or the strategy's "
+                        "`master_dtype`) so that both are the same; or use an optimizer that takes both, such as SGD."
+                    ) from error
+                taken.add(combination)
+
+
+@torch.no_grad()
+def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dtype: torch.dtype) -> Exception | None:
+    """What the optimizer raises when it updates one element of the master's dtype twice; None: nothing."""
+    value = _one_element(master)
+    value.grad_dtype = grad_dtype
+    value.grad = torch.zeros_like(value, dtype=grad_dtype)
+    trial = object.__new__(type(optimizer))
+    trial.__dict__.update(vars(optimizer), param_groups=[group | {"params": [value]}], state=defaultdict(dict))
+    if is_elementwise(optimizer) and master in optimizer.state:  # Adagrad's constructor makes it
+        trial.state[value] = {name: _one_element(kept) for name, kept in optimizer.state[master].items()}
+    step = plain_step(trial)
+    try:
+        step()
+        step()
+    except Exception as error:  # whatever it is, the real step would raise it half-way
+        return error
+    return None
+
+
+def _one_element(kept: Any) -> Any:
+    """Zeros for a parameter, or for what is kept of it: one element with as many dimensions."""
+    if not isinstance(kept, Tensor):
+        return kept
+    return torch.zeros((1,) * kept.dim(), dtype=kept.dtype, device=kept.device)
+
+
+def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """The class's ``step`` without the hooks that Optimizer wraps round it."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return lambda: step(optimizer)

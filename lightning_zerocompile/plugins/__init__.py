@@ -1,0 +1,1 @@
+"""What Lightning plugs in: precision, loss scaling, callbacks, the launcher."""

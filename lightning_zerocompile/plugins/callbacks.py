@@ -1,0 +1,137 @@
+"""Lightning's callbacks that keep a copy of the model, or change it, while it is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.layout import sharded_if_full
+
+if TYPE_CHECKING:
+    from lightning_zerocompile.engine import Engine
+
+
+def refuse_callbacks(trainer: pl.Trainer) -> None:
+    """Raises for callbacks that replace parameters of the module while it is trained.
+
+    Raises:
+        MisconfigurationException: names the callback and the remedy.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning) and trainer.state.fn == TrainerFn.FITTING:
+            raise MisconfigurationException(
+                f"The callback {type(callback).__name__} replaces parameters while the model is trained, when this "
+                "strategy has sharded them already. Prune before that: call `torch.nn.utils.prune` in `__init__`, "
+                "`configure_model` or `setup`, or before `fit`; what is pruned then stays so in training."
+            )
+
+
+def prepare_callbacks(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> None:
+    """Shards the copies that callbacks made of the whole module, see [Note: sharded average]."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            shard_copy(callback._average_model.module, module, as_shards=engine.config.state_dict_type == "sharded")
+            callback._average_model.__class__ = ShardedAverage
+        elif isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
+            shard_copy(callback._average_model, module, as_shards=False)
+            callback._device = engine.device
+
+
+def before_optimizer_state(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """What callbacks do in a resume's ``on_fit_start``: at that time a sharded model's checkpoint is not loaded yet."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BaseFinetuning) and callback._restarting:
+            callback.on_fit_start(trainer, module)  # the parameter groups that the optimizer's state is for
+        elif isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
+            callback._clear_schedulers(trainer)
+
+
+# ---- averages of the weights ----
+
+
+def shard_copy(copy: nn.Module, model: nn.Module, as_shards: bool) -> None:
+    """Gives a copy of the whole module, taken before it was sharded, the sharded module's values and layout.
+
+    [Note: sharded average] Callbacks copy the module in their ``setup``. Each rank keeps the average of its rows only,
+    beside the rows themselves (a ``device`` given to the callback counts for buffers). The copy starts from the
+    masters, so all ranks start from rank 0's values. Full tensors and shards load into it.
+
+    Args:
+        copy: of ``model``, with full parameters.
+        model: sharded.
+        as_shards: whether the copy's state dict holds shards, or full tensors on rank 0. WeightAveraging's takes the
+            model's place in a checkpoint and so is of its kind; SWA's is a part of the callback's own state, of which
+            only rank 0's is saved.
+    """
+    masters = dict(model.named_parameters(remove_duplicate=False))
+    made: dict[Tensor, nn.Parameter] = {}
+    sharded = False
+    for prefix, module in copy.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            master = masters[f"{prefix}.{name}" if prefix else name]
+            if master not in made:
+                made[master] = nn.Parameter(master.detach().clone(), requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[master]
+            sharded = True
+    if sharded:
+        if not as_shards:
+            copy.register_state_dict_post_hook(_full_values)  # type: ignore[no-untyped-call]
+        copy.register_load_state_dict_pre_hook(_sharded_values)  # type: ignore[no-untyped-call]
+
+
+def _full_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    rank_zero = torch.distributed.get_rank() == 0
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and isinstance(value, DTensor):
+            whole = full_value(value)
+            state_dict[name] = whole.to("cpu", copy=True) if rank_zero else torch.empty(0, dtype=whole.dtype)
+
+
+def _sharded_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = sharded_if_full(state_dict[prefix + name], parameter)
+
+
+class _Rows:
+    """A module as this rank's rows of its parameters, and its buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def parameters(self) -> Iterator[Tensor]:
+        for parameter in self._module.parameters():
+            yield parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+
+    def buffers(self) -> Iterator[Tensor]:
+        yield from self._module.buffers()
+
+
+class ShardedAverage(AveragedModel):
+    """An average of sharded parameters; a rank updates its rows, whatever the (elementwise) averaging function is."""
+
+    def update_parameters(self, model: nn.Module) -> None:
+        rows = _Rows(self.module)
+        average: Any = SimpleNamespace(
+            module=rows,
+            parameters=rows.parameters,
+            n_averaged=self.n_averaged,
+            avg_fn=self.avg_fn,
+            multi_avg_fn=self.multi_avg_fn,
+            use_buffers=self.use_buffers,
+        )
+        with torch.no_grad():
+            AveragedModel.update_parameters(average, _Rows(model))  # type: ignore[arg-type]

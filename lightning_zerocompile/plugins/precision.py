@@ -1,0 +1,248 @@
+"""Precision plugins that leave the masters alone: the strategy gathers in the compute dtype instead.
+
+| precision    | gathered (the model sees) | autocast | masters, optimizer states | loss scaling |
+|--------------|---------------------------|----------|---------------------------|--------------|
+| `32-true`    | own dtype                 |          | own dtype                 |              |
+| `64-true`    | float64                   |          | float64                   |              |
+| `bf16-true`  | bfloat16                  |          | `master_dtype` (float32)  |              |
+| `16-true`    | float16                   |          | `master_dtype` (float32)  | dynamic      |
+| `bf16-mixed` | own dtype (float32)       | bfloat16 | own dtype (float32)       |              |
+| `16-mixed`   | own dtype (float32)       | float16  | own dtype (float32)       | dynamic      |
+
+The mixed ones are DDP's: the same casts of the same float32 parameters, float32 gradients, reduced in float32. At stage
+3 a gather moves the cast, half the bytes and the same bits, of each weight and bias of a ``torch.nn.Linear`` or
+``torch.nn.Conv1d|2d|3d`` (of exactly that class, and not tied) that until the third training step was only used under
+autocast, in the layer itself; everything else, also all inside ``full_parameters`` and inside a window that holds what
+it has gathered, moves as float32. Code that reads such a weight in another way later has its unit gathered again, in
+float32. At stages 1 and 2 the one gathered value serves any read, so it is float32. ``param_dtype`` and
+``reduce_dtype`` ask for less, with FSDP2's numerics. Code outside compiled regions keeps the casts of the weights until
+the backward. The true half precisions differ from DDP's, which keeps the optimizer's values in half precision too (so
+does ``master_dtype=None`` here, for a model whose own parameters are of that dtype) and scales no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import precision as lightning_precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
+
+if TYPE_CHECKING:
+    from lightning_zerocompile.engine import Engine
+
+
+class StepsThroughEngine(Precision):
+    """Lets the sharded model take the optimizer's step: unit by unit where the optimizer allows it.
+
+    With a scaler the loss is scaled, and a step whose gradients overflowed on any rank is skipped on all of them:
+    parameters and optimizer states stay as they are, to the bit. Gradients are unscaled right after the closure, before
+    ``on_before_optimizer_step`` and clipping. The scaler's state is in the checkpoint, under DDP's key.
+    """
+
+    engine: Engine | None = None  # set by the strategy while the model is sharded
+    scaler: GradScaler | None = None
+
+    def restore_module(self) -> None:
+        """Takes back what ``convert_module`` changed beside the parameters; the module is no longer sharded."""
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        scaled = tensor if self.scaler is None else self.scaler.scale(tensor)
+        return Precision.pre_backward(self, scaled, module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is not None and self.scaler.is_enabled():
+            return self._scaled_step(self.scaler, optimizer, model, closure, **kwargs)
+        return self._step(optimizer, partial(self._wrap_closure, model, optimizer, closure), **kwargs)
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        if self.engine is None:
+            return optimizer.step(closure=closure, **kwargs)
+        return self.engine.step(optimizer, closure, **kwargs)
+
+    def _scaled_step(
+        self,
+        scaler: GradScaler,
+        optimizer: Optimizer,
+        model: pl.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(scaler, ShardedGradScaler):
+            raise MisconfigurationException(
+                f"The precision plugin's scaler was replaced by a {type(scaler).__name__}, which knows nothing of "
+                "shards. Use lightning_zerocompile.plugins.grad_scaler.ShardedGradScaler.like(scaler)."
+            )
+        result = closure()
+        if result is None and model.automatic_optimization:  # training_step returned None: there was no backward
+            return result
+        if self.engine is not None:
+            self.engine.steps.before(optimizer)
+        scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        output = None
+        if not scaler.skips(optimizer):
+            output = self._step(optimizer, lambda: None, **kwargs)
+        elif self.engine is not None:
+            self.engine.steps.skip(optimizer)
+        scaler.update()
+        return output
+
+    @override
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        if self.engine is not None:
+            self.engine.reduce_pending("Clipping")
+        alike = nullcontext() if self.engine is None else self.engine.runtime.reads.alike()
+        with alike:
+            Precision.clip_gradients(self, optimizer, *args, **kwargs)  # a fused optimizer sees unscaled ones, too
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+
+class ZeroCompilePrecision(StepsThroughEngine):
+    """``32-true``."""
+
+
+class ZeroCompileDoublePrecision(StepsThroughEngine, DoublePrecision):
+    """``64-true``: parameters, buffers, optimizer states and communication are float64."""
+
+
+class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):
+    """``bf16-true`` and ``16-true``: the model computes in half precision, the optimizer in ``master_dtype``.
+
+    Parameters are neither initialised nor kept in half precision: what is gathered is cast. Floating-point buffers
+    become half precision, as with Lightning's own plugin, and ``LightningModule.dtype`` says so, until the module is
+    made whole again: then its parameters are the masters, and buffers and ``dtype`` are of their old dtypes.
+
+    Args:
+        precision: ``"bf16-true"`` or ``"16-true"``.
+        scaler: of the loss, ``"16-true"`` only; default: torch's GradScaler. ``GradScaler(enabled=False)``: none.
+
+    Raises:
+        MisconfigurationException: a scaler was passed for bfloat16, or one that is not torch's.
+    """
+
+    def __init__(
+        self, precision: Literal["bf16-true", "16-true"] = "16-true", scaler: GradScaler | None = None
+    ) -> None:
+        super().__init__(precision)
+        self._restore: list[Callable[[], None]] = []
+        if precision == "16-true":
+            self.scaler = ShardedGradScaler.like(scaler or GradScaler(device=_scaler_device()))
+        elif scaler is not None:
+            raise MisconfigurationException("precision='bf16-true' needs no loss scaling; drop the scaler.")
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        for submodule in module.modules():
+            if isinstance(submodule, _DeviceDtypeModuleMixin):
+                self._restore.append(partial(setattr, submodule, "_dtype", submodule._dtype))
+                submodule._dtype = self._desired_input_dtype
+            for name, buffer in submodule._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    self._restore.append(partial(_cast_buffer, submodule, name, buffer.dtype))
+                    _cast_buffer(submodule, name, self._desired_input_dtype)
+        return module
+
+    @override
+    def restore_module(self) -> None:
+        for restore in self._restore:
+            restore()
+        self._restore = []
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class MixedPrecision(StepsThroughEngine, lightning_precision.MixedPrecision):  # type: ignore[misc]
+    """``bf16-mixed`` and ``16-mixed``: DDP's, see the table above.
+
+    It is named as Lightning's: the class's name is the key of the scaler's state in a checkpoint.
+    """
+
+    def __init__(
+        self, precision: Literal["16-mixed", "bf16-mixed"], device: str, scaler: GradScaler | None = None
+    ) -> None:
+        super().__init__(precision, device, scaler)
+        if self.scaler is not None:
+            self.scaler = ShardedGradScaler.like(self.scaler)
+
+
+def _cast_buffer(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+    buffer = module._buffers.get(name)
+    if buffer is not None:
+        module._buffers[name] = buffer.to(dtype)
+
+
+def _scaler_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"  # only a check: the scale lives where the loss is
+
+
+def convert_plugin(plugin: Precision | None) -> Precision | None:
+    """Our plugin for one of Lightning's; others are returned as they are and judged in :func:`compute_dtype`."""
+    if type(plugin) is HalfPrecision:
+        return ZeroCompileHalfPrecision(plugin.precision)
+    if type(plugin) is DoublePrecision:
+        return ZeroCompileDoublePrecision()
+    if type(plugin) is lightning_precision.MixedPrecision:
+        return MixedPrecision(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
+    if type(plugin) is Precision:
+        return ZeroCompilePrecision()
+    return plugin
+
+
+def compute_dtype(plugin: Precision, param_dtype: torch.dtype | None) -> torch.dtype | None:
+    """What floating-point parameters are gathered in; ``None``: their own dtype.
+
+    Raises:
+        MisconfigurationException: the precision is not supported, or contradicts ``param_dtype``.
+    """
+    fixed: torch.dtype | None = None
+    if isinstance(plugin, ZeroCompileHalfPrecision):
+        fixed = plugin._desired_input_dtype
+    elif isinstance(plugin, ZeroCompileDoublePrecision):
+        fixed = torch.float64
+    elif not isinstance(plugin, StepsThroughEngine):
+        raise MisconfigurationException(
+            f"`strategy='zerocompile'` does not support precision={plugin.precision!r} of the plugin "
+            f"{type(plugin).__name__}: it does not know that parameters and gradients are sharded. Use the Trainer's "
+            "precision '32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed', or derive the plugin "
+            "from the class of that precision in `lightning_zerocompile.plugins.precision` instead of Lightning's."
+        )
+    if fixed is not None and param_dtype not in (None, fixed):
+        raise MisconfigurationException(
+            f"precision={plugin.precision!r} computes in {fixed} but `param_dtype={param_dtype}` asks for another "
+            "dtype; leave one of the two at its default."
+        )
+    return param_dtype if fixed is None else fixed
+
+
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """What autocast computes in during a step; ``None``: there is no autocast."""
+    if not isinstance(plugin, MixedPrecision):
+        return None
+    return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16

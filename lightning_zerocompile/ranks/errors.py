@@ -1,0 +1,92 @@
+"""What the other ranks say when one died, hangs or raised: in which phase of the training, and which rank.
+
+Gloo notices a dead peer at once, and every wait for a message in the store ends at ``timeout``; NCCL's waits are on the
+device, where its own watchdog ends the process at ``timeout`` with its own message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from lightning_zerocompile.ranks.messages import CommunicationError, Messages
+
+__all__ = ["CommunicationError", "explain", "is_communication", "phase"]
+
+_GRACE = timedelta(seconds=5)  # for the others to say that they live; at most a tenth of the timeout
+_SIGNS = (  # torch raises a plain RuntimeError for gloo's; the last is the runtime's own
+    "/gloo/", "Connection closed by peer", "Connection reset by peer", "Application timeout caused", "NCCL error",
+    " failed on rank ",
+)  # fmt: skip
+
+
+class _Strategy(Protocol):
+    @property
+    def messages(self) -> Messages | None: ...
+
+    @property
+    def config(self) -> Any: ...
+
+
+S = TypeVar("S", bound=_Strategy)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """Decorates a strategy's method: a failure of communication inside says that it was in ``name``, the innermost.
+
+    Raises:
+        CommunicationError: instead of what torch raised, which is its cause.
+    """
+
+    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+        @wraps(method)
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(self, *args, **kwargs)
+            except RuntimeError as error:
+                if not is_communication(error) or (isinstance(error, CommunicationError) and error.explained):
+                    raise
+                explained = CommunicationError(explain(error, name, self.messages, self.config.timeout))
+                explained.explained = True
+                raise explained from error
+
+        return call
+
+    return decorate
+
+
+def is_communication(error: RuntimeError) -> bool:
+    """Whether ``error`` is of the kind that another rank's end causes."""
+    return isinstance(error, (dist.DistError, CommunicationError)) or any(sign in str(error) for sign in _SIGNS)
+
+
+def explain(error: RuntimeError, name: str, messages: Messages | None, timeout: timedelta) -> str:
+    """What to tell the user; asks the other ranks through the store, for at most five seconds."""
+    rank = dist.get_rank() if dist.is_initialized() else "?"
+    first = str(error).split("\nException raised from")[0].strip()
+    lines = [f"zerocompile: rank {rank} lost another rank in {name}: {first}"]
+    if messages is not None:
+        messages.leave(f"it lost another rank in {name}")
+        lines += _who(messages, min(_GRACE, timeout / 10))
+    lines.append(
+        "Look at the output of the rank that ended first for the cause, and train on from the last checkpoint "
+        f"(`ckpt_path=`). Ranks wait for each other for ZeroCompileStrategy(timeout=...), now {timeout}."
+    )
+    return "\n".join(lines)
+
+
+def _who(messages: Messages, grace: timedelta) -> list[str]:
+    try:
+        reasons = messages.reasons(grace)
+    except RuntimeError:
+        return ["The store does not answer: the process that hosts it (rank 0, or torchrun's agent) died."]
+    return [
+        f"Rank {rank} says nothing: it died, or hangs." if reason is None else f"Rank {rank} has ended: {reason}"
+        for rank, reason in reasons.items()
+    ]

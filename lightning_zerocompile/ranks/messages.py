@@ -1,0 +1,305 @@
+"""What ranks tell each other through the store: no collective, so it can say what is wrong before one starts.
+
+A rank that waits for another one, here or in a gather, looks about once a second whether the other can still come. It
+cannot if its process has died or has ended its part of the run (see [Note: liveness]), or if it has said why it ends.
+A wait of less than a second costs no request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_zerocompile.ranks.liveness import CLOSED, Liveness
+
+# How many messages of a series stay in the store. A rank is never that far ahead of another: a device queues about a
+# thousand kernels, and what waits there for a slower rank's collective is behind the first of them.
+SERIES = 256
+HAS_LEFT = "which has ended:"  # in every error of a rank that waits for one that is gone
+_NONE = "zerocompile/none"  # what the store answers if there is no message; it is never stored
+_LEFT = "left"  # the topic under which a rank says why it has ended
+_FEW = 3  # ranks up to which each is asked by itself: the answers of all together take three requests
+_LOOK = 1.0  # seconds: how often a rank that waits looks whether the other has ended
+_MANY = 64  # ranks: of more, a part is asked at each look
+_SPIN, _PAUSE = 2e-3, 5e-3  # seconds: how long a rank asks again at once, as a short sleep takes long; then its sleep
+
+
+class CommunicationError(RuntimeError):
+    """A collective or the store failed; names the phase, this rank, and those that are gone as far as that is known.
+
+    Attributes:
+        explained: whether the message says in which phase it was, and what the other ranks have said.
+    """
+
+    explained = False
+
+
+class Messages:
+    """Messages between the ranks of a mesh.
+
+    Args:
+        mesh: the shard group, one dimension.
+        name: of this conversation, alike on all ranks and used by no other.
+        timeout: how long a message is waited for.
+
+    Attributes:
+        check: called at each look while this rank waits; it may raise.
+    """
+
+    def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta) -> None:
+        self._ranks = dist.get_process_group_ranks(mesh.get_group())
+        self._mine = dist.get_rank()
+        self.others = [rank for rank in self._ranks if rank != self._mine]
+        self._name, self._timeout, self._few = name, timeout, _FEW
+        self._liveness: Liveness | None = None
+        self._has_left = False
+        self._turn = 0
+        self._counts: Counter[str] = Counter()
+        self.check: Callable[[], None] = lambda: None
+
+    def __deepcopy__(self, memo: object) -> Messages:
+        return self  # whatever refers to it is copied with a parameter; the conversation is one
+
+    # ---- who is there ----
+
+    def watch(self) -> None:
+        """From here on a rank whose process dies is noticed; collective."""
+        if self.others and self._liveness is None:
+            doing = "has set its model up"
+            self._liveness = Liveness(self._ranks, self._mine, lambda text: self.of_first("liveness", text, doing))
+
+    def close(self) -> None:
+        """This rank takes part no more; what :meth:`watch` took is given back."""
+        if self._liveness is not None:
+            self._liveness.close()
+
+    def leave(self, reason: str) -> None:
+        """Tells the others that this rank ends, and why (the first time); neither blocks on them nor raises."""
+        if self._has_left:
+            return
+        with suppress(RuntimeError):  # of a store whose host has died
+            self.tell(_LEFT, reason)
+            self._has_left = True
+
+    def reasons(self, within: timedelta) -> dict[int, str | None]:
+        """Why the others have ended, by global rank; ``None``: nothing was heard of it in time."""
+        deadline = time.monotonic() + within.total_seconds()
+        return {rank: self._reason(rank, deadline) for rank in self.others}
+
+    def _reason(self, rank: int, deadline: float) -> str | None:
+        while (reason := self._look(self._key(_LEFT, rank))) == _NONE:
+            gone = self._gone(rank)
+            if gone is not None or time.monotonic() >= deadline:
+                return gone
+            time.sleep(_PAUSE)
+        return reason
+
+    def _gone(self, rank: int) -> str | None:
+        return None if self._liveness is None else self._liveness.gone(rank)
+
+    def _end_of(self, rank: int) -> str | None:
+        """Why a rank that has not told what is waited for will not tell it; ``None``: it may."""
+        reason = self._look(self._key(_LEFT, rank))
+        return self._gone(rank) if reason == _NONE else reason
+
+    def some(self, ranks: Sequence[int]) -> list[int]:
+        """A few of them, by turns: what is asked of the store at a look must not grow with their number."""
+        self._turn += 1
+        return [ranks[(self._turn * _MANY + k) % len(ranks)] for k in range(_MANY)] if len(ranks) > _MANY else [*ranks]
+
+    def _lost(self, rank: int, reason: str) -> CommunicationError:
+        return CommunicationError(f"zerocompile: rank {self._mine} waits for rank {rank}, {HAS_LEFT} {reason}")
+
+    def look(self) -> None:
+        """Called about once a second while this rank waits for a gather.
+
+        Raises:
+            CommunicationError: another rank will not come to it.
+        """
+        self.check()
+        for rank in self.some(self.others):
+            reason = self._end_of(rank)
+            if reason is not None and reason != CLOSED:  # one that ended in order has done its part of this collective
+                raise self._lost(rank, reason)
+
+    # ---- messages ----
+
+    def tell(self, topic: str, message: str) -> None:
+        """Leaves ``message`` for whoever asks; never blocks on another rank."""
+        self._store().set(self._key(topic, self._mine), message)
+
+    def forget(self, topic: str) -> None:
+        """Removes this rank's message; all ranks must have read it."""
+        self._store().delete_key(self._key(topic, self._mine))
+
+    def ask(self, topic: str, rank: int) -> str | None:
+        """The message of ``rank`` (a global one); ``None`` if none came in time.
+
+        Raises:
+            CommunicationError: the rank has ended meanwhile; the message says why.
+        """
+        key, start = self._key(topic, rank), time.monotonic()
+        looked = start
+        while (message := self._look(key)) == _NONE:
+            now = time.monotonic()
+            if now - start >= self._timeout.total_seconds():
+                return None
+            if now - looked >= _LOOK:
+                looked = now
+                self.check()
+                reason = self._end_of(rank)
+                if reason is not None:
+                    if (last := self._look(key)) != _NONE:  # it has told this before it ended
+                        return last
+                    raise self._lost(rank, reason)
+            _rest(now - start)
+        return message
+
+    def _look(self, key: str) -> str:
+        """What the store has for a key now, or ``_NONE``."""
+        # One round trip, where `check` and `get` (which waits first) take three; and the store's own wait would write
+        # a warning each time that it ends without a message.
+        return str(self._store().compare_set(key, _NONE, _NONE).decode())
+
+    def tell_numbered(self, topic: str, number: int, message: str) -> None:
+        """:meth:`tell` for an endless series: message ``number`` takes the place of number ``number - SERIES``."""
+        self.tell(f"{topic}/{number % SERIES}", f"{number}:{message}")
+
+    def exchange_numbered(self, topic: str, number: int, message: str) -> dict[int, str | None]:
+        """Every rank's message ``number`` by global rank; None where it did not come in time."""
+        self.tell_numbered(topic, number, message)
+        heard = self.ask_numbered(topic, number)
+        return {rank: message if rank == self._mine else heard[rank] for rank in self._ranks}
+
+    def heard_now(self, topic: str, number: int, rank: int) -> str | None:
+        """A rank's message ``number`` if it is there; never blocks on it."""
+        seen, _, message = self._look(self._key(f"{topic}/{number % SERIES}", rank)).partition(":")
+        return message if seen == str(number) else None
+
+    def ask_numbered(self, topic: str, number: int, within: timedelta | None = None) -> dict[int, str | None]:
+        """The others' messages ``number`` by global rank; ``None`` where it did not come in time (or ``within``).
+
+        Raises:
+            CommunicationError: one has ended meanwhile; the message says why.
+        """
+        heard: dict[int, str | None] = {}
+        waiting = self.others
+        start = looked = time.monotonic()
+        limit = (within or self._timeout).total_seconds()
+        ended: dict[int, str] = {}
+        while True:
+            now = time.monotonic()
+            late = now - start >= limit
+            looks = late or bool(ended) or now - looked >= _LOOK
+            answers = self._read([self._key(f"{topic}/{number % SERIES}", rank) for rank in waiting], each=looks)
+            for rank, answer in zip(waiting, answers, strict=True):
+                seen, _, message = answer.partition(":")
+                if seen == str(number):  # an older one: the rank has not come to this number
+                    heard[rank] = message
+            waiting = [rank for rank in waiting if rank not in heard]
+            for rank in waiting:
+                if rank in ended:  # and had not told this before
+                    raise self._lost(rank, ended[rank])
+            if not waiting or late:
+                return {rank: heard.get(rank) for rank in self.others}
+            if looks:
+                looked = now
+                self.check()
+                ended = {rank: reason for rank in self.some(waiting) if (reason := self._end_of(rank)) is not None}
+            _rest(now - start)
+
+    def _read(self, keys: list[str], each: bool) -> list[str]:
+        """What the store has for each key; of more than a few (in three requests) nothing before all have something,
+        unless ``each`` is to be asked for by itself."""
+        store = self._store()
+        if each or len(keys) <= self._few or not store.has_extended_api():
+            return [self._look(key) for key in keys]
+        if not store.check(keys):
+            return [_NONE] * len(keys)
+        return [value.decode() for value in store.multi_get(keys)]
+
+    def next_number(self, topic: str) -> int:
+        """How often this rank has come to ``topic``, this time included."""
+        self._counts[topic] += 1
+        return self._counts[topic]
+
+    def mark(self, topic: str, number: int, message: str) -> tuple[int, str]:
+        """The rank that came to mark ``number`` first, and its message; never blocks on another rank."""
+        store, key = self._store(), f"zerocompile/{self._name}/{topic}/"
+        first = store.compare_set(f"{key}{number}", "", f"{self._mine}:{message}").decode()
+        if self._mine == self._ranks[0] and number >= SERIES:
+            store.delete_key(f"{key}{number - SERIES}")
+        rank, _, theirs = first.partition(":")
+        return int(rank), theirs
+
+    def marked(self, topic: str, number: int) -> tuple[int, str] | None:
+        """Who came to mark ``number`` first and its message, if somebody has come there."""
+        found = self._look(f"zerocompile/{self._name}/{topic}/{number}")
+        if found == _NONE:
+            return None
+        rank, _, message = found.partition(":")
+        return int(rank), message
+
+    def of_first(self, topic: str, message: str, doing: str) -> str:
+        """The first rank's message, on all ranks.
+
+        Raises:
+            CommunicationError: it did not come in time; ``doing`` as in :meth:`silent`.
+        """
+        if self._mine == self._ranks[0]:
+            self.tell(topic, message)
+            return message
+        theirs = self.ask(topic, self._ranks[0])
+        if theirs is None:
+            raise self.silent(self._ranks[0], doing)
+        return theirs
+
+    def exchange(self, topic: str, message: str) -> dict[int, str | None]:
+        """Every rank's message by global rank; stops at the first that does not come in time, whose entry is None."""
+        self.tell(topic, message)
+        heard: dict[int, str | None] = {}
+        for rank in self._ranks:
+            heard[rank] = message if rank == self._mine else self.ask(topic, rank)
+            if heard[rank] is None:
+                break
+        return heard
+
+    def hear_all(self, topic: str, message: str, doing: str) -> dict[int, str]:
+        """:meth:`exchange` where nobody's message may be missing.
+
+        Raises:
+            CommunicationError: one did not come in time; ``doing`` says what this rank has come to, as in
+                :meth:`silent`.
+        """
+        heard: dict[int, str] = {}
+        for rank, theirs in self.exchange(topic, message).items():
+            if theirs is None:
+                raise self.silent(rank, doing)
+            heard[rank] = theirs
+        return heard
+
+    def silent(self, rank: int, doing: str) -> CommunicationError:
+        """The error of this rank, which ``doing`` (a verb in the perfect), about one that has not told it in time."""
+        return CommunicationError(
+            f"zerocompile: rank {self._mine} {doing}, but rank {rank} has not within {self._timeout}: it died, hangs, "
+            "or does not run the same step."
+        )
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"zerocompile/{self._name}/{topic}/{rank}"
+
+    @staticmethod
+    def _store() -> Any:
+        return dist.distributed_c10d._get_default_store()
+
+
+def _rest(waited: float) -> None:
+    if waited > _SPIN:
+        time.sleep(min(_PAUSE, waited / 4))

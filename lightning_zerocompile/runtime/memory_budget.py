@@ -1,0 +1,128 @@
+"""Stage 3 with memory to spare: units that stay gathered from one optimizer step to the next.
+
+[Note: memory budget] A unit that stays gathered is gathered once for each step of the optimizer, while it is written,
+instead of once or twice for each backward. Which units stay is decided once, behind the second step of an optimizer:
+by then every rank has been at its peak, and has counted how often each unit is gathered. The ranks take the smallest
+budget and rank 0's counts. What changes for compiled code is the shape of one argument: one recompilation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_zerocompile.config import Lifetime
+from lightning_zerocompile.runtime.runtime import Runtime
+
+_SHARE_OF_FREE_MEMORY = 0.75  # what "auto" may fill; the rest is for batches that are larger than those so far
+_LATENCY_BYTES = 2**20  # what a link moves in the time that starting a collective takes: about 20 µs at 50 GB/s
+_DOING = "has shared out `memory_budget`"
+_STEPS = 2  # of optimizers, before it is decided
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A unit that lives for one use: ``size`` bytes, gathered ``gathers`` times for each step of the optimizer."""
+
+    unit: int
+    size: int
+    gathers: float
+
+    @property
+    def benefit(self) -> float:
+        """Communication time saved for each byte of memory, in the time that one byte takes."""
+        return (self.gathers - 1) * (1 + _LATENCY_BYTES / max(self.size, 1))
+
+
+def choose(candidates: Sequence[Candidate], budget: int) -> list[int]:
+    """The units to keep: by falling benefit, as many as fit.
+
+    Args:
+        candidates: of one model.
+        budget: bytes of gathered values that may stay.
+    """
+    kept, left = [], budget
+    for candidate in sorted(candidates, key=lambda c: (-c.benefit, c.unit)):
+        if candidate.benefit > 0 and candidate.size <= left:
+            kept.append(candidate.unit)
+            left -= candidate.size
+    return sorted(kept)
+
+
+def free_memory(device: torch.device) -> tuple[str, int]:
+    """Bytes that are not needed at the peak so far, and the host that they are of ("": a device of this rank's own)."""
+    if device.type == "cuda":
+        unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        idle = sum(segment["total_size"] - segment["active_size"] for segment in segments_of_graphs(device))
+        return "", unused - torch.cuda.max_memory_allocated(device) - idle
+    return socket.gethostname(), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def segments_of_graphs(device: torch.device) -> list[Any]:
+    """What torch's allocator holds in pools that CUDA graphs own: nothing else may use it, also while they do not."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call, unused-ignore]
+    return [s for s in segments if s["device"] == device.index and tuple(s["segment_pool_id"]) != (0, 0)]
+
+
+def smallest_share(free: Collection[tuple[str, int]]) -> int:
+    """What each rank may count on, in bytes: the ranks of a host share its memory.
+
+    Args:
+        free: of all ranks, as :func:`free_memory` gives it.
+    """
+    ranks = Counter(host for host, _ in free if host)
+    return min(size // max(1, ranks[host]) for host, size in free)
+
+
+class MemoryBudget:
+    """Decides once which units stay gathered, see [Note: memory budget].
+
+    Args:
+        runtime: holds the model's parameters; its configuration says how much memory there is.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        open_to_choice = runtime.config.memory_budget is not None and runtime.policy.lifetime is Lifetime.USE
+        self._steps_left = _STEPS if open_to_choice else -1
+
+    def optimizer_stepped(self) -> None:
+        """After each step of an optimizer."""
+        if self._steps_left > 0:
+            self._steps_left -= 1
+
+    def spend(self) -> None:
+        """Between two training steps, on all ranks.
+
+        Raises:
+            RuntimeError: another rank has not come to it within ``timeout``.
+        """
+        if self._steps_left != 0:
+            return
+        self._steps_left = -1
+        self._runtime.keep(self._agree())
+
+    def _agree(self) -> list[int]:
+        runtime = self._runtime
+        budget = runtime.config.memory_budget
+        free = ("", budget) if isinstance(budget, int) else free_memory(runtime.device)
+        heard = runtime.messages.hear_all("budget", json.dumps(free), _DOING)
+        share = smallest_share([json.loads(message) for message in heard.values()])
+        if not isinstance(budget, int):
+            share = int(_SHARE_OF_FREE_MEMORY * share)
+        mine = json.dumps(choose(self._candidates(), share))
+        kept: list[int] = json.loads(runtime.messages.of_first("kept", mine, _DOING))
+        return kept
+
+    def _candidates(self) -> list[Candidate]:
+        return [
+            Candidate(unit, size, self._runtime.core.gathers_of(unit)[0] / _STEPS)
+            for unit, size in self._runtime.used_units().items()
+        ]

@@ -1,0 +1,110 @@
+"""Memory that all devices of one host have mapped: see [Note: copy engines] in csrc/peers.h."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_zerocompile.ranks.messages import Messages
+
+_SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own: ranks may share a device, for tests
+
+
+def has_copy_engines(
+    mesh: DeviceMesh, device: torch.device, messages: Messages, wanted: bool | Literal["auto"]
+) -> bool:
+    """Whether the devices can gather and reduce by copies, and are to; alike on all ranks.
+
+    Raises:
+        ValueError: ``wanted=True`` and the devices do not allow it; the message says why.
+    """
+    if mesh.size() == 1 or wanted is False:
+        return False
+    reason = "" if device.type == "cuda" else f"{device.type} devices have no copy engines"
+    return not _refused(reason or _unreachable(device, messages), wanted)
+
+
+def _refused(reason: str, wanted: bool | Literal["auto"]) -> bool:
+    if reason and wanted is True:
+        raise ValueError(f"`copy_engine=True` cannot be had on rank {dist.get_rank()}: {reason}. Use 'auto' or False.")
+    return bool(reason)
+
+
+def map_buffer(
+    mesh: DeviceMesh,
+    device: torch.device,
+    messages: Messages,
+    wanted: bool | Literal["auto"],
+    half: int,
+    purpose: str,
+) -> Tensor | None:
+    """A buffer of two halves that all ranks have mapped; ``None`` if collectives must do its work.
+
+    Collective over the mesh, whose devices have copy engines: all ranks map their buffers, or none does.
+
+    Args:
+        mesh: the shard group, one dimension.
+        device: of this rank.
+        messages: the ranks' conversation.
+        wanted: ``"auto"``: if it can be mapped; ``True``: or raise.
+        half: bytes of one half; 0: none.
+        purpose: no other buffer's.
+
+    Returns:
+        [2 * half], uint8.
+
+    Raises:
+        ValueError: ``wanted=True`` and it cannot be mapped; the message says why.
+    """
+    if half == 0:
+        return None
+    buffers: list[Tensor] = []
+    reason = first_failure(messages, f"allocated/{purpose}", lambda: buffers.append(_allocate(device, 2 * half)))
+    if not reason:
+        reason = first_failure(messages, f"mapped/{purpose}", lambda: _rendezvous(buffers[0], mesh.get_group()))
+    return None if _refused(reason, wanted) else buffers[0]
+
+
+def _unreachable(device: torch.device, messages: Messages) -> str:
+    """Why some rank's device cannot read another's memory; "" if all can, alike on all ranks."""
+    mine = json.dumps([socket.gethostname(), device.index])
+    places = {rank: json.loads(text or "[null, null]") for rank, text in messages.exchange("place", mine).items()}
+    hosts, indices = {host for host, _ in places.values()}, [index for _, index in places.values()]
+    reason = ""
+    if len(hosts) > 1:
+        reason = "the ranks are on several hosts"
+    elif len(set(indices)) < len(indices) and os.environ.get(_SHARED) != "1":
+        reason = "the ranks number their devices differently"
+    elif not all(i == device.index or torch.cuda.can_device_access_peer(device.index, i) for i in indices):
+        reason = f"device {device.index} cannot read the memory of all others"
+    return next((text for text in messages.exchange("reachable", reason).values() if text), "")
+
+
+def first_failure(messages: Messages, topic: str, action: Callable[[], Any]) -> str:
+    """What the first rank on which ``action`` fails says; "" if it succeeds on all, alike on all ranks."""
+    reason = ""
+    try:
+        action()
+    except (RuntimeError, ImportError, AttributeError) as error:  # the last two: torch calls its module private
+        reason = f"rank {dist.get_rank()}: {str(error).splitlines()[0]}"
+    return next((text for text in messages.exchange(topic, reason).values() if text), "")
+
+
+def _allocate(device: torch.device, size: int) -> Tensor:
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+
+
+def _rendezvous(buffer: Tensor, group: dist.ProcessGroup) -> Any:
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(buffer, group)

@@ -1,0 +1,410 @@
+"""The Python end of the runtime: owns the C++ object of one strategy and binds what it reduces to the masters."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_zerocompile.config import Config, Lifetime, Policy
+from lightning_zerocompile.ranks.consistency import Consistency, Reads
+from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.runtime import build, ops
+from lightning_zerocompile.runtime.peer_memory import first_failure, has_copy_engines, map_buffer
+from lightning_zerocompile.sharding.autocast import Casts
+from lightning_zerocompile.sharding.layout import make_master, over_local
+from lightning_zerocompile.sharding.master import (
+    adopt_master,
+    as_plain_tensors,
+    bound_gradient,
+    gradient_of,
+    keep_hooks,
+    refuse_hooks,
+)
+from lightning_zerocompile.sharding.meta_init import Places
+from lightning_zerocompile.sharding.module_swap import ClassCache, Kept, install, kept_with
+from lightning_zerocompile.sharding.parameter import ShardedParameter, StepState
+from lightning_zerocompile.sharding.plan import UnitPlan
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the runtime did since set-up. Counts are of this rank; sizes are in bytes.
+
+    Attributes:
+        gathers: all-gather collectives (one per dtype of a unit, or of a run of small ones), and ``gather_bytes`` of
+            their results.
+        prefetched: those among them that started before they were asked for.
+        peer_gathers, peer_reductions: those that copies between devices did instead of a process group.
+        reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
+        padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
+        graph_uses, graph_reductions: parameters that compiled graphs asked for, gradients that they delivered.
+        eager_reads, eager_gathers: parameter reads outside compiled graphs, and how many of them had to gather.
+        resident_bytes, peak_resident_bytes: full parameters gathered now, and at most.
+        backwards: outermost backward passes.
+    """
+
+    gathers: int
+    gather_bytes: int
+    prefetched: int
+    peer_gathers: int
+    peer_reductions: int
+    reductions: int
+    reduce_bytes: int
+    padded_copies: int
+    graph_uses: int
+    graph_reductions: int
+    eager_reads: int
+    eager_gathers: int
+    resident_bytes: int
+    peak_resident_bytes: int
+    backwards: int
+
+
+@dataclass(frozen=True)
+class EagerReads:
+    """What code outside of compiled graphs did with one unit since set-up.
+
+    Attributes:
+        reads: of its parameters.
+        gathers: collectives that gathered the unit, for whatever use, and ``gather_bytes`` of their results.
+    """
+
+    reads: int
+    gathers: int
+    gather_bytes: int
+
+
+class Runtime:
+    """Sharded parameters of one model: units, gathers, reductions, the masters' gradients.
+
+    Args:
+        mesh: the shard group, one dimension; its size is the world size W.
+        device: of this rank.
+        config: the strategy's options.
+        gather_group, reduce_group: process groups over the mesh's ranks; two, so that only the order within gathers
+            and within reductions has to agree between ranks.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        config: Config,
+        gather_group: dist.ProcessGroup,
+        reduce_group: dist.ProcessGroup,
+    ) -> None:
+        self.mesh, self.device, self.config = mesh, device, config
+        self.policy = Policy.of_stage(config.stage)
+        self._extension = build.load()
+        ops.register()
+        self.core: Any = self._extension.Runtime(gather_group.group_name, reduce_group.group_name, str(device))
+        self.core.set_prefetch(config.prefetch)
+        self.core.set_merge_bytes(config.unit_bytes)
+        self.core.set_copies_gradients(config.cuda_graphs and device.type == "cuda")
+        self.sharded_parameters: list[ShardedParameter] = []
+        self.step_state = StepState()
+        self.unit_of: dict[str, int] = {}  # block name -> unit
+        self._unit_of_parameter: list[int] = []
+        self._unit_of_master: dict[Tensor, int] = {}
+        self._masters: list[list[nn.Parameter]] = []  # by unit
+        self._kept: list[int] = []  # units that stay gathered from one optimizer step to the next
+        self.kept = Kept()
+        self._anchors: dict[torch.dtype, Tensor] = {}
+        this = weakref.ref(self)  # the C++ object must not keep this one alive
+
+        def bind(reduced: list[tuple[int, Tensor | None]]) -> None:
+            owner = this()
+            if owner is not None:
+                owner._bind(reduced)
+
+        self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
+        self.messages = Messages(mesh, self.name, config.timeout)
+        self.comparisons = Consistency(self.messages, config.timeout)
+        self.reads = Reads(self.comparisons, config.timeout)
+        self.core.set_callbacks(
+            bind,
+            self.comparisons.order,
+            self.comparisons.gather,
+            self.comparisons.used_parameters,
+            self.messages.look,
+        )
+        self.messages.watch()
+
+    # ---- set-up ----
+
+    def shard(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitPlan],
+        compute_dtype: torch.dtype | None,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Replaces the model's parameters by masters, one unit after the other.
+
+        Args:
+            model: holds full parameters, on any device; those on ``meta`` are initialised here, unit by unit.
+            units: partition of the model's parameters.
+            compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
+            autocast_dtype: of the autocast that the model runs under; ``None``: there is none.
+        """
+        self.kept = kept_with(model)
+        self.casts = Casts(self.classes, self.core, self.messages, autocast_dtype)
+        places = Places(model, self.device)
+        places.check()
+        mapped = has_copy_engines(self.mesh, self.device, self.messages, self.config.copy_engine)
+        for plan in units:
+            sharded_parameters = []
+            for name in plan.parameters:
+                sharded_parameters.append(self._add(name, places.parameter(name), compute_dtype))
+            lifetime = Lifetime.STEP if plan.kept else self.policy.lifetime
+            native = getattr(self._extension.Lifetime, lifetime.name)
+            unit = self.core.add_unit(plan.name, [sharded.index for sharded in sharded_parameters], native)
+            self._unit_of_parameter += [unit] * len(sharded_parameters)
+            self._masters.append([sharded.master for sharded in sharded_parameters])
+            self._unit_of_master |= dict.fromkeys(self._masters[unit], unit)
+            self.unit_of[plan.name] = unit
+            if lifetime is Lifetime.STEP:
+                self._kept.append(unit)
+                for sharded in sharded_parameters:
+                    self._read_resident(sharded)
+            for sharded in (
+                sharded_parameters
+            ):  # not earlier: an initialiser that reads another layer finds its parameters until here
+                self._install(sharded, places)
+            if lifetime is Lifetime.USE:
+                for sharded in sharded_parameters:
+                    self.casts.add(sharded, places.of(sharded.name))
+        places.finish()
+        if mapped:
+            self._map_peers()
+
+    def _map_peers(self) -> None:
+        """Gathers and reductions become copies between the devices' memories, as far as these allow it."""
+        mesh, messages, wanted = self.mesh, self.messages, self.config.copy_engine
+        timeout = int(self.config.timeout.total_seconds() * 1000)
+        buffer = map_buffer(mesh, self.device, messages, wanted, self.core.peer_bytes(), "gathers")
+        if buffer is None:
+            return
+        code = (build.source_directory() / "kernels.ptx").read_text()
+        loaded = not first_failure(messages, "kernels", lambda: self.core.set_kernels(code))
+        self.core.set_peers(buffer, timeout)
+        size = self.core.summing_peer_bytes() if loaded else 0
+        summing = map_buffer(mesh, self.device, messages, "auto", size, "reductions")
+        if summing is not None:
+            self.core.set_summing_peers(summing, timeout)
+
+    def _install(self, sharded: ShardedParameter, places: Places) -> None:
+        for module, local_name in places.of(sharded.name):
+            install(self.classes, module, local_name, sharded)
+
+    def used_units(self) -> dict[int, int]:
+        """The units that live for one use, with the bytes of their gathered values."""
+        sizes: dict[int, int] = {}
+        for sharded in self.sharded_parameters:
+            unit = self._unit_of_parameter[sharded.index]
+            if unit not in self._kept:
+                sizes[unit] = sizes.get(unit, 0) + math.prod(sharded.size) * sharded.source.element_size()
+        return sizes
+
+    def keep(self, units: Sequence[int]) -> None:
+        """These units stay gathered from one optimizer step to the next from now on; the same on all ranks."""
+        for unit in units:
+            self.core.keep(unit)
+            self._kept.append(unit)
+        for sharded in self.sharded_parameters:
+            if self._unit_of_parameter[sharded.index] in units:
+                self._read_resident(sharded)
+                self.casts.remove(sharded)
+
+    def _read_resident(self, sharded: ShardedParameter) -> None:
+        sharded.source = self.core.resident_value(sharded.index)
+        if self.config.cuda_graphs:  # see [Note: CUDA graphs]
+            torch._dynamo.mark_static_address(sharded.source, guard=False)
+
+    def _add(self, name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> ShardedParameter:
+        config = self.config
+        floating = parameter.is_floating_point()
+        dtype = compute_dtype if compute_dtype is not None and floating else parameter.dtype
+        refuse_hooks(name, parameter)
+        master = make_master(parameter, self.mesh, self.device, config.master_dtype)
+        grad_dtype, explicit = _grad_dtype(parameter, dtype)
+        if explicit:
+            master.grad_dtype = grad_dtype
+        handle = torch.zeros(1, dtype=torch.float64)
+        assert isinstance(master, DTensor)
+        index = self.core.add_parameter(
+            name,
+            list(parameter.shape),
+            dtype,
+            grad_dtype,
+            config.reduce_dtype if floating else None,
+            grad_dtype if explicit else master.dtype,
+            master,
+            master.to_local().detach(),
+            handle,
+        )
+        sharded = ShardedParameter(
+            name=name,
+            index=index,
+            size=tuple(parameter.shape),
+            master=master,
+            source=self._anchor(dtype),
+            handle=handle.detach().requires_grad_(floating or parameter.is_complex()),
+            frozen_handle=handle.detach(),
+            use_grad_dtype=grad_dtype,
+            core=self.core,
+            reads=self.reads,
+            step_state=self.step_state,
+            never_used=self._extension.never_used,
+            dtype=parameter.dtype,
+            grad_dtype=getattr(parameter, "grad_dtype", parameter.dtype),
+        )
+        keep_hooks(parameter, master)
+        adopt_master(master, weakref.ref(sharded))
+        self.sharded_parameters.append(sharded)
+        return sharded
+
+    def _anchor(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._anchors:
+            self._anchors[dtype] = torch.empty(0, dtype=dtype, device=self.device)
+        return self._anchors[dtype]
+
+    def unit_of_parameter(self, sharded: ShardedParameter) -> int:
+        """The unit that the parameter is gathered and reduced with."""
+        return self._unit_of_parameter[sharded.index]
+
+    def held_window_bytes(self, sum_dtype: torch.dtype | None) -> int:
+        """Bytes that a window which holds all parameters adds: they and their gradients, these in ``sum_dtype``
+        (``None``: their own), and two moments of the shards, which an optimizer makes in its first step only."""
+        total = 0
+        for sharded in self.sharded_parameters:
+            size, numel = sharded.source.element_size(), math.prod(sharded.size)
+            summed = size if sum_dtype is None or not sharded.source.is_floating_point() else sum_dtype.itemsize
+            shard = numel // self.mesh.size() * sharded.master.element_size()
+            total += (size + summed) * numel + 2 * shard if sharded.master.requires_grad else size * numel
+        return total
+
+    @property
+    def classes(self) -> ClassCache:
+        return self.kept.classes
+
+    # ---- gradients ----
+
+    def _bind(self, reduced: list[tuple[int, Tensor | None]]) -> None:
+        """Adds local gradients (rows of the step's flat partitions) to a ``grad`` that is not ours, if there is
+        something to add; then the user's post-accumulate hooks run, as FSDP2 runs them."""
+        with torch.no_grad(), as_plain_tensors():
+            for index, local in reduced:
+                master = self.sharded_parameters[index].master
+                grad = bound_gradient(master)
+                if local is not None and grad is not None:
+                    grad.add_(over_local(local, master))
+            masters = [self.sharded_parameters[index].master for index, _ in reduced]
+            hooks = [(m, hook) for m in masters for hook in (m._post_accumulate_grad_hooks or {}).values()]
+        before, self.step_state.in_step = self.step_state.in_step, False
+        try:
+            with torch.no_grad():
+                for master, hook in hooks:
+                    hook(master)
+        finally:
+            self.step_state.in_step = before
+
+    def bind_gradients(self) -> None:
+        """Makes all reduced gradients those of the masters, for when they outlive the runtime."""
+        with as_plain_tensors():
+            for sharded in self.sharded_parameters:
+                gradient_of(sharded.master)
+
+    def pass_mark(self, what: str) -> None:
+        """Called where every rank comes in the same order, with the same gathers behind it; see ``Consistency.mark``.
+
+        Args:
+            what: the mark, for the message.
+
+        Raises:
+            RuntimeError: another rank came to another mark, or after other gathers.
+        """
+        if self.mesh.size() > 1 and len(self._kept) < len(self._masters):
+            self.comparisons.mark(f"{what}, after {self.core.gathered_so_far()}")
+
+    # ---- phases of a step ----
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around user code that may read parameters: weights that autograd saves are kept as their identity."""
+        self._refresh_kept()
+        if len(self._kept) == len(self._masters):
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(self.core.pack, self.core.unpack):
+            yield
+
+    @contextlib.contextmanager
+    def ordinary_saving(self) -> Iterator[None]:
+        """Inside :meth:`forward`: autograd saves tensors as they are again; torch.func transforms ask for that."""
+        hooks = torch._C._autograd
+        top = hooks._top_saved_tensors_default_hooks(False)
+        if top is None or top[0] != self.core.pack:
+            yield
+            return
+        hooks._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            hooks._push_saved_tensors_default_hooks(*top)
+
+    def units_in_order(self) -> list[tuple[int, list[nn.Parameter]]]:
+        """Each unit's masters, in the order in which a forward uses the units."""
+        return [(unit, self._masters[unit]) for unit in self.core.unit_order()]
+
+    @torch.no_grad()  # so this does not count as the forward's order
+    def _refresh_kept(self) -> None:
+        """Gathers stale values (first step, loaded weights) here, since ranks may read different parameters later."""
+        self.core.refresh(self._kept)
+
+    def masters_changed(self, masters: Sequence[Tensor]) -> None:
+        """After an optimizer wrote ``masters``: gathers their units anew (lifetime: one step) or forgets them."""
+        units = {self._unit_of_master[master] for master in masters if master in self._unit_of_master}
+        self.core.masters_changed(sorted(units))
+        self.core.forget_outstanding()
+
+    def eager_reads(self) -> dict[str, EagerReads]:
+        """Reads outside compiled graphs since set-up, by unit; units without any are left out."""
+        counts = {name: (self.core.eager_reads_of(unit), unit) for name, unit in self.unit_of.items()}
+        return {name: EagerReads(n, *self.core.gathers_of(unit)) for name, (n, unit) in counts.items() if n > 0}
+
+    def stats(self) -> Stats:
+        raw = self.core.stats()
+        return Stats(**{name: getattr(raw, name) for name in Stats.__dataclass_fields__})
+
+    def shutdown(self) -> None:
+        """Drops every reference to the process groups, before they are destroyed. Waits for what is on its way."""
+        self.reads.close()
+        with contextlib.closing(self.messages):
+            self.core.shutdown(wait=True)
+
+    def abandon(self) -> None:
+        """:meth:`shutdown` after a failure: waits for nothing, since other ranks may not come to it."""
+        self.reads.close()
+        with contextlib.closing(self.messages):
+            self.core.shutdown(wait=False)
+
+
+def _grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[torch.dtype | None, bool]:
+    """The leaf's gradient dtype (``None``: as first produced) and whether the user set it explicitly."""
+    chosen = getattr(parameter, "grad_dtype", parameter.dtype)
+    if chosen is None:
+        return None, True
+    if chosen != parameter.dtype:
+        return chosen, True
+    return dtype, False

@@ -1,0 +1,220 @@
+"""Windows of several backwards with one reduction.
+
+Source: DeepSpeed pull request 7992, ``engine.coalesce_grad_reduction``.
+
+[Note: agreement on windows] A rank that does not open a window, fails inside it or runs another number of backwards
+would meet the others' collectives with its own. So every rank says through the store, where its window ends and before
+anything is reduced, how it went; whoever hears something else raises, and so does one that waits inside the window for
+a rank that has failed in it. With parameters gathered at each use, see also [Note: ranks apart] in csrc/gather.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_zerocompile.config import Lifetime
+from lightning_zerocompile.ranks.messages import CommunicationError
+from lightning_zerocompile.runtime.memory_budget import free_memory, smallest_share
+from lightning_zerocompile.runtime.runtime import Runtime
+
+Gathers = Literal["auto", "window", "use"]
+
+_TOPIC = "window"  # of the messages
+_RUNS = "runs of a window"  # of those after a failure
+_SHARE_OF_FREE_MEMORY = 0.5  # what "auto" may fill with gathered parameters; the rest is for activations to come
+
+
+class Windows:
+    """Opens and closes the windows of one model.
+
+    Args:
+        runtime: holds the model's parameters.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._core = runtime, runtime.core
+        self._messages, self._consistency = runtime.messages, runtime.comparisons
+        self._apart: dict[int, list[Any]] = {}  # what was gathered in windows that failed, see [Note: ranks apart]
+        self._world = runtime.mesh.size()
+        self._gathers_at_use = runtime.policy.lifetime is Lifetime.USE
+        self._number = 0
+        self._fits: dict[torch.dtype | None, bool] = {}  # by accumulate_dtype
+        self.is_open = False
+        self.in_accumulation = False  # of Lightning's, at any stage
+
+    @contextmanager
+    def open(self, gather: Gathers, max_bytes: int | None, accumulate_dtype: torch.dtype | None) -> Iterator[None]:
+        """See :meth:`ZeroCompileStrategy.coalesce_grad_reduction`."""
+        self._check(gather, max_bytes, accumulate_dtype)
+        self._number += 1
+        held = self._gathers_at_use and self._holds(gather, accumulate_dtype)
+        waiting = set(self._core.frozen_gradients())  # of an accumulation that goes on when they are trained again
+        self.is_open = True
+        self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
+        self._core.set_deferred(True)
+        before = self._core.stats().backwards
+        apart = self._gathers_at_use and not held
+        self._consistency.in_window(0 if max_bytes is None else self._number)
+        self._messages.check = self._check_others
+        self._core.log_runs(apart)
+        raised = True
+        try:
+            if held:
+                self._core.hold()
+            yield
+            self._core.check_backward_ended()
+            self._check_trainable(set(self._core.frozen_gradients()) - waiting)
+            raised = False
+        except BaseException as error:
+            self._core.drop_gradients()  # no collective: the other ranks may not come to theirs
+            with suppress(RuntimeError):  # of a store whose host has died
+                self._core.publish_order()  # others may wait for it in a backward, and hear of the error behind it
+                failure = json.dumps({"error": f"{type(error).__name__}: {error}"})
+                self._messages.tell_numbered(_TOPIC, self._number, failure)
+                self._come_apart(apart)
+            raise
+        finally:
+            self.is_open = False
+            self._consistency.in_window(0)
+            if raised:
+                self._end_checks()
+            self._core.set_deferred(False)
+            self._core.set_window(None, -1)
+            if held:
+                self._core.let_go(raised)
+        mine = {}  # what ranks that run different numbers of backwards must not differ in
+        if apart:
+            mine["gathers"] = len(self._core.logged_runs())
+        if max_bytes is not None:
+            mine["backwards"] = self._core.stats().backwards - before
+        try:
+            try:
+                self._core.publish_order()
+                self._agree(mine)
+            except BaseException:
+                self._come_apart(apart)
+                raise
+            finally:
+                self._end_checks()
+            self._core.flush()
+        except BaseException:  # another rank has dropped its gradients
+            self._core.drop_gradients()
+            raise
+
+    # ---- what another rank's failure means here ----
+
+    def _check_others(self) -> None:
+        """While this rank waits inside a window: raises if one that it may wait for has failed in it."""
+        for rank in self._messages.some(self._messages.others):
+            message = self._messages.heard_now(_TOPIC, self._number, rank)
+            if message is not None and "error" in (theirs := json.loads(message)):
+                raise self._failed(rank, theirs["error"])
+
+    def _end_checks(self) -> None:
+        self._messages.check = lambda: None
+        self._core.log_runs(False)
+
+    def _come_apart(self, apart: bool) -> None:
+        """This rank leaves a window by an exception: before its next gather it meets the others."""
+        if not apart or self._world == 1:
+            return
+        runs = json.dumps(self._core.logged_runs())
+        self._apart[self._number] = json.loads(runs)
+        self._messages.tell_numbered(_RUNS, self._number, runs)
+        self._core.come_apart(self.meet_again)
+
+    def meet_again(self) -> None:
+        """Takes part in the gathers that other ranks have started in a window which this one left earlier."""
+        for number, mine in list(self._apart.items()):
+            doing = f"has left window {number} of `coalesce_grad_reduction` by an exception and gathers again"
+            heard = self._messages.ask_numbered(_RUNS, number)
+            everyone = [mine]
+            for rank, message in heard.items():
+                if message is None:
+                    raise self._messages.silent(rank, doing)
+                everyone.append(json.loads(message))
+            longest = max(everyone, key=len)
+            if any(longest[: len(runs)] != runs for runs in everyone):
+                raise CommunicationError(
+                    f"zerocompile: rank {dist.get_rank()} {doing}, but in that window the ranks had gathered different "
+                    "parameters, so they cannot go on together. Train on from the last checkpoint (`ckpt_path=`)."
+                )
+            self._core.catch_up(longest[len(mine) :])
+            del self._apart[number]
+
+    def _failed(self, rank: int, error: str) -> CommunicationError:
+        failed = CommunicationError(
+            f"zerocompile: rank {rank} failed inside window {self._number} of `coalesce_grad_reduction` with {error}. "
+            f"Its gradients are lost, so rank {dist.get_rank()} cannot reduce its own."
+        )
+        failed.explained = True  # all ranks may catch theirs and go on: this one has not ended
+        return failed
+
+    def _check(self, gather: object, max_bytes: object, accumulate_dtype: object) -> None:
+        if self.is_open:
+            raise RuntimeError("`coalesce_grad_reduction` is already open; windows do not nest.")
+        if self.in_accumulation:
+            raise RuntimeError(
+                "`coalesce_grad_reduction` cannot open inside an accumulation (`block_backward_sync`, "
+                "`toggle_model(sync_grad=False)`): close that first."
+            )
+        if gather == "step":  # its name in an earlier version
+            raise ValueError("`gather='step'` is now `gather='window'`.")
+        if gather not in ("auto", "window", "use"):
+            raise ValueError(f"`gather={gather!r}` is not understood; choose 'auto', 'window' or 'use'.")
+        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
+            raise ValueError(f"`max_bytes={max_bytes!r}` must be a number of bytes, or None for no limit.")
+        if accumulate_dtype not in (None, torch.float32):
+            raise ValueError(f"`accumulate_dtype={accumulate_dtype!r}` is not supported; choose None or torch.float32.")
+
+    @staticmethod
+    def _check_trainable(frozen: set[str]) -> None:
+        if frozen:
+            raise RuntimeError(
+                f"Parameter `{min(frozen)}` was frozen inside `coalesce_grad_reduction` after a backward had given it "
+                "a gradient, which could not be reduced. Freeze it before the window or behind it."
+            )
+
+    def _agree(self, mine: dict[str, int]) -> None:
+        """Raises if a rank is not at this window's end, or came to it in another way."""
+        if self._world == 1:
+            return
+        where = f"at the end of window {self._number} of `coalesce_grad_reduction`"
+        for rank, message in self._messages.exchange_numbered(_TOPIC, self._number, json.dumps(mine)).items():
+            if message is None:
+                raise CommunicationError(
+                    f"zerocompile: rank {dist.get_rank()} is {where}, but rank {rank} has not come to it within "
+                    f"{self._runtime.config.timeout}. Every rank must open the window in the same step; rank {rank} "
+                    "did not, died or hangs."
+                )
+            theirs = json.loads(message)
+            if "error" in theirs:
+                raise self._failed(rank, theirs["error"])
+            if theirs != mine:
+                raise CommunicationError(
+                    f"zerocompile: {where} rank {dist.get_rank()} has {mine}, rank {rank} has {theirs}. With "
+                    "parameters gathered at each use (stage 3), or with `max_bytes`, all ranks must run the same "
+                    "forwards and backwards inside it; use gather='window', or stage 1 or 2, without `max_bytes`."
+                )
+
+    def _holds(self, gather: Gathers, sum_dtype: torch.dtype | None) -> bool:
+        if gather != "auto":
+            return gather == "window"
+        if sum_dtype not in self._fits:
+            self._fits[sum_dtype] = self._all_fit(sum_dtype)
+        return self._fits[sum_dtype]
+
+    def _all_fit(self, sum_dtype: torch.dtype | None) -> bool:
+        """Whether a held window fits on every rank; asked once, in the first window."""
+        mine = [self._runtime.held_window_bytes(sum_dtype), *free_memory(self._runtime.device)]
+        doing = "has opened its first window of `coalesce_grad_reduction`, as every rank must in the same step"
+        heard = self._messages.hear_all("fits", json.dumps(mine), doing)
+        all_ranks = [json.loads(message) for message in heard.values()]
+        share = smallest_share([(host, size) for _, host, size in all_ranks])
+        return all(needed <= _SHARE_OF_FREE_MEMORY * share for needed, _, _ in all_ranks)

@@ -1,0 +1,1 @@
+"""A module's parameters as shards, and back."""

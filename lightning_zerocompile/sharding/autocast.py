@@ -1,0 +1,152 @@
+"""Mixed precision: torch's own layers ask for their parameters in autocast's dtype, so that gathers can move that.
+
+[Note: casting layers] Under autocast a ``Linear`` or a ``Conv`` casts its float32 weight and bias before it computes,
+in every frame, compiled or not. The ``forward`` of its subclass (see [Note: class swap]) asks for the cast instead, and
+autocast finds nothing left to do. Nobody else sees that value; whatever else reads ``module.weight`` gets the float32
+parameter. Which parameters are gathered in low precision follows from what was asked for: see [Note: low gathers] in
+csrc/layout.cpp.
+
+A graph drops a read that it only takes ``dtype`` or ``shape`` from, where eager code gathers. So a graph that reads a
+parameter both ways asks for the full value only (compile/passes/unify_casts.py), or one rank would not know what
+another needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.sharding.module_swap import BASE, INPUTS, PARAMETERS, TRACED, ClassCache
+from lightning_zerocompile.sharding.parameter import ShardedParameter
+
+CAST = TRACED + "cast:"  # + name: the source of the traced gather of the cast, an empty tensor of its dtype
+STEPS = 2  # training steps that are watched before the ranks agree
+
+
+def _read(module: nn.Module, name: str) -> Any:
+    """The parameter, in the dtype that autocast would cast it to if autocast is on."""
+    source = module.__dict__.get(CAST + name)
+    if source is None or not torch.is_autocast_enabled(source.device.type):
+        return getattr(module, name)
+    if torch.get_autocast_dtype(source.device.type) != source.dtype:
+        return getattr(module, name)
+    if torch.compiler.is_compiling():
+        _, handle, size, _ = module.__dict__[TRACED + name]
+        return torch.ops.zerocompile.gather_cast.default(source, handle, size)
+    return module.__dict__[PARAMETERS][name].read(module._parameters[name], source.dtype)
+
+
+def _linear(self: Any, input: Tensor) -> Tensor:
+    return functional.linear(input, _read(self, "weight"), _read(self, "bias"))
+
+
+def _conv(self: Any, input: Tensor) -> Tensor:
+    return self._conv_forward(input, _read(self, "weight"), _read(self, "bias"))  # type: ignore[no-any-return]
+
+
+skip_code(_read.__code__)
+skip_code(_linear.__code__)  # as torch's own layers: inlined, never a frame of Dynamo's own
+skip_code(_conv.__code__)
+
+_FORWARDS: dict[type, Callable[..., Any]] = {
+    nn.Linear: _linear,
+    nn.Conv1d: _conv,
+    nn.Conv2d: _conv,
+    nn.Conv3d: _conv,
+}
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The ``forward`` of a module whose class may have been swapped, without what makes it a region."""
+    base: Any = getattr(type(module), BASE, type(module))
+    casts = any(name.startswith(CAST) for name in module.__dict__)
+    return _FORWARDS[base] if casts else base.forward
+
+
+def forward_is_inlined(forward: Callable[..., Any]) -> bool:
+    """Whether ``forward`` is one of ours, which Dynamo inlines and never starts with."""
+    return forward in _FORWARDS.values()
+
+
+def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Lets each module cast the floating-point tensors that it is passed, in whatever structure, to ``dtype``.
+
+    FSDP2 does so before all other hooks (``MixedPrecisionPolicy.cast_forward_inputs``): parameters that are read in
+    ``dtype`` meet inputs of the same dtype.
+    """
+    for module in modules:
+        if INPUTS not in module.__dict__:
+            hook = partial(_cast_inputs, dtype)
+            handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            module.__dict__[INPUTS] = handle
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    return tree_map_only(Tensor, cast, (args, kwargs))
+
+
+class Casts:
+    """The parameters of one model that autocast casts wherever they are used.
+
+    Args:
+        classes: of the sharded modules.
+        core: the C++ runtime.
+        messages: how the ranks agree.
+        dtype: autocast's; ``None``: there is no autocast.
+    """
+
+    def __init__(self, classes: ClassCache, core: Any, messages: Messages, dtype: torch.dtype | None) -> None:
+        self._classes, self._core, self._messages, self._dtype = classes, core, messages, dtype
+        self._sources: dict[torch.device, Tensor] = {}
+        self._places: dict[int, tuple[nn.Module, str]] = {}
+        self._steps = 0
+        self.low: list[int] = []  # parameters, by number, of which a gather moves the cast
+
+    def add(self, sharded: ShardedParameter, places: list[tuple[nn.Module, str]]) -> None:
+        """Lets the module that holds the parameter ask for the cast, if it is one that only ever computes with that."""
+        (module, name), *others = places
+        base: Any = getattr(type(module), BASE, type(module))
+        torchs_own = base in _FORWARDS and base.forward.__module__ == base.__module__  # nobody has replaced the method
+        if self._dtype is None or others or not torchs_own or name not in ("weight", "bias"):
+            return
+        if sharded.source.dtype is not torch.float32:
+            return
+        device = sharded.source.device
+        if device not in self._sources:
+            self._sources[device] = torch.empty(0, dtype=self._dtype, device=device)
+        module.__dict__[CAST + name] = self._sources[device]
+        self._places[sharded.index] = (module, name)
+        self._classes.swap(module, frozenset(module.__dict__[PARAMETERS]), _FORWARDS[base])
+
+    def remove(self, sharded: ShardedParameter) -> None:
+        """The parameter stays gathered in full from now on: its module takes that and lets autocast cast it."""
+        place = self._places.pop(sharded.index, None)
+        if place is not None:
+            module, name = place
+            del module.__dict__[CAST + name]
+            self.low = [index for index in self.low if index != sharded.index]
+
+    def begin_step(self) -> None:
+        """At the start of each training step: after the first ones the ranks agree on what a gather moves.
+
+        Raises:
+            RuntimeError: another rank did not come here in time.
+        """
+        self._steps += 1
+        if self._dtype is None or not self._sources or self._steps != STEPS + 1:
+            return
+        heard = self._messages.hear_all("casts", self._core.asked(), f"has begun training step number {self._steps}")
+        asked = zip(*heard.values(), strict=True)
+        self.low = [index for index, letters in enumerate(asked) if "c" in letters and "f" not in letters]
+        self._core.gather_low(self.low, self._dtype)

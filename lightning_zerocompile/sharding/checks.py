@@ -1,0 +1,229 @@
+"""What this strategy does not take raises by name, before anything starts; torch's own messages are explained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_zerocompile.config import Config
+from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.sharding.parameter import FUNCTORCH
+from lightning_zerocompile.sharding.sharded import refuse_left
+from lightning_zerocompile.sharding.unsharded import master_of
+
+
+def check_module(module: pl.LightningModule) -> None:
+    """Raises if the module was compiled already.
+
+    Raises:
+        MisconfigurationException: names the module and the remedy.
+    """
+    for name, inner in module.named_modules():
+        check_not_compiled(name, inner)
+
+
+def check_not_compiled(name: str, module: nn.Module) -> None:
+    """:func:`check_module` of one module; ``name``: "" for the LightningModule."""
+    if is_compiled(module):
+        what = f"The module `{name}`" if name else "The LightningModule"
+        raise MisconfigurationException(
+            f"{what} was compiled by torch.compile. `strategy='zerocompile'` compiles the model itself: pass the "
+            "module as it is, and options through ZeroCompileStrategy(compile=..., mode=..., options=...)."
+        )
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """What every rank must have alike beside the model: options and versions, by name."""
+    options = {f"option `{field.name}`": repr(getattr(config, field.name)) for field in fields(config)}
+    package = __name__.partition(".")[0]
+    try:
+        own = version(package.replace("_", "-"))
+    except PackageNotFoundError:  # run from its sources
+        own = "not installed"
+    found = {"torch": torch.__version__, "lightning": lightning.__version__, package: own}
+    return options | {f"version of `{name}`": str(number) for name, number in found.items()}
+
+
+def trainer_settings(trainer: pl.Trainer) -> dict[str, str]:
+    """Those of the Trainer's arguments that decide what a step computes."""
+    names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "precision")
+    return {f"`Trainer({name}=)`": repr(getattr(trainer, name, None)) for name in names}
+
+
+def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> None:
+    """Raises on every rank if the ranks hold different models, or were set up differently.
+
+    Args:
+        model: not sharded yet.
+        settings: what was chosen, by name.
+
+    Raises:
+        RuntimeError: names the setting that differs, or the first parameter or buffer, and the rank; or the model has
+            no parameters.
+    """
+    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    buffers = [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (dict(settings), mine + buffers))
+    differences = _differences([theirs for theirs, _ in everyone])
+    if differences:
+        raise RuntimeError(
+            f"The ranks are set up differently: {differences}. Give every rank the same options and installation."
+        )
+    everyone = [theirs for _, theirs in everyone]
+    if not mine and all(theirs == everyone[0] for theirs in everyone):
+        raise RuntimeError(
+            f"{type(model).__name__} has no parameters, so there is nothing to shard or to train. Create its layers "
+            "in `__init__` or `configure_model`."
+        )
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        first, other = next(
+            pair for pair in zip_longest(everyone[0], theirs, fillvalue="no more") if pair[0] != pair[1]
+        )
+        raise RuntimeError(
+            f"The ranks hold different models: rank 0 has {first}, rank {rank} has {other}. Build the same "
+            "model on every rank (same code path, same configuration; do not depend on the rank)."
+        )
+    check_devices(model)
+
+
+def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
+    """In what the first rank that differs from rank 0 differs; "": none does."""
+    first, missing = everyone[0], "not there"
+    for rank, theirs in enumerate(everyone):
+        names = [name for name in dict.fromkeys([*first, *theirs]) if first.get(name) != theirs.get(name)]
+        if names:
+            pairs = [(name, first.get(name, missing), theirs.get(name, missing)) for name in names]
+            return "; ".join(f"{name} is {one} on rank 0 but {other} on rank {rank}" for name, one, other in pairs)
+    return ""
+
+
+def check_equal_optimizers(
+    optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str], messages: Messages
+) -> None:
+    """Raises on every rank if the ranks' optimizers differ: each would update its rows by a rule of its own.
+
+    Args:
+        optimizers: over the sharded model's parameters.
+        names: of those.
+        messages: the ranks' conversation.
+
+    Raises:
+        RuntimeError: names the optimizer, what differs and the rank.
+    """
+    mine = _described(optimizers, names)
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    doing = "has set its optimizers up"
+    heard = messages.exchange_numbered("optimizers", messages.next_number("optimizers"), digest)
+    for rank, theirs in heard.items():
+        if theirs is None:
+            raise messages.silent(rank, doing)
+    if len(set(heard.values())) == 1:
+        return
+    texts = messages.hear_all("optimizers/differ", json.dumps(mine), doing)
+    differences = _differences([json.loads(text) for text in texts.values()])
+    raise RuntimeError(
+        f"The ranks have different optimizers: {differences}. Let `configure_optimizers` return the same on every rank "
+        "(same code path, same configuration; do not depend on the rank)."
+    )
+
+
+def _described(optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]) -> dict[str, str]:
+    found = {"the number of optimizers": str(len(optimizers))}
+    for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer)
+        found[f"the class of optimizer {number}"] = f"{kind.__module__}.{kind.__qualname__}"
+        for place, group in enumerate(optimizer.param_groups):
+            where = f"of group {place} of optimizer {number}"
+            for key, value in group.items():
+                if key != "params":
+                    found[f"`{key}` {where}"] = _plain(value)
+            held = [names.get(master_of(parameter), "?") for parameter in group["params"]]
+            digest = hashlib.sha256("\n".join(held).encode()).hexdigest()[:12]
+            found[f"the parameters {where}"] = f"{len(held)} from `{(held or ['none'])[0]}` on (digest {digest})"
+    return found
+
+
+def _plain(value: object) -> str:
+    """A value as text that is alike in all processes if the value is."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_plain(item) for item in value)}]"
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return repr(value.detach().item())
+    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device)):
+        return repr(value)
+    return f"of type {type(value).__qualname__}"
+
+
+def check_devices(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type not in ("cpu", "cuda", "meta"):
+            raise RuntimeError(f"`{name}` is on {tensor.device}; only cpu, cuda and meta tensors can be sharded.")
+
+
+SHARD = (
+    "Of a parameter this rank holds a shard, a DTensor, and its `grad` is one, too. `with "
+    "strategy.full_parameters(module) as values:` gives full values by name. What is added to a gradient (noise, a "
+    "penalty) has its layout, as `torch.randn_like(p.grad)` has, or is given it by "
+    "`torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements)`."
+)
+
+
+def explain(message: str, param_dtype: torch.dtype | None = None) -> str | None:
+    """What an error of torch's means for a sharded module; None: nothing else than it says."""
+    if param_dtype is not None and "same dtype" in message:
+        return (
+            f"{message} (Parameters are read as {param_dtype}, since `param_dtype` asks for it. Inputs of modules are "
+            "cast where the LightningModule, a child of it or a repeated block is called, unless "
+            "`cast_forward_inputs=False`. Cast what this operation takes, or use the Trainer's precision='bf16-mixed', "
+            "which casts in each operation.)"
+        )
+    if "don't yet support saved tensor hooks" in message or "storage of TensorWrapper" in message:
+        return FUNCTORCH.format("parameters")
+    mixed = "got mixed torch.Tensor and DTensor" in message or "require placement changes" in message
+    if mixed and SHARD not in message:
+        return f"{message} {SHARD}"
+    if "appears to not have been used in the graph" in message and "sharded module" not in message:
+        return (
+            f"{message} (A parameter that was read again from a sharded module is a new value each time: differentiate "
+            "with respect to the value that you used, or call `backward` and read `grad`.)"
+        )
+    return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the user compiled this module itself, in any of torch's ways."""
+    compiled_forward = getattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable", None)
+    return (
+        isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+        or module._compiled_call_impl is not None
+        or compiled_forward is not None
+        or getattr(module, "_compiler_ctx", None) is not None
+    )
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raises if a parameter is a shard that no strategy manages.
+
+    Raises:
+        RuntimeError: names the parameter and the remedy.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            refuse_left(name)

@@ -1,0 +1,319 @@
+"""What `parameters()` yields instead of plain parameters: the masters.
+
+[Note: masters] Under DDP one object is everything at once: what ``parameters()`` yields, what ``module.weight`` is, the
+leaf that autograd knows. Here these are two. What user code does to either must have the effect that it has under DDP,
+or raise; it must not act on a shard or on a temporary and be lost:
+
+* :class:`Master`, from ``parameters()``. In a step, an operation that reads it (an L2 term) takes the full value, with
+  its gradient; an in-place operation changes the shard and takes full arguments; hooks run on the reduced gradient.
+  While gradients wait for their reduction, ``grad`` is this rank's own full sum if it would be None else, and setting
+  it (``zero_grad``) drops what waits.
+* a ``Unsharded`` (unsharded.py), from ``module.weight``. ``requires_grad``, ``grad`` and ``data`` are the parameter's.
+
+Neither appears in traced code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._dynamo.eval_frame import skip_code
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_zerocompile.sharding import random_numbers
+from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.sharded import Sharded, leave, watch
+
+PARAMETER = "_zerocompile_parameter"
+
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors like any other, at no cost
+
+_PROPERTIES = ("__get__", "__set__", "__delete__")
+_GRAD: Any = Tensor.grad  # the property; its stub is that of the value
+_GRAD_DTYPE: Any = Tensor.grad_dtype
+_COMPUTED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+_DESCRIBING = frozenset(  # answered by the shard's DTensor
+    {
+    "size", "stride", "dim", "ndimension", "numel", "nelement", "storage_offset", "element_size", "is_contiguous",
+    "is_floating_point", "is_complex", "is_signed", "data_ptr", "type", "get_device", "is_inference", "is_pinned",
+    "is_shared", "has_names", "untyped_storage", "storage", "__len__", "_typed_storage", "__repr__", "__format__",
+    "__hash__", "__deepcopy__", "__reduce_ex__", "requires_grad_", "retain_grad", "detach", "is_same_size",
+    "dim_order", "register_post_accumulate_grad_hook"
+    }
+)  # fmt: skip
+_IN_PLACE = frozenset(
+    {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
+    "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__"
+    }
+)  # fmt: skip
+
+
+class Master(Sharded):
+    """The optimizer's shard of a parameter, see [Note: masters]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with as_plain_tensors():
+            handler = _HANDLERS.get(func)
+            if handler is not None:
+                return handler(*args, **kwargs)
+            name = getattr(func, "__name__", "")
+            if random_numbers.are_drawn(func, name):
+                masters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Master)]
+                return random_numbers.draw(func, name, masters, _parameter_of(masters), _whole, args, kwargs)
+            scheme = random_numbers.scheme(name, sys._getframe(1))
+            if scheme:
+                random_numbers.refuse(scheme, _parameter_of(args[0]))
+            if name in _DESCRIBING or (name in _PROPERTIES and func not in _COMPUTED):
+                return func(*args, **kwargs)
+            written = _written(name, args, kwargs)
+            sharded = _parameter_of(written)
+            changes = sharded is not None  # a master; otherwise it is read, perhaps into a tensor of the user's
+            if sharded is None:
+                sharded = _parameter_of((args, kwargs))
+            if sharded is None or (not changes and isinstance(written, DTensor)):
+                return func(*args, **kwargs)
+            if not changes and sharded.step_state.in_step:
+                args, kwargs = tree_map(_whole, (args, kwargs))
+            else:
+                args, kwargs = tree_map(sharded.like_master, (args, kwargs))
+            try:
+                result = func(*args, **kwargs)
+                if changes:  # a write through `data` changes no version
+                    torch.autograd.graph.increment_version(sharded.master)
+                return result
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"`{name}` mixes parameter `{sharded.name}`, of which this rank holds a shard, with full tensors. "
+                    "Do it inside `with strategy.full_parameters(module) as values:`, which gives full values by name."
+                ) from error
+
+    # Optimizers ask every parameter several times a step; by `__torch_function__` that takes five times as long.
+    @property  # type: ignore[override, misc, unused-ignore]
+    def grad(self) -> Tensor | None:
+        with as_plain_tensors():
+            return gradient_of(self, waiting=True)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with as_plain_tensors():
+            sharded = self.__dict__[PARAMETER]()
+            if sharded is not None:
+                sharded.core.drop_gradient(sharded.index)
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __tensor_flatten__(self) -> Any:
+        if torch._guards.TracingContext.try_get() is not None:
+            sharded = self.__dict__[PARAMETER]()
+            raise RuntimeError(
+                f"Code inside a compiled module takes parameter `{'?' if sharded is None else sharded.name}` from "
+                "`parameters()` or replaces it (`torch.func.functional_call`); compiled code can only read it as an "
+                "attribute of its module. Mark the function that does it with `torch.compiler.disable`, or use "
+                "ZeroCompileStrategy(compile=False)."
+            )
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call, unused-ignore]
+
+
+skip_code(Master.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
+
+
+def index_of(master: Tensor) -> int:
+    """The runtime's number of a master.
+
+    Raises:
+        RuntimeError: it is none, or its strategy was torn down.
+    """
+    sharded = master.__dict__[PARAMETER]() if isinstance(master, Master) else None
+    if sharded is None:
+        raise RuntimeError(
+            f"An optimizer holds a parameter of shape {tuple(master.shape)} that is not one of the sharded model. Add "
+            "only what `parameters()` of the model yields now."
+        )
+    return sharded.index  # type: ignore[no-any-return]
+
+
+def adopt_master(master: Tensor, sharded: Any) -> None:
+    """Makes a DTensor the master that the weak reference ``sharded`` leads to."""
+    master.__class__ = Master  # type: ignore[assignment, unused-ignore]
+    master.__dict__[PARAMETER] = sharded
+    watch(master, sharded().reads)
+
+
+def release_master(master: Tensor) -> None:
+    """Makes a master a DTensor parameter without a strategy."""
+    if isinstance(master, Master):
+        sharded = master.__dict__.pop(PARAMETER)()
+        leave(master, "?" if sharded is None else sharded.name)
+
+
+def refuse_hooks(name: str, parameter: Tensor) -> None:
+    """Raises if the user's parameter has hooks that would run on the raw gradient of one rank.
+
+    Raises:
+        RuntimeError: names the parameter and the remedy.
+    """
+    if parameter._backward_hooks:
+        raise RuntimeError(_HOOK.format(name))
+
+
+def keep_hooks(source: Tensor, target: Tensor) -> None:
+    """Lets the post-accumulate hooks of one leaf be those of another, with the handles that users hold."""
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+# ---- what happens to a master ----
+
+_HOOK = (
+    "`register_hook` on parameter `{}`: a sharded parameter has no gradient of its own until all ranks' are reduced. "
+    "Use `register_post_accumulate_grad_hook`, which is called with the parameter when `grad` is the reduced gradient, "
+    "or a hook on an activation."
+)
+
+
+def _parameter_of(arguments: Any) -> Any:
+    """The parameter of the first master in the arguments; None: there is none, or its strategy was torn down."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, Master):
+            return leaf.__dict__[PARAMETER]()
+    return None
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the operation writes to in place; None: nothing."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return args[0] if in_place and args else None
+
+
+def _whole(value: Any) -> Any:
+    """The full value of a master (with its gradient, if grad mode is enabled) or of another DTensor."""
+    if isinstance(value, Master):
+        sharded = value.__dict__[PARAMETER]()
+        return value if sharded is None else sharded.read(value)
+    if isinstance(value, DTensor):
+        return value.full_tensor() if value.requires_grad else full_value(value)
+    return value
+
+
+def refuse_hook(master: Tensor, *_: Any, **__: Any) -> NoReturn:
+    sharded = _parameter_of(master)
+    raise RuntimeError(_HOOK.format("?" if sharded is None else sharded.name))
+
+
+def _get_data(master: Tensor) -> Tensor:
+    data: Tensor = Tensor.data.__get__(master)  # type: ignore[attr-defined]
+    sharded = master.__dict__[PARAMETER]
+    if sharded() is not None:
+        adopt_master(data, sharded)
+    return data
+
+
+def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
+    """The reduced gradient of a master, which may have to be bound first; for use inside :data:`as_plain_tensors`.
+
+    ``waiting``: if there is none, what waits for the end of a window or an accumulation: this rank's own full sum, or,
+    of what was reduced early, the reduced part.
+    """
+    grad: Tensor | None = _GRAD.__get__(master)
+    if grad is not None or not isinstance(master, Master):
+        return grad
+    sharded = master.__dict__[PARAMETER]()  # no search: an optimizer asks each parameter, several times a step
+    if sharded is None:
+        return None
+    found = sharded.core.unbound_gradient(sharded.index, waiting)
+    if found is None:
+        return None
+    value, kind = found
+    return sharded.own_gradient(value, kind.name)  # type: ignore[no-any-return]
+
+
+def bound_gradient(master: Tensor) -> Tensor | None:
+    """What is bound to a master, and no other gradient; for use inside :data:`as_plain_tensors`."""
+    return _GRAD.__get__(master)  # type: ignore[no-any-return]
+
+
+def bind_gradient(master: Tensor, grad: Tensor | None) -> None:
+    """Binds ``grad`` to a master and drops no other gradient; for use inside :data:`as_plain_tensors`."""
+    _GRAD.__set__(master, grad)
+
+
+def set_data(master: Tensor, value: Tensor) -> None:
+    """``p.data = value`` copies: the memory stays the strategy's."""
+    sharded = _parameter_of(master)
+    if tuple(value.shape) != tuple(master.shape) or value.dtype != master.dtype:
+        raise RuntimeError(
+            f"Parameter `{sharded.name}` has shape {tuple(master.shape)} and is kept in {master.dtype}; its `data` was "
+            f"set to a tensor of shape {tuple(value.shape)} in {value.dtype} after the model was sharded. Change it "
+            "in `configure_model` or `setup`, before `fit` shards the model."
+        )
+    with torch.no_grad():
+        master.copy_(sharded.like_master(value))
+
+
+def _set_grad_dtype(master: Tensor, value: torch.dtype | None) -> None:
+    """The runtime has its own note of it since set-up."""
+    sharded, current = _parameter_of(master), _GRAD_DTYPE.__get__(master)
+    if sharded is not None and value != current:
+        raise RuntimeError(
+            f"The `grad_dtype` of parameter `{sharded.name}` was set to {value} after the model was sharded, when it "
+            f"was {current}. Set it in `__init__`, `configure_model` or `setup`, before `fit` shards the model."
+        )
+    _GRAD_DTYPE.__set__(master, value)
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    sharded = _parameter_of(inputs)
+    if sharded is None:
+        return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+    raise RuntimeError(
+        f"`torch.autograd.grad` with respect to parameter `{sharded.name}`: the model reads full values that are "
+        "gathered from it, so it is in no graph. Call `backward` and read `grad` (the mean over ranks), or "
+        "differentiate with respect to full values: `with strategy.full_parameters(module) as values:` and "
+        "`torch.func.functional_call`."
+    )
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    sharded = _parameter_of(kwargs.get("inputs"))
+    if sharded is not None:
+        refuse_input(sharded)
+    return torch.autograd.backward(*args, **kwargs)
+
+
+def refuse_input(sharded: Any) -> NoReturn:
+    """Raises for the parameter of ``sharded`` among the inputs of a backward."""
+    raise RuntimeError(
+        f"`backward(inputs=...)` with parameter `{sharded.name}`: choose what is trained by `requires_grad_` instead."
+    )
+
+
+def _iterate(master: Tensor) -> Iterable[Tensor]:
+    sharded = _parameter_of(master)
+    value = sharded.read(master) if sharded is not None and sharded.step_state.in_step else master
+    return iter(value.unbind(0))
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    Tensor.register_hook: refuse_hook,
+    Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+    Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
+    _GRAD_DTYPE.__set__: _set_grad_dtype,
+    Tensor.__iter__: _iterate,
+    torch.autograd.grad: _grad,
+    torch.autograd.backward: _backward,
+}

@@ -1,0 +1,329 @@
+"""Module parameters -> sharded masters, and back.
+
+[Note: class swap] A sharded module keeps its masters in ``_parameters``, so ``parameters()``, ``state_dict`` keys and
+optimizers see what they expect; its class is replaced by a subclass in which each parameter's name is a property that
+returns the gathered value. The property calls the traced operator under a compiler and the runtime otherwise; it is
+never compiled as a frame of its own (``skip_code``), or its gather would hide in a graph nobody looks into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
+from torch.distributed.tensor import DTensor
+
+from lightning_zerocompile.sharding.checks import check_whole
+from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.layout import sharded_if_full
+from lightning_zerocompile.sharding.master import (
+    PARAMETER,
+    Master,
+    as_plain_tensors,
+    keep_hooks,
+    release_master,
+)
+from lightning_zerocompile.sharding.parameter import ShardedParameter
+from lightning_zerocompile.sharding.sharded import refuse_left
+
+REGION = "_zerocompile_region"
+
+
+INPUTS = "_zerocompile_inputs"  # the handle of the hook that casts what the module is passed
+
+PARAMETERS = "_zerocompile_parameters"
+TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, the arguments of the operator `gather`
+BASE = "_zerocompile_base"
+
+
+# ---- reading ----
+
+
+def _property(name: str) -> property:
+    traced = TRACED + name
+
+    def get(self: nn.Module) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.ops.zerocompile.gather.default(*self.__dict__[traced])
+        return self.__dict__[PARAMETERS][name].read(self._parameters[name])
+
+    skip_code(get.__code__)
+    return property(get)
+
+
+def _refuse_copy(self: nn.Module, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"A sharded {type(self).__name__} cannot be copied or pickled: this rank holds only its shard. Copy its full "
+        "`state_dict` (`strategy.lightning_module_state_dict()`), or the module after `fit`, when it is whole again."
+    )
+
+
+def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    """Full tensors load into the shards at any time: each rank takes its rows."""
+    for name, sharded in self.__dict__[PARAMETERS].items():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = sharded_if_full(state_dict[prefix + name], sharded.master)
+    base: Any = getattr(type(self), BASE)
+    base._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
+
+
+def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
+    return [getattr(self, name) if hasattr(self, name) else None for name in self._flat_weights_names]
+
+
+def _ignore_flat_weights(self: nn.RNNBase, value: object) -> None:
+    """RNNs cache their weights in a list; a sharded one reads them anew."""
+
+
+class ClassCache:
+    """One subclass per (class, parameter names), so equal modules keep equal types and share compiled code."""
+
+    def __init__(self) -> None:
+        self._classes: dict[tuple[type, frozenset[str], Callable[..., Any] | None], type] = {}
+
+    def swap(self, module: nn.Module, names: frozenset[str], forward: Callable[..., Any] | None = None) -> None:
+        """Replaces the module's class; ``forward`` replaces its method (a region: see compile/regions.py)."""
+        base = getattr(type(module), BASE, type(module))
+        names = names | frozenset(module.__dict__.get(PARAMETERS, ()))
+        forward = forward or type(module).__dict__.get("_zerocompile_forward")
+        key = (base, names, forward)
+        if key not in self._classes:
+            self._classes[key] = self._make(base, names, forward)
+        module.__class__ = self._classes[key]
+        if isinstance(module, nn.RNNBase):
+            module.__dict__.pop("_flat_weights", None)
+
+    @staticmethod
+    def _make(base: type, names: frozenset[str], forward: Callable[..., Any] | None) -> type:
+        namespace: dict[str, Any] = {name: _property(name) for name in names}
+        namespace |= {
+            BASE: base,
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "__deepcopy__": _refuse_copy,
+            "__reduce_ex__": _refuse_copy,
+        }
+        if names:
+            namespace["_load_from_state_dict"] = _load_from_state_dict
+        if forward is not None:
+            namespace["forward"] = namespace["_zerocompile_forward"] = forward
+        if issubclass(base, nn.RNNBase):
+            namespace["_flat_weights"] = property(_flat_weights, _ignore_flat_weights)
+        return type(base.__name__, (base,), namespace)
+
+
+KEPT = "_zerocompile_kept"
+
+
+class Kept:
+    """What is made once for a class of models and serves every run of it, see [Note: repeated runs] in
+    compile/regions.py.
+
+    It belongs to the class of the whole model and dies with it. A copy of that class (one that is pickled by value)
+    starts without.
+    """
+
+    def __init__(self) -> None:
+        self.classes = ClassCache()
+        self.forwards: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}  # of regions
+        self.graphs: list[tuple[Any, Any]] = []  # by configuration; the last one used comes last
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()
+
+
+def kept_with(model: nn.Module) -> Kept:
+    """What earlier runs have left with the class of ``model``; nothing stays with a class of torch's or Lightning's."""
+    owner: Any = getattr(type(model), BASE, type(model))
+    if owner.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
+        return Kept()
+    if KEPT not in owner.__dict__:
+        setattr(owner, KEPT, Kept())
+    kept: Kept = owner.__dict__[KEPT]
+    return kept
+
+
+# ---- installing ----
+
+
+def install(classes: ClassCache, module: nn.Module, name: str, sharded: ShardedParameter) -> None:
+    """Puts the master where the parameter was and lets the module read through its record."""
+    module._parameters[name] = sharded.master
+    module.__dict__.setdefault(PARAMETERS, {})[name] = sharded
+    module.__dict__[TRACED + name] = sharded.traced()
+    classes.swap(module, frozenset(module.__dict__[PARAMETERS]))
+
+
+def refresh(modules: Iterable[nn.Module]) -> bool:
+    """Lets the compiler see the parameters as they are now: a frozen parameter has another handle, one that stays
+    gathered another source.
+
+    Returns:
+        Whether the modules hold their own parameters: ``functional_call`` puts others in their place for a while.
+    """
+    own = True
+    with as_plain_tensors():
+        for module in modules:
+            members = module.__dict__
+            sharded_parameters = members.get(PARAMETERS)
+            if sharded_parameters is None:
+                continue
+            parameters = members["_parameters"]
+            for name, sharded in sharded_parameters.items():
+                seen, master = members[TRACED + name], sharded.master
+                if seen[1].requires_grad is not master.requires_grad or seen[0] is not sharded.source:
+                    members[TRACED + name] = sharded.traced()
+                own = own and parameters.get(name) is master
+    return own
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model``, each once; asked for in every step, and four times as fast as ``modules()``."""
+    found, seen = [model], {model}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
+def refresh_all(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """:func:`refresh` of every module of ``model``, unless somebody has changed them behind the strategy's back.
+
+    Args:
+        model: for the names in messages.
+        modules: of ``model``.
+
+    Raises:
+        RuntimeError: a parameter was replaced, removed or added; it names the parameter and the way to do it.
+    """
+    if not refresh(modules):
+        _refuse_replaced(model, modules)
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, Master):
+                raise RuntimeError(
+                    f"Parameter `{_path(model, module, name)}` was added after the model was sharded, so no other rank "
+                    "would see its gradient. Create it in `__init__`, `configure_model` or `setup`."
+                )
+
+
+def _refuse_replaced(model: nn.Module, modules: Sequence[nn.Module]) -> NoReturn:
+    names = (
+        _path(model, module, name)
+        for module in modules
+        for name, sharded in module.__dict__.get(PARAMETERS, {}).items()
+        if module._parameters.get(name) is not sharded.master
+    )
+    raise RuntimeError(
+        f"Parameter `{next(names)}` was replaced or removed after the model was sharded, so it would not be trained. "
+        "Change the module in `configure_model` or `setup`, or copy new values into it with `load_state_dict`."
+    )
+
+
+def _path(model: nn.Module, module: nn.Module, name: str) -> str:
+    """The fully qualified name of a module's parameter."""
+    path = next(path for path, other in model.named_modules() if other is module)
+    return f"{path}.{name}" if path else name
+
+
+def owner_of(model: nn.Module) -> Any:
+    """The C++ runtime that the model is sharded by; None: by none."""
+    sharded_parameters = (
+        sharded for module in model.modules() for sharded in module.__dict__.get(PARAMETERS, {}).values()
+    )
+    return next((sharded.core for sharded in sharded_parameters), None)
+
+
+def refuse_shards(model: nn.Module) -> None:
+    """From now on a module of ``model`` that holds a shard says so when it is called or its state is asked for.
+
+    A forward would mix the shard with full tensors, and a ``state_dict`` would hold this rank's rows without a word.
+    """
+    for path, module in model.named_modules():
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            check = partial(_check_own, path)
+            module.register_forward_pre_hook(check)
+            module.register_state_dict_pre_hook(check)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _check_own(path: str, module: nn.Module, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            refuse_left(f"{path}.{name}" if path else name)
+
+
+def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Makes the model an ordinary module with full parameters on the CPU; collective over the shard group.
+
+    Each parameter gets the dtype back that it had, whatever the optimizer kept it in. On a device no more than one
+    parameter is whole at a time. If it raises the model is as it was before.
+
+    Args:
+        model: a sharded one.
+        group: of the same ranks, on the CPU; it communicates instead of the shard group.
+    """
+    full: dict[ShardedParameter, nn.Parameter] = {}
+    for module in model.modules():
+        for sharded in module.__dict__.get(PARAMETERS, {}).values():
+            if sharded not in full:
+                value = sharded.master.detach()
+                whole = full_value(value, group) if isinstance(value, DTensor) else value
+                full[sharded] = nn.Parameter(
+                    whole.to(sharded.dtype).to("cpu"), requires_grad=sharded.master.requires_grad
+                )
+                attributes = {n: v for n, v in vars(sharded.master).items() if n not in ("_is_param", PARAMETER)}
+                full[sharded].__dict__.update(attributes)
+                if sharded.grad_dtype != sharded.dtype:
+                    full[sharded].grad_dtype = sharded.grad_dtype
+                keep_hooks(sharded.master, full[sharded])
+    for module in model.modules():
+        for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
+            module._parameters[name] = full[sharded]
+    restore_classes(model)
+
+
+def restore_classes(model: nn.Module) -> None:
+    """Gives every module its own class back; parameters stay what they are."""
+    for module in model.modules():
+        for sharded in module.__dict__.get(PARAMETERS, {}).values():
+            release_master(sharded.master)
+        for key in [k for k in module.__dict__ if k.startswith(TRACED) or k == PARAMETERS]:
+            del module.__dict__[key]
+        base = getattr(type(module), BASE, None)
+        if base is None:
+            continue
+        module.__class__ = base
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+
+
+def remove_regions(model: nn.Module) -> None:
+    """Forgets the regions of every module, and what casts its inputs; classes are restored by ``restore_classes``."""
+    for module in model.modules():
+        module.__dict__.pop(REGION, None)
+        inputs = module.__dict__.pop(INPUTS, None)
+        if inputs is not None:
+            inputs.remove()
+
+
+def make_whole(model: nn.Module) -> None:
+    """Unshards the model by whichever engine it is sharded; collective."""
+    owner_of(model).write_back()
+    remove_regions(model)
+    unshard_parameters(model)
+    model.cpu()
+
+
+def take_over(model: nn.Module) -> None:
+    """Makes a model whole that another strategy has left sharded (``unshard_after_fit=False``)."""
+    if owner_of(model) is not None:
+        make_whole(model)
+    check_whole(model)

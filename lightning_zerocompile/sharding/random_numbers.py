@@ -1,0 +1,84 @@
+"""Random numbers drawn into parameters.
+
+[Note: random numbers] Equal seeds would give every rank the same rows: each rank draws all of them, as under DDP, and
+keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+_IN_PLACE = frozenset(
+    {"normal_", "uniform_", "random_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"}
+)
+_LIKE = frozenset({"randn_like", "rand_like", "randint_like"})
+_OF = frozenset({"bernoulli", "normal", "poisson", "multinomial", "dropout", "dropout_", "alpha_dropout"})
+_SCRATCH = frozenset({"empty_like", "new_empty"})  # what the schemes of torch.nn.init draw into that need several draws
+
+
+def are_drawn(func: Any, name: str) -> bool:
+    """Whether the function called ``name`` draws random numbers."""
+    return getattr(func, "__module__", None) == "torch.nn.init" or name in _IN_PLACE or name in _LIKE or name in _OF
+
+
+def scheme(name: str, caller: FrameType) -> str:
+    """The initialization scheme that is about to draw into scratch memory shaped as a master; "": none is."""
+    if name not in _SCRATCH or caller.f_globals.get("__name__") != "torch.nn.init":
+        return ""
+    return caller.f_code.co_name.removeprefix("_no_grad_")
+
+
+def refuse(name: str, sharded: Any) -> None:
+    """Raises for a shard that would be drawn on its own.
+
+    Raises:
+        RuntimeError: names the parameter of ``sharded`` and the remedy; if that is None nothing is raised.
+    """
+    if sharded is not None:
+        raise RuntimeError(
+            f"`{name}` draws random numbers for parameter `{sharded.name}`, of which this rank holds a shard. Give it "
+            "the module's attribute, or do it inside `with strategy.full_parameters(module) as values:`: both are full."
+        )
+
+
+def draw(
+    func: Any,
+    name: str,
+    masters: Sequence[Tensor],
+    sharded: Any,
+    whole: Callable[[Any], Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls ``func``, see [Note: random numbers].
+
+    Args:
+        masters: those in the arguments.
+        sharded: of the first master; ``None``: its strategy was torn down.
+        whole: the full value of a master.
+
+    Raises:
+        RuntimeError: outside a step, where there are no full values, the numbers depend on a master's values.
+    """
+    if sharded is None:
+        return func(*args, **kwargs)
+    if name in _OF or len(masters) > 1:
+        if sharded.step_state.in_step:
+            return func(*tree_map(whole, args), **tree_map(whole, kwargs))
+        refuse(name, sharded)
+    (master,) = masters
+    full = torch.empty(master.shape, dtype=master.dtype, device=master.device)
+    args, kwargs = tree_map(lambda leaf: full if leaf is master else leaf, (args, kwargs))
+    drawn = func(*args, **kwargs)
+    if name in _LIKE:
+        return drawn if sharded.step_state.in_step else sharded.like_master(drawn)
+    with torch.no_grad():
+        master.copy_(sharded.like_master(full))
+    torch.autograd.graph.increment_version(sharded.master)  # `master` may be its `data`
+    return master

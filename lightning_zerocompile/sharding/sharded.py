@@ -1,0 +1,272 @@
+"""What users see of masters and of their gradients: DTensors whose numbers are those of the whole value.
+
+[Note: numbers] Under DDP ``p.grad.norm().item()`` is right on every rank. torch's DTensor keeps a norm, a sum or a
+maximum as this rank's part (a "partial" placement) and ``item()`` hands that part out. So masters, gradients, and what
+is computed from them are :class:`Sharded`: whatever makes a Python number or an array of one takes the whole value.
+That is a collective, and so are some operations of DTensor's own (a median, a norm's square root). Before each the
+ranks say to each other through the store that they come to it; a rank that comes alone raises, see :class:`Reads`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
+
+from lightning_zerocompile.sharding.full_values import full_value
+
+if TYPE_CHECKING:
+    from lightning_zerocompile.ranks.consistency import Reads
+
+_READS = "_zerocompile_reads"  # compares; None: the strategy is gone
+_ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when it is made zero in place
+_NAME = "_zerocompile_name"  # of the parameter that a failed run has left as a shard
+
+_KEEPS = frozenset({"detach", "alias", "clone", "_to_copy", "squeeze", "unsqueeze", "view", "lift_fresh"})
+_REDUCES = frozenset(  # to this rank's part of the result, without communication
+    {"norm", "linalg_vector_norm", "sum", "max", "min", "amax", "amin", "prod", "any", "all", "count_nonzero"}
+)
+_MAKES = frozenset(
+    {
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+    "new_empty", "new_full", "new_empty_strided", "copy_", "fill_", "zero_"
+    }
+)  # fmt: skip
+_NEEDS_ELEMENTS = frozenset({"max", "min", "amax", "amin", "aminmax", "norm", "linalg_vector_norm", "_foreach_norm"})
+
+_LEFT = (
+    "Parameter `{}` is a shard (a DTensor): a former run of this model raised, so it could not be made whole again "
+    "(another rank may have been gone), or another library has sharded it. Build the model anew and go on from a "
+    "checkpoint: `trainer.fit(model, ckpt_path=...)`."
+)
+_SAVE = (
+    "`with strategy.full_parameters(module) as values:` (on all ranks) gives full values by name, for rank 0 to "
+    "write; `strategy.lightning_module_state_dict()` (on all ranks) gives the full state dict on rank 0; "
+    "`trainer.save_checkpoint(path)` (on all ranks) writes a checkpoint. After `fit` the module is whole again."
+)
+
+
+class Sharded(DTensor):
+    """A DTensor whose numbers are those of the whole value, see [Note: numbers]."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override, unused-ignore]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        dispatch: Any = super().__torch_dispatch__
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        ours = [tensor for tensor in tensors if isinstance(tensor, Sharded)]
+        if not ours:  # a type that only occurs in an output
+            return dispatch(func, types, args, kwargs)
+        reads, left = ours[0].__dict__.get(_READS), ours[0].__dict__.get(_NAME)
+        name = func._schema.name.removeprefix("aten::")
+        if name == "_local_scalar_dense":
+            return func(_whole(args[0], "item"))
+        others = [tensor for tensor in tensors if not isinstance(tensor, Sharded)]
+        numbers = all(tensor.dim() == 0 for tensor in ours) and not any(isinstance(other, DTensor) for other in others)
+        if others and numbers:  # among ordinary tensors
+            args, kwargs = tree_map(lambda leaf: _whole(leaf, name), (args, kwargs))
+            return func(*args, **kwargs)
+        if name in _NEEDS_ELEMENTS and any(map(_is_empty_somewhere, ours)):
+            args, kwargs = tree_map(_replicated, (args, kwargs))
+        elif _communicates(func, name, ours):
+            _compare(ours[0], name)
+        try:
+            result = dispatch(func, types, args, kwargs)
+        except RuntimeError as error:
+            if left is None or "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(_LEFT.format(left)) from error
+        if name in ("zero_", "_foreach_zero_"):
+            for leaf in tree_leaves(args[0]):
+                call = leaf.__dict__.get(_ZEROED)
+                if call is not None and (drop := call()) is not None:
+                    drop()
+        if name.endswith("_") and isinstance(args[0], DTensor):
+            return args[0]
+        return tree_map(lambda leaf: as_sharded(leaf, reads, left), result)
+
+    # ---- numbers ----
+
+    @override
+    def item(self) -> Any:
+        return _whole(self, "item").item()
+
+    @override
+    def tolist(self) -> Any:
+        return _whole(self, "tolist").tolist()
+
+    @override
+    def numpy(self, *, force: bool = False) -> Any:
+        return _whole(self, "numpy").numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        value = _whole(self, "numpy")
+        return value.__array__() if dtype is None else value.__array__(dtype)
+
+    def __float__(self) -> float:
+        return float(_whole(self, "float"))
+
+    def __int__(self) -> int:
+        return int(_whole(self, "int"))
+
+    def __bool__(self) -> bool:
+        return bool(_whole(self, "bool"))
+
+    def __complex__(self) -> complex:
+        return complex(_whole(self, "complex"))
+
+    def __index__(self) -> int:
+        return int(_whole(self, "index").__index__())
+
+    def __format__(self, format_spec: str) -> str:
+        if self.dim() == 0 and format_spec:
+            return format(self.item(), format_spec)
+        return repr(self)
+
+    @override
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        if self.requires_grad and torch.is_grad_enabled():
+            _compare(self, "full_tensor")
+            return super().full_tensor(grad_placements=grad_placements)
+        whole: Tensor = _whole(self, "full_tensor")
+        return whole
+
+    # ---- what has no address and cannot be written by one rank ----
+
+    @override
+    def untyped_storage(self) -> Any:
+        _refuse_address(self)
+        return super().untyped_storage()
+
+    @override
+    def storage(self) -> Any:
+        _refuse_address(self)
+        return super().storage()  # type: ignore[no-untyped-call, unused-ignore]
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.device_mesh.size() > 1:
+            raise RuntimeError(f"{_what(self)} was to be pickled (`torch.save`): of it this rank holds a part. {_SAVE}")
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def as_sharded(value: Any, reads: Reads | None, left: str | None = None) -> Any:
+    """A plain DTensor as one whose numbers are whole; anything else as it is.
+
+    ``left``: the parameter that it is computed from, if that is left by a failed run.
+    """
+    if type(value) is DTensor:
+        value.__class__ = Sharded  # type: ignore[assignment, unused-ignore]
+        value.__dict__.update({_READS: reads} if left is None else {_READS: reads, _NAME: left})
+    return value
+
+
+def when_zeroed(value: Tensor, call: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Sets what is called after user code has made ``value`` zero in place, see [Note: zeroed gradients]."""
+    value.__dict__[_ZEROED] = call
+
+
+def watch(value: Tensor, reads: Reads | None) -> None:
+    """Sets what compares the ranks before ``value``, of a subclass of :class:`Sharded`, is read."""
+    value.__dict__[_READS] = reads
+
+
+def leave(value: DTensor, name: str) -> None:
+    """``value``, the parameter ``name``, is left as a shard by a strategy that is gone."""
+    value.__class__ = Sharded  # type: ignore[assignment, unused-ignore]
+    value.__dict__[_READS], value.__dict__[_NAME] = None, name
+
+
+def refuse_left(name: str) -> NoReturn:
+    """Raises for a parameter that is a shard and has no strategy.
+
+    Raises:
+        RuntimeError: names the parameter and the remedy.
+    """
+    raise RuntimeError(_LEFT.format(name))
+
+
+def _whole(value: Any, what: str) -> Any:
+    """The detached full value of a sharded tensor, after a comparison if that communicates."""
+    if not isinstance(value, Sharded):
+        return value
+    if all(isinstance(placement, Replicate) for placement in value.placements):
+        return value._local_tensor.detach()
+    _compare(value, what)
+    with torch.no_grad(), _dispatched():
+        return full_value(value)
+
+
+def _replicated(value: Any) -> Any:
+    if not isinstance(value, Sharded) or not _is_empty_somewhere(value):
+        return value
+    reads, whole = value.__dict__.get(_READS), _whole(value, "a reduction")
+    return as_sharded(DTensor.from_local(whole, value.device_mesh, [Replicate()], run_check=False), reads)
+
+
+@contextmanager
+def _dispatched() -> Iterator[None]:
+    """``torch.tensor([number, ...])`` asks for the numbers where no subclass is dispatched to."""
+    with torch._C._PreserveDispatchKeyGuard():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
+        for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
+
+
+def _is_empty_somewhere(value: DTensor) -> bool:
+    """Whether a rank has no rows; there torch raises for a maximum, on that rank alone."""
+    placement, world = value.placements[0], value.device_mesh.size()
+    if not isinstance(placement, Shard) or value.numel() == 0:
+        return False
+    length = value.shape[placement.dim]
+    return -(-length // world) * (world - 1) >= length
+
+
+def _communicates(func: Any, name: str, tensors: list[Sharded]) -> bool:
+    if name in _KEEPS:
+        return False
+    if any(isinstance(tensor.placements[0], Partial) for tensor in tensors):
+        return True
+    local = name in _REDUCES or name in _MAKES or name.startswith("_foreach") or torch.Tag.pointwise in func.tags
+    return not local
+
+
+def _compare(value: DTensor, what: str) -> None:
+    if value.device_mesh.size() == 1:
+        return
+    reads = value.__dict__.get(_READS)
+    if reads is None:
+        if (left := value.__dict__.get(_NAME)) is not None:
+            refuse_left(left)
+        raise RuntimeError(
+            f"`{what}` of {_what(value)}: its strategy was torn down, and each rank holds a part. Read it while the "
+            "fit runs, or the module's parameters after it."
+        )
+    reads.compare(f"`{what}` of {_what(value)}")
+
+
+def _what(value: DTensor) -> str:
+    """For messages."""
+    name = value.__dict__.get(_NAME)
+    return f"parameter `{name}`" if name else f"a sharded tensor of shape {tuple(value.shape)}"
+
+
+def _refuse_address(value: DTensor) -> None:
+    """Raises where code outside torch asks for memory, of which a shard's full tensor has none."""
+    caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+    if caller.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
+        raise RuntimeError(
+            f"`{caller}` asks for the memory of {_what(value)} (to write a file?): this rank holds a part of it, a "
+            f"DTensor. {_SAVE} `model.save_pretrained(path, state_dict=values)` and safetensors' `save_file(values, "
+            "path)` take such full values."
+        )

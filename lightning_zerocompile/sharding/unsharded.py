@@ -1,0 +1,146 @@
+"""What a module's attribute gives to eager code instead of a plain parameter: its gathered value, see [Note: masters].
+
+Operations on it cost nothing extra: it is intercepted by attributes only. What is read outside of blocks is a
+:class:`Watched`, which also knows when it is differentiated with respect to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._dynamo.eval_frame import skip_code
+from torch.utils._pytree import tree_leaves
+
+from lightning_zerocompile.sharding.master import (
+    PARAMETER,
+    Master,
+    as_plain_tensors,
+    refuse_hook,
+    refuse_input,
+    set_data,
+)
+
+
+class Unsharded(Tensor):
+    """A full value that eager code read from a module, see [Note: masters]."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def requires_grad(self) -> bool:
+        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.__dict__[PARAMETER].require_grad(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        self.requires_grad = requires_grad
+        return self
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def grad(self) -> Tensor | None:
+        if torch._guards.TracingContext.try_get() is not None:  # Dynamo describes an input: this tensor itself
+            return Tensor.grad.__get__(self)  # type: ignore[union-attr, attr-defined, no-any-return, unused-ignore]
+        return self.__dict__[PARAMETER].master.grad  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.__dict__[PARAMETER].master.grad = value
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        set_data(self.__dict__[PARAMETER].master, value)
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def is_leaf(self) -> bool:  # type: ignore[override, unused-ignore]
+        if torch._guards.TracingContext.try_get() is not None:
+            return Tensor.is_leaf.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        return True  # so an optimizer takes it; `take_masters` puts the master in its place
+
+    @property  # type: ignore[override, misc, unused-ignore]
+    def grad_dtype(self) -> torch.dtype | None:
+        return self.__dict__[PARAMETER].master.grad_dtype  # type: ignore[no-any-return]
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype | None) -> None:
+        self.__dict__[PARAMETER].master.grad_dtype = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        refuse_hook(self.__dict__[PARAMETER].master)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        return self.__dict__[PARAMETER].master.register_post_accumulate_grad_hook(hook)
+
+
+class Watched(Unsharded):
+    """A gathered value that was read outside of blocks, where user code may differentiate with respect to it.
+
+    A read after the forward is a new value, on which nothing depends: torch would give no gradient, silently.
+    """
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override, unused-ignore]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, Master) for kind in types):
+            return NotImplemented
+        with as_plain_tensors():
+            if func is torch.autograd.grad:
+                _refuse_unused(args[1])
+            elif func is torch.autograd.backward and kwargs:
+                _refuse_inputs(kwargs.get("inputs"))
+            return func(*args, **(kwargs or {}))
+
+
+skip_code(Watched.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
+
+
+def as_unsharded(value: Tensor, sharded: Any, watched: bool = False) -> Tensor:
+    """``value``, fresh from the runtime, as the parameter of ``sharded``."""
+    value.__dict__[PARAMETER] = sharded
+    value.__class__ = Watched if watched else Unsharded
+    return value
+
+
+skip_code(as_unsharded.__code__)  # like the getter that calls it, never a frame of Dynamo's
+
+
+def unwatch(value: object) -> None:
+    """Before ``value`` goes into compiled code, which need not trace what is watched for."""
+    if type(value) is Watched:
+        value.__class__ = Unsharded  # type: ignore[assignment, unused-ignore]
+
+
+def master_of(value: Tensor) -> Tensor:
+    """The master of a gathered value; any other tensor as it is."""
+    return value.__dict__[PARAMETER].master if isinstance(value, Unsharded) else value
+
+
+def _refuse_inputs(inputs: Any) -> None:
+    for value in tree_leaves(inputs):
+        if isinstance(value, Unsharded):
+            refuse_input(value.__dict__[PARAMETER])
+
+
+def _refuse_unused(inputs: Any) -> None:
+    for value in tree_leaves(inputs):
+        if isinstance(value, Unsharded) and value.__dict__[PARAMETER].never_used(value):
+            raise RuntimeError(
+                f"`torch.autograd.grad` with respect to parameter `{value.__dict__[PARAMETER].name}`, which was read "
+                "again from a sharded module: that is a new value each time, and nothing was computed from this one. "
+                "Differentiate with respect to the value that you used, or call `backward` and read `grad`."
+            )
