@@ -9,6 +9,7 @@ import torch
 
 from lightning_zerocompile.runtime import build
 from tests import harness
+from tests.smoke import is_smoke
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,7 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share-gpus", action="store_true", help="where ranks outnumber GPUs, several use one: no timing")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what has not the mark that was asked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_smoke(item.nodeid):
+            item.add_marker(pytest.mark.smoke)
     if not config.getoption("--long"):
         left_out = [item for item in items if "long" in item.keywords]
         items[:] = [item for item in items if "long" not in item.keywords]

@@ -85,7 +85,7 @@ class Window(Op):
     """``coalesce_grad_reduction``. ``fails``: all ranks raise at its end, or one of them; caught outside."""
 
     body: tuple[Op, ...] = ()
-    gather: Literal["auto", "step", "use"] = "auto"
+    gather: Literal["auto", "window", "use"] = "auto"
     max_bytes: int | None = None
     fp32: bool = False
     fails: Literal["", "all", "0", "1"] = ""
@@ -224,7 +224,7 @@ _OPS: dict[str, st.SearchStrategy[Op]] = {
     "window": st.builds(
         Window,
         body=_inner,
-        gather=st.sampled_from(("auto", "step", "use")),
+        gather=st.sampled_from(("auto", "window", "use")),
         max_bytes=st.sampled_from((None, None, 0, 200)),
         fp32=st.booleans(),
         fails=st.sampled_from(("",) * 8 + ("all", "0", "1")),
