@@ -202,10 +202,10 @@ def _goes_on(stage: int, gather: Any, max_bytes: int | None, compiled: bool) -> 
 @pytest.mark.parametrize(
     ("stage", "gather", "max_bytes", "compiled"),
     [
-        (3, "step", 0, True),
-        (1, "step", 0, False),
-        pytest.param(2, "step", 0, True, marks=pytest.mark.long),
-        pytest.param(3, "step", None, False, marks=pytest.mark.long),
+        (3, "window", 0, True),
+        (1, "window", 0, False),
+        pytest.param(2, "window", 0, True, marks=pytest.mark.long),
+        pytest.param(3, "window", None, False, marks=pytest.mark.long),
     ],
 )
 def test_ranks_train_on_after_one_failed_early_in_a_window(
