@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
@@ -46,9 +47,16 @@ def check_not_compiled(name: str, module: nn.Module) -> None:
         )
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of a user's pass or function: of one process
+
+
 def settings_of(config: Config) -> dict[str, str]:
-    """What every rank must have alike beside the model: options and versions, by name."""
-    options = {f"option `{field.name}`": repr(getattr(config, field.name)) for field in fields(config)}
+    """What every rank must have alike beside the model: options and versions, by name.
+
+    Not the memory budget: devices may differ, and the ranks agree on the smallest.
+    """
+    names = [field.name for field in fields(config) if field.name != "memory_budget"]
+    options = {f"option `{name}`": _ADDRESS.sub("", repr(getattr(config, name))) for name in names}
     package = __name__.partition(".")[0]
     try:
         own = version(package.replace("_", "-"))
