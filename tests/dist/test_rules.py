@@ -235,7 +235,7 @@ def test_rule_05_options(tmp_path: Path) -> None:
     from lightning_zerocompile.compile.backend import inductor_options
     from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
     from lightning_zerocompile.compile.passes.recompute import TagRecompute
-    from lightning_zerocompile.compile.regions import Composed
+    from lightning_zerocompile.compile.backend import Composed
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.runtime import build as runtime_build
 
