@@ -232,10 +232,9 @@ def test_rule_04_generated_code_keeps_buffers(ranks: Ranks) -> None:
 
 def test_rule_05_options(tmp_path: Path) -> None:
     """No reordering, mode expanded below the user's options, the user's passes first, CUDA graphs if asked for."""
-    from lightning_zerocompile.compile.backend import inductor_options
+    from lightning_zerocompile.compile.backend import Composed, inductor_options
     from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
     from lightning_zerocompile.compile.passes.recompute import TagRecompute
-    from lightning_zerocompile.compile.backend import Composed
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.runtime import build as runtime_build
 
