@@ -22,7 +22,6 @@ from lightning_zerocompile.sharding.checks import check_whole
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import sharded_if_full
 from lightning_zerocompile.sharding.master import (
-    PARAMETER,
     Master,
     as_plain_tensors,
     keep_hooks,
@@ -279,7 +278,11 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
                 full[sharded] = nn.Parameter(
                     whole.to(sharded.dtype).to("cpu"), requires_grad=sharded.master.requires_grad
                 )
-                attributes = {n: v for n, v in vars(sharded.master).items() if n not in ("_is_param", PARAMETER)}
+                attributes = {  # what users have put on the parameter, and nothing of ours
+                    name: value
+                    for name, value in vars(sharded.master).items()
+                    if name != "_is_param" and not name.startswith("_zerocompile")
+                }
                 full[sharded].__dict__.update(attributes)
                 if sharded.grad_dtype != sharded.dtype:
                     full[sharded].grad_dtype = sharded.grad_dtype

@@ -305,7 +305,7 @@ def _reentered() -> tuple[dict[str, str], bool]:
     seen: dict[str, str] = {}
     waits: list[bool] = []
     with engines.engine(model, 3, compile=False, unit_bytes=1) as engine:
-        core, comparisons = engine.runtime.core, engine.runtime._consistency
+        core, comparisons = engine.runtime.core, engine.runtime.comparisons
 
         def handler(*_: Any) -> None:
             calls = {
@@ -329,7 +329,8 @@ def _reentered() -> tuple[dict[str, str], bool]:
                 waits.append(thread.is_alive())
             return comparisons.gather(sequence, unit)
 
-        core.set_callbacks(lambda reduced: None, comparisons.order, compare, comparisons.used_parameters)
+        look = engine.runtime.messages.look
+        core.set_callbacks(lambda reduced: None, comparisons.order, compare, comparisons.used_parameters, look)
         before = signal.signal(signal.SIGUSR2, handler)
         try:
             _trains(engine, model, x)

@@ -20,6 +20,8 @@ from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
 from lightning_zerocompile.checkpoint.files import AtomicCheckpointIO
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.ranks.errors import CommunicationError
+from lightning_zerocompile.sharding import module_swap
+from lightning_zerocompile.sharding.full_values import full_value
 from tests import engines, models
 from tests.dist.test_errors import _works
 from tests.harness import Ranks
@@ -401,11 +403,11 @@ def _one_by_one() -> tuple[list[str], int]:
         return whole
 
     engine = engines.make_engine(model, 3, compile=False)
-    full_value = noted
+    module_swap.full_value = noted
     try:
         engine.unshard()
     finally:
-        full_value = full_value
+        module_swap.full_value = full_value
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in model.parameters())
     return events, len(list(model.parameters()))
 
