@@ -309,7 +309,7 @@ def _reentered() -> tuple[dict[str, str], bool]:
 
         def handler(*_: Any) -> None:
             calls = {
-                "save": engine.settle, "read": lambda: model[0].weight, "step": lambda: core.masters_changed([0]),
+                "save": engine.apply_writes, "read": lambda: model[0].weight, "step": lambda: core.masters_changed([0]),
                 "teardown": lambda: core.shutdown(wait=False), "lend": lambda: core.lend([0]),
             }  # fmt: skip
             for name, call in calls.items():
