@@ -21,8 +21,8 @@ namespace {
 
 // Whether the gradient that waits may be added to in place: it was made here, or nobody else holds its memory, as of
 // one that a graph has handed over.
-bool is_ours(const Parameter& p) {
-  return p.grad_owned || (p.grad.storage().use_count() == 1 && p.grad.is_non_overlapping_and_dense());
+bool is_ours(const Gradient& g) {
+  return g.grad_owned || (g.grad.storage().use_count() == 1 && g.grad.is_non_overlapping_and_dense());
 }
 
 // Called when the backward comes to a node.
@@ -58,11 +58,8 @@ void Runtime::arm() {
     next_reduction_ = 0;
     begun_.reset();  // what waits for the end of a window is older than its last backward
     if (!deferred_ && !device_.is_cpu()) begun_ = mark(device_);
-    for (auto& u : units_) {
-      u.reduced = u.nested = false;
-      u.ready.reset();
-    }
-    for (auto& p : parameters_) p.contributed_now = false;
+    for (auto& unit : unit_gradients_) unit = {};
+    for (auto& g : gradients_) g.contributed_now = false;
   }
   agree_on_order();
   auto alive = std::make_shared<int64_t>(task);  // held by the graph task, which dies with its backward
@@ -111,10 +108,11 @@ void Runtime::backward_ended() {
 
 void Runtime::finish_backward() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (!backward_ || shut_down_) return;
+  if (!backward_ || registry_.is_shut_down()) return;
   backward_ = armed_ = false;
   stats_.backwards += 1;
   try {
+    follow_producers();
     if (!deferred_ && accumulates_) reduce_everything();
     if (deferred_ && accumulates_ && max_deferred_bytes_ >= 0) reduce_largest();
   } catch (...) {  // out of memory, or another rank is gone: nothing of this backward may reach the next
@@ -126,11 +124,7 @@ void Runtime::finish_backward() {
   }
   accumulates_ = false;
   begun_.reset();
-  write_back();
-  for (auto& u : units_) {
-    u.graph_uses = 0;
-    if (u.open_modules == 0 && !held_) drop(u);
-  }
+  gathers_.end_backward();
 }
 
 // For a backward of which the engine told us only what was nested in it.
@@ -145,7 +139,7 @@ void Runtime::abort_failed_backward() {
   // What waits for the end of a window must not be dropped in silence, nor be used without the part that is missing.
   TORCH_CHECK(!began_deferred_,
               text("zerocompile: a backward raised inside `coalesce_grad_reduction` or an accumulation, "
-                   "so the gradients that wait for its end are incomplete on rank ", rank_,
+                   "so the gradients that wait for its end are incomplete on rank ", registry_.rank(),
                    ". Leave it with the exception, which drops them, or call `zero_grad()`, and repeat the step"));
   drop_gradients();
 }
@@ -166,13 +160,13 @@ void Runtime::drop_gradients() {
     failure = std::current_exception();
   }
   pending_ = early_ = began_deferred_ = false;
-  for (auto& p : parameters_) {
-    p.grad.reset();
-    p.early.reset();
-    p.grad_owned = p.contributed = false;
-    p.graph_outstanding = 0;
+  for (auto& g : gradients_) {
+    g.grad.reset();
+    g.early.reset();
+    g.grad_owned = g.contributed = false;
+    g.graph_outstanding = 0;
   }
-  for (auto& u : units_) u.reduced = false;
+  for (auto& unit : unit_gradients_) unit.reduced = false;
   reduced_.clear();
   if (failure) std::rethrow_exception(failure);
 }
@@ -182,26 +176,23 @@ void Runtime::drop_gradients() {
 // ready early waits for its turn; one that is not ready when backward ends is reduced then. Gathers have a process
 // group of their own, so only this order has to agree.
 void Runtime::agree_on_order() {
-  if (!reduce_order_.empty() || units_.empty()) return;
-  auto order = forward_order_;
-  for (int64_t index = 0; index < static_cast<int64_t>(units_.size()); ++index) {
-    if (!seen_forward_[index]) order.push_back(index);
-  }
+  if (!reduce_order_.empty() || registry_.units().empty()) return;
+  auto order = gathers_.order().first_uses(static_cast<int64_t>(registry_.units().size()));
   std::reverse(order.begin(), order.end());
   std::stable_partition(order.begin(), order.end(), [&](int64_t index) {  // see [Note: agreed dtype]
-    const auto& members = units_[index].parameters;
-    return std::all_of(members.begin(), members.end(), [&](int64_t i) { return parameters_[i].cast_grad; });
+    const auto& members = registry_.units()[index].parameters;
+    return std::all_of(members.begin(), members.end(), [&](int64_t i) { return record(i).cast_grad; });
   });
-  reduce_order_ = agree_ != nullptr && world_ > 1 ? agree_(order) : order;
-  TORCH_CHECK(reduce_order_.size() == units_.size(),
+  reduce_order_ = questions_.agree != nullptr && registry_.world() > 1 ? questions_.agree(order) : order;
+  TORCH_CHECK(reduce_order_.size() == registry_.units().size(),
               text("zerocompile: rank 0 has ", reduce_order_.size(), " units, rank ",
-                   rank_, " has ", units_.size()));
+                   registry_.rank(), " has ", registry_.units().size()));
 }
 
 // Rank 0's order, for ranks that are in a backward while rank 0 is at a window's end without one.
 void Runtime::publish_order() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (rank_ == 0) agree_on_order();
+  if (registry_.rank() == 0) agree_on_order();
 }
 
 // ---- taking gradients ----
@@ -209,22 +200,22 @@ void Runtime::publish_order() {
 // What each use's gradient is cast to; none: nothing.
 std::optional<at::ScalarType> Runtime::grad_dtype(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const auto& p = parameter(index);
+  const auto& p = registry_.parameter(index);
   return p.cast_grad ? std::optional(p.grad_dtype) : std::nullopt;
 }
 
 Count Runtime::outstanding_reads(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return parameter(index).eager_outstanding;
+  return of(registry_.parameter(index)).eager_outstanding;
 }
 
 // A forward whose backward never came must not delay the reductions of the next step; only such a one can still find
 // its parameters modified.
 void Runtime::forget_outstanding() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (auto& p : parameters_) {
-    if (p.graph_outstanding == 0) p.forward_version = -1;
-    p.graph_outstanding = 0;
+  for (const auto& p : registry_.parameters()) {
+    if (of(p).graph_outstanding == 0) gathers_.forget_forward(p.index);
+    of(p).graph_outstanding = 0;
   }
 }
 
@@ -234,11 +225,15 @@ void Runtime::forget_outstanding() {
 void Runtime::contribute(const std::vector<int64_t>& indices, at::TensorList grads, bool from_graph, bool shared) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   arm();
+  follow_producers();
+  if (!device_.is_cpu()) producer_ = current_stream(device_);
   if (accumulating()) {
     at::NoGradGuard no_grad;
     Sums sums;
     shared = shared || copies_gradients_;
-    for (size_t k = 0; k < indices.size(); ++k) take(parameter(indices[k]), grads[k], from_graph, shared, sums);
+    for (size_t k = 0; k < indices.size(); ++k) {
+      take(registry_.parameter(indices[k]), grads[k], from_graph, shared, sums);
+    }
     if (sums.totals.size() == 1) sums.totals.front().add_(sums.parts.front());
     else if (!sums.totals.empty()) at::_foreach_add_(sums.totals, sums.parts);
   }
@@ -252,8 +247,9 @@ void Runtime::contribute(const std::vector<int64_t>& indices, at::TensorList gra
 // nobody else holds, and otherwise makes a new one, of the wider dtype. So it is here.
 
 // One gradient: kept, or among `into`, for all to be added by one kernel.
-void Runtime::take(Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& into) {
-  if (from_graph) p.graph_outstanding = std::max<int64_t>(0, p.graph_outstanding - 1);
+void Runtime::take(const Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& into) {
+  auto& g = of(p);
+  if (from_graph) g.graph_outstanding = std::max<int64_t>(0, g.graph_outstanding - 1);
   if (!p.master.requires_grad()) return;  // frozen after the forward: torch drops the gradient too
   TORCH_CHECK(handed.layout() == at::kStrided,
               text("zerocompile: the gradient of `", p.name,
@@ -265,28 +261,38 @@ void Runtime::take(Parameter& p, const Tensor& handed, bool from_graph, bool sha
   if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
   const auto raw = grad.scalar_type();
   const bool sums = deferred_ && sum_dtype_.has_value();
-  const bool there = p.grad.defined();
-  const bool stays = there && (!p.contributed_now || is_ours(p));  // see [Note: gradients of several dtypes]
-  p.raw_dtype = stays ? p.raw_dtype : there ? at::promote_types(p.raw_dtype, raw) : raw;
+  const bool there = g.grad.defined();
+  const bool stays = there && (!g.contributed_now || is_ours(g));  // see [Note: gradients of several dtypes]
+  g.raw_dtype = stays ? g.raw_dtype : there ? at::promote_types(g.raw_dtype, raw) : raw;
+  if (there && several_producers_) keep_for(g.grad, *producer_);  // it may be another stream's memory
   const bool sums_in_another = sums && grad.is_floating_point() && raw != *sum_dtype_;
   if (sums_in_another) grad = grad.to(*sum_dtype_);
   if (!there) {
-    p.grad = shared && grad.is_alias_of(handed) ? grad.clone() : grad;
-    p.grad_owned = sums_in_another || shared;
-  } else if (is_ours(p) && (!sums || p.grad.scalar_type() == grad.scalar_type())) {
-    p.grad_owned = true;
-    into.totals.push_back(p.grad);
+    g.grad = shared && grad.is_alias_of(handed) ? grad.clone() : grad;
+    g.grad_owned = sums_in_another || shared;
+  } else if (is_ours(g) && (!sums || g.grad.scalar_type() == grad.scalar_type())) {
+    g.grad_owned = true;
+    into.totals.push_back(g.grad);
     into.parts.push_back(std::move(grad));
   } else {
-    const auto dtype = p.grad.scalar_type();
-    p.grad = p.grad.add(grad);
-    if (stays && !sums) p.grad = p.grad.to(dtype);
-    p.grad_owned = true;
+    const auto dtype = g.grad.scalar_type();
+    g.grad = g.grad.add(grad);
+    if (stays && !sums) g.grad = g.grad.to(dtype);
+    g.grad_owned = true;
   }
-  p.contributed = p.contributed_now = true;
-  auto& unit = unit_of(p);
+  g.contributed = g.contributed_now = true;
+  auto& unit = unit_gradients_[registry_.unit_of(p).index];
   unit.nested = unit.nested || torch::autograd::get_current_graph_task_id() != outermost_;
   if (from_graph) stats_.graph_reductions += 1;
+}
+
+// What follows on the current stream is ordered after all gradients so far: see [Note: several streams].
+void Runtime::follow_producers() {
+  if (device_.is_cpu() || !producer_) return;
+  const auto here = current_stream(device_);
+  if (*producer_ == here) return;
+  mark(*producer_)->block(here);
+  several_producers_ = true;
 }
 
 // [Note: late reductions] A unit of which this rank misses a gradient is reduced at the end of the backward, and so are
@@ -297,10 +303,10 @@ void Runtime::take(Parameter& p, const Tensor& handed, bool from_graph, bool sha
 void Runtime::mark_ready(const std::vector<int64_t>& indices) {
   latest_.reset();
   for (auto i : indices) {
-    const auto& p = parameter(i);
-    if (device_.is_cpu() || deferred_ || !p.grad.defined()) continue;
+    const auto& p = registry_.parameter(i);
+    if (device_.is_cpu() || deferred_ || !of(p).grad.defined()) continue;
     if (!latest_) latest_ = mark(device_);
-    unit_of(p).ready = latest_;
+    unit_gradients_[registry_.unit_of(p).index].ready = latest_;
   }
 }
 

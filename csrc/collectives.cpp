@@ -4,6 +4,10 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/version.h>
 
+#include <exception>
+
+#include "text.h"
+
 namespace zerocompile {
 
 namespace {
@@ -36,6 +40,35 @@ void all_gather_flat(c10d::ProcessGroup& group, Lane::Launch& launch, std::vecto
   });
 }
 
+[[noreturn]] void fail(const std::string& what, int64_t rank, const std::string& why) {
+  TORCH_CHECK(false, text("zerocompile: ", what, " failed on rank ", rank, ": ", why));
+}
+
+// [Note: gloo reduce-scatters] Gloo's reduce-scatter is an all-reduce of a copy of each input, whose work ignores the
+// timeout of a wait: a rank could not look meanwhile whether the others still come. So the same is done here.
+void all_reduce_each(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
+                     const std::vector<at::Tensor>& inputs, const c10d::ReduceOp& op) {
+  const bool average = op == c10d::ReduceOp::AVG;
+  std::vector<at::Tensor> sums;
+  for (const auto& input : inputs) {
+    sums.push_back(input.clone());
+    std::vector<at::Tensor> tensors{sums.back()};
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::SUM;
+    options.asyncOp = true;
+    launch.add(group.allreduce(tensors, options));
+  }
+  launch.then([sums = std::move(sums), outputs = std::move(outputs), rank = group.getRank(), world = group.getSize(),
+               average] {
+    at::NoGradGuard no_grad;
+    for (size_t k = 0; k < outputs.size(); ++k) {
+      const auto rows = sums[k].size(0) / world;
+      outputs[k].copy_(sums[k].narrow(0, rank * rows, rows));
+      if (average) outputs[k].div_(world);
+    }
+  });
+}
+
 }  // namespace
 
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
@@ -52,14 +85,39 @@ void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at:
 
 void reduce_scatter(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
                     std::vector<at::Tensor> inputs, const c10d::ReduceOp& op) {
+  if (outputs.front().device().is_cpu()) return all_reduce_each(group, launch, std::move(outputs), inputs, op);
   c10d::ReduceScatterOptions options;
   options.reduceOp = op;
-  options.asyncOp = outputs.front().device().is_cpu();
+  options.asyncOp = false;
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   launch.add(group.reduce_scatter_single_coalesced(outputs, inputs, options));
 #else
   launch.add(group.reduce_scatter_tensor_coalesced(outputs, inputs, options));
 #endif
+}
+
+void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank,
+              const std::function<void()>& look) {
+  std::exception_ptr raised;
+  std::function<bool()> goes_on;
+  if (look != nullptr) {
+    goes_on = [&] {
+      try {
+        look();
+      } catch (...) {
+        raised = std::current_exception();
+      }
+      return raised == nullptr;
+    };
+  }
+  try {
+    pending.wait(device, goes_on);
+  } catch (const c10::Error& error) {
+    fail(what, rank, error.what_without_backtrace());
+  } catch (const std::exception& error) {  // gloo's
+    fail(what, rank, error.what());
+  }
+  if (raised != nullptr) std::rethrow_exception(raised);
 }
 
 }  // namespace zerocompile

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "stream.h"
@@ -17,5 +19,10 @@ void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at:
 // outputs[i]: [n_i, ...], inputs[i]: [world * n_i, ...], all of one dtype.
 void reduce_scatter(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
                     std::vector<at::Tensor> inputs, const c10d::ReduceOp& op);
+
+// Waits for what is on its way; a failure says that it was `what`. `look` may raise, which ends the wait with that;
+// null: there is nothing to look at.
+void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank,
+              const std::function<void()>& look);
 
 }  // namespace zerocompile

@@ -21,13 +21,14 @@ bool has_hooks(const Tensor& master) {
 
 // What the reduced gradient is added to: that of earlier in the window, the unread one, or master.grad as we bound it,
 // if the optimizer has not dropped it since.
-Tensor Runtime::existing_grad(Parameter& p) {
-  if (p.early.defined() || early_) return p.early;
-  if (p.unread.defined()) return p.unread;
+Tensor Runtime::existing_grad(const Parameter& p) {
+  auto& g = of(p);
+  if (g.early.defined() || early_) return g.early;
+  if (g.unread.defined()) return g.unread;
   const auto& outer = p.master.grad();
   if (!outer.defined()) return {};
-  auto bound_outer = p.bound_outer.lock();
-  auto bound_local = p.bound_local.lock();
+  auto bound_outer = g.bound_outer.lock();
+  auto bound_local = g.bound_local.lock();
   if (!bound_outer || !bound_local || bound_outer.get() != outer.unsafeGetTensorImpl()) return {};
   return Tensor(std::move(bound_local));
 }
@@ -38,19 +39,19 @@ void Runtime::bind_reduced(const std::vector<char>& used) {
   at::NoGradGuard no_grad;
   std::vector<ReducedGrad> heard;
   const auto bind = [&](int64_t index, Tensor rows) {
-    auto& p = parameters_[index];
+    const auto& p = record(index);
     if (rows.defined() && !p.master.grad().defined()) {
-      p.unread = p.unread.defined() ? p.unread.add_(rows) : rows;
+      of(p).unread = of(p).unread.defined() ? of(p).unread.add_(rows) : rows;
       rows.reset();
     }
     if (rows.defined() || has_hooks(p.master)) heard.emplace_back(index, std::move(rows));
   };
   for (auto& [index, rows] : std::exchange(reduced_, {})) {
-    if (used[index] && !parameters_[index].early.defined()) bind(index, std::move(rows));
+    if (used[index] && !gradients_[index].early.defined()) bind(index, std::move(rows));
   }
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    auto& p = parameters_[i];
-    if (p.early.defined()) bind(static_cast<int64_t>(i), std::exchange(p.early, {}).to(p.early_dtype));
+  for (size_t i = 0; i < registry_.parameters().size(); ++i) {
+    const auto& p = record(i);
+    if (of(p).early.defined()) bind(static_cast<int64_t>(i), std::exchange(of(p).early, {}).to(of(p).early_dtype));
   }
   if (bind_ != nullptr && !heard.empty()) bind_(std::move(heard));
 }
@@ -64,8 +65,8 @@ void Runtime::bind_reduced(const std::vector<char>& used) {
 // parts is waited for at once.
 bool Runtime::may_be_late() const {
   if (device_.is_cpu() || again_) return false;
-  return std::none_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
-    return p.early.defined() || p.master.grad().defined() || has_hooks(p.master);
+  return std::none_of(registry_.parameters().begin(), registry_.parameters().end(), [this](const Parameter& p) {
+    return of(p).early.defined() || p.master.grad().defined() || has_hooks(p.master);
   });
 }
 
@@ -102,22 +103,22 @@ void Runtime::await_reductions() {
 // asked for with `waiting`. The caller may write to it.
 std::pair<Tensor, Unbound> Runtime::unbound_gradient(int64_t index, bool waiting) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (shut_down_) return {};
-  auto& p = parameter(index);
-  if (p.unread.defined()) {
+  if (registry_.is_shut_down()) return {};
+  const auto& p = registry_.parameter(index);
+  if (of(p).unread.defined()) {
     await_gradients(-1);
-    return {std::exchange(p.unread, {}), Unbound::Reduced};
+    return {std::exchange(of(p).unread, {}), Unbound::Reduced};
   }
   if (!waiting || !pending_ || (backward_ && !failed())) return {};
-  if (p.early.defined()) return {p.early, Unbound::Early};
+  if (of(p).early.defined()) return {of(p).early, Unbound::Early};
   return {deferred_gradient(index), Unbound::Sum};
 }
 
 void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto& p = parameter(index);
-  p.bound_outer = WeakTensor(outer.getIntrusivePtr());
-  p.bound_local = WeakTensor(local.getIntrusivePtr());
+  const auto& p = registry_.parameter(index);
+  of(p).bound_outer = WeakTensor(outer.getIntrusivePtr());
+  of(p).bound_local = WeakTensor(local.getIntrusivePtr());
 }
 
 // `values`: local parts that an optimizer is to update; each gets the gradient of its parameter. Returns the positions
@@ -128,7 +129,7 @@ std::vector<int64_t> Runtime::lend_gradients(const std::vector<int64_t>& indices
   std::vector<int64_t> others;
   int64_t awaited = -1;
   for (size_t k = 0; k < indices.size(); ++k) {
-    auto& p = parameter(indices[k]);
+    const auto& p = registry_.parameter(indices[k]);
     if (p.unit != awaited) await_gradients(p.unit);
     awaited = p.unit;
     auto grad = existing_grad(p);
@@ -143,8 +144,8 @@ void Runtime::release_gradients(const std::vector<int64_t>& indices, const std::
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (const auto& value : values) value.mutable_grad().reset();
   for (auto index : indices) {
-    auto& p = parameter(index);
-    p.unread.reset();
+    const auto& p = registry_.parameter(index);
+    of(p).unread.reset();
     p.master.mutable_grad().reset();
   }
 }
@@ -152,8 +153,8 @@ void Runtime::release_gradients(const std::vector<int64_t>& indices, const std::
 // Whether a reduced gradient has another dtype than its master.
 bool Runtime::any_other_dtype() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
-    const auto& grad = p.unread.defined() ? p.unread : p.master.grad();
+  return std::any_of(registry_.parameters().begin(), registry_.parameters().end(), [this](const Parameter& p) {
+    const auto& grad = of(p).unread.defined() ? of(p).unread : p.master.grad();
     return grad.defined() && grad.scalar_type() != p.master.scalar_type();
   });
 }

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <set>
 
-#include "runtime.h"
+#include "gathers.h"
 #include "text.h"
 
 namespace zerocompile {
@@ -11,30 +11,28 @@ namespace zerocompile {
 // writes to it, and the masters keep their values, so that whatever reads them (a checkpoint, `parameters()`) sees one
 // thing. When it is given back the writes reach the masters (`keep`) or the values are gathered again: `together`, on
 // all ranks at once, or, where an exception may have met one rank alone, at the next use.
-void Runtime::lend(const std::vector<int64_t>& indices) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+void Gathers::lend(const Units& indices) {
   const std::set<int64_t> each(indices.begin(), indices.end());
   TORCH_CHECK(each.size() == indices.size(), "zerocompile: a unit is lent once, not twice in one call");
   for (auto index : indices) {
-    TORCH_CHECK(!unit(index).lent,
+    TORCH_CHECK(!of(registry_.unit(index)).lent,
                 text("zerocompile: `full_parameters` inside another one that holds the same parameters, or others of ",
-                     "their unit `", unit(index).name, "`. Enter once, with a module that contains both"));
+                     "their unit `", registry_.unit(index).name, "`. Enter once, with a module that contains both"));
   }
-  abort_failed_backward();
-  std::vector<int64_t> lent;
+  Units lent;
   try {
     for (auto index : indices) {
-      auto& unit = units_[index];
+      const auto& unit = registry_.units()[index];
       const bool whole = std::all_of(unit.parameters.begin(), unit.parameters.end(),
                                      [&](int64_t i) { return current(unit, i, /*full=*/true); });
       if (!whole) {
         drop(unit);
-        launch_gather({index}, Way::Forth, /*restores=*/false, /*full=*/true);
+        launch({index}, Way::Forth, /*restores=*/false, /*full=*/true);
       }
       await(unit);
-      for (auto i : unit.parameters) write_back(parameters_[i]);  // what was written before counts
+      for (auto i : unit.parameters) write_back(record(i));  // what was written before counts
       lent.push_back(index);
-      unit.lent = true;
+      of(unit).lent = true;
     }
   } catch (...) {  // out of memory, say: nobody will give back what was lent before
     take_back(lent, /*keep=*/false, /*together=*/false);
@@ -42,76 +40,74 @@ void Runtime::lend(const std::vector<int64_t>& indices) {
   }
 }
 
-Tensor Runtime::lent_value(int64_t index) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto& p = parameter(index);
-  TORCH_CHECK(unit_of(p).lent, text("zerocompile: `", p.name, "` is not lent"));
-  p.read_eagerly = true;
-  return p.value.detach();
+Tensor Gathers::lent_value(int64_t index) {
+  const auto& p = registry_.parameter(index);
+  TORCH_CHECK(of(registry_.unit_of(p)).lent, text("zerocompile: `", p.name, "` is not lent"));
+  of(p).read_eagerly = true;
+  return of(p).value.detach();
 }
 
-void Runtime::take_back(const std::vector<int64_t>& indices, bool keep, bool together) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (shut_down_) return;
-  for (auto index : indices) unit(index).lent = false;  // whatever happens below
+void Gathers::take_back(const Units& indices, bool keep, bool together) {
+  if (registry_.is_shut_down()) return;
+  for (auto index : indices) of(registry_.unit(index)).lent = false;  // whatever happens below
   size_t done = 0;
   try {
     for (; done < indices.size(); ++done) {
-      auto& unit = units_[indices[done]];
+      const auto& unit = registry_.units()[indices[done]];
+      auto& state = of(unit);
       for (auto i : unit.parameters) {
-        auto& p = parameters_[i];
-        if (keep) write_back(p);
-        forget_writes(p);
+        if (keep) write_back(record(i));
+        forget_writes(record(i));
       }
-      if (unit.lifetime == Lifetime::Use && !held_ && unit.open_modules <= 0 && unit.graph_uses == 0) {
+      if (unit.lifetime == Lifetime::Use && !held_ && state.open_modules <= 0 && state.graph_uses == 0) {
         drop(unit);
       } else if (together) {
-        launch_gather({indices[done]}, Way::Forth, /*restores=*/!keep);
+        launch({indices[done]}, Way::Forth, /*restores=*/!keep);
       } else {
-        unit.stale = true;
+        state.stale = true;
       }
     }
   } catch (...) {  // the values of this unit and of those after it are gathered anew at their next use
     for (; done < indices.size(); ++done) {
-      auto& unit = units_[indices[done]];
-      unit.stale = unit.resident;
-      for (auto i : unit.parameters) forget_writes(parameters_[i]);
+      auto& state = units_[indices[done]];
+      state.stale = state.resident;
+      for (auto i : registry_.units()[indices[done]].parameters) forget_writes(record(i));
     }
     throw;
   }
 }
 
 // What user code has written to the value so far never reaches the master.
-void Runtime::forget_writes(Parameter& p) {
-  p.read_eagerly = false;
-  if (p.value.defined()) p.value_version = static_cast<int64_t>(p.value._version());
+void Gathers::forget_writes(const Parameter& p) {
+  auto& v = of(p);
+  v.read_eagerly = false;
+  if (v.value.defined()) v.value_version = static_cast<int64_t>(v.value._version());
 }
 
 // The name of a unit that is lent; "": none is.
-std::string Runtime::lent_unit() const {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (const auto& u : units_) {
-    if (u.lent) return u.name;
+std::string Gathers::lent_unit() const {
+  for (const auto& unit : registry_.units()) {
+    if (of(unit).lent) return unit.name;
   }
   return "";
 }
 
 // From now on the unit lives from one optimizer step to the next.
-void Runtime::keep(int64_t index) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto& unit = this->unit(index);
-  TORCH_CHECK(!held_ && !unit.lent && unit.open_modules == 0 && unit.graph_uses == 0,
+void Gathers::keep(int64_t index) {
+  const auto& unit = registry_.unit(index);
+  const auto& state = of(unit);
+  TORCH_CHECK(!held_ && !state.lent && state.open_modules == 0 && state.graph_uses == 0,
               text("zerocompile: unit `", unit.name, "` is in use, so how long it lives cannot change now"));
   if (unit.lifetime == Lifetime::Step) return;
   drop(unit);
   try {
-    for (auto i : unit.parameters) allocate(parameters_[i], parameters_[i].dtype);
+    for (auto i : unit.parameters) allocate(record(i), record(i).dtype);
   } catch (...) {  // out of memory: the unit lives for one use, as before
-    for (auto i : unit.parameters) forget(parameters_[i]);
+    for (auto i : unit.parameters) forget(record(i));
     throw;
   }
-  for (auto i : unit.parameters) parameters_[i].low.reset();
-  unit.lifetime = Lifetime::Step;
+  for (auto i : unit.parameters) values_[i].low.reset();
+  registry_.live_for_a_step(index);
 }
 
 }  // namespace zerocompile

@@ -3,97 +3,18 @@
 // mutex, then the GIL, and every method of the runtime is bound with `Release`.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "gather_order.h"
 #include "ops.h"
 #include "runtime.h"
-#include "text.h"
-#include "views.h"
+#include "saved.h"
 
 namespace py = pybind11;
 
 namespace zerocompile {
 
 namespace {
-
-// What autograd keeps instead of a saved tensor: see [Note: saved tensors].
-struct Saved {
-  Tensor tensor;            // an activation or a handle, detached; undefined for a gathered parameter
-  int64_t version = 0;
-  int64_t parameter = -1;   // whose value it is a view of, and how it sees that memory:
-  at::ScalarType dtype = at::kFloat;
-  std::vector<int64_t> size, stride;
-  int64_t offset = 0;
-  bool conj = false, neg = false;
-  int64_t handle_of = -1, forward_version = 0;  // see [Note: stale backward]
-};
-
-// [Note: saved tensors] A gathered weight that eager code saves for backward is kept as its identity and gathered
-// again when backward asks for it. What was saved may be any view of the weight's memory: of other sizes, of a part, in
-// another dtype (`view_as_complex`, `view(dtype)`), conjugated or negated by a bit. All of that is kept. A subclass of Tensor
-// that dispatches operators itself is kept as it is, which keeps the gathered memory: only it knows what it is. One that
-// does not comes back as a plain tensor, as torch's hooks have it. Hooks switch torch's own check for in-place writes
-// off, so it is repeated here.
-bool dispatches_itself(const Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::Python); }
-
-void describe(Saved& saved, const Runtime& runtime, const Tensor& tensor) {
-  const bool known = tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested();
-  TORCH_CHECK(known, text("zerocompile: autograd is to save a value of parameter `",
-                          runtime.parameter_name(saved.parameter), "` as a ", tensor.toString(),
-                          ", which cannot be made again for the backward. Compute it from a copy (`clone()`)"));
-  saved.dtype = tensor.scalar_type();
-  saved.size = tensor.sizes().vec();
-  saved.stride = tensor.strides().vec();
-  saved.offset = tensor.storage_offset();
-  saved.conj = tensor.is_conj();
-  saved.neg = tensor.is_neg();
-  TORCH_CHECK(bytes_of_view(saved.dtype, saved.size, saved.stride, saved.offset) <= tensor.storage().nbytes(),
-              text("zerocompile: autograd is to save a view of parameter `", runtime.parameter_name(saved.parameter),
-                   "` that reaches beyond it: sizes ", tensor.sizes(), ", strides ", tensor.strides(), ", offset ",
-                   saved.offset));
-}
-
-Saved pack(Runtime& runtime, const Tensor& tensor) {
-  Saved saved;
-  saved.parameter = dispatches_itself(tensor) ? -1 : runtime.parameter_of(tensor);
-  if (saved.parameter >= 0) {
-    saved.version = runtime.seen_version(saved.parameter);
-    describe(saved, runtime, tensor);
-  } else {
-    saved.handle_of = runtime.parameter_of_handle(tensor);
-    if (saved.handle_of >= 0) saved.forward_version = runtime.seen_version(saved.handle_of);
-    saved.tensor = view_of(tensor);  // not itself: its graph would keep itself alive
-    saved.version = tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-  }
-  return saved;
-}
-
-Tensor unpack(Runtime& runtime, const Saved& saved) {
-  if (saved.parameter < 0) {
-    TORCH_CHECK(saved.tensor.is_inference() || saved.version == static_cast<int64_t>(saved.tensor._version()),
-                text("one of the variables needed for gradient computation has been modified by an inplace operation: ",
-                     "a ", saved.tensor.toString(), " of sizes ", saved.tensor.sizes(), " is at version ",
-                     saved.tensor._version(), "; expected version ", saved.version, " instead"));
-    if (saved.handle_of >= 0) runtime.forward_saw(saved.handle_of, saved.forward_version);
-    return saved.tensor;
-  }
-  TORCH_CHECK(saved.version == runtime.seen_version(saved.parameter),
-              text("zerocompile: parameter `", runtime.parameter_name(saved.parameter),
-                   "` was modified between its forward and its backward (by an optimizer step or an in-place write), ",
-                   "so the gradients would be wrong. Run the backward before the modification"));
-  const auto value = runtime.value_in_backward(saved.parameter);
-  auto view = view_of(value, saved.dtype, saved.size, saved.stride, saved.offset);
-  if (saved.conj) view.unsafeGetTensorImpl()->_set_conj(true);
-  if (saved.neg) view.unsafeGetTensorImpl()->_set_neg(true);
-  return view;
-}
-
-// Whether autograd has recorded no operation on this value: then no gradient with respect to it can exist.
-bool never_used(const Tensor& value) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(value);
-  return meta != nullptr && meta->grad_fn_ != nullptr && meta->grad_fn_.use_count() == 1;
-}
 
 using Release = py::call_guard<py::gil_scoped_release>;
 
@@ -119,6 +40,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("REDUCED", Unbound::Reduced)
       .value("SUM", Unbound::Sum)
       .value("EARLY", Unbound::Early);
+
+  // What knows no tensors is tested on its own (tests/unit/test_gather_order.py).
+  py::enum_<Way>(m, "Way").value("FORTH", Way::Forth).value("BACK", Way::Back);
+
+  py::class_<GatherOrder>(m, "GatherOrder")
+      .def(py::init())
+      .def("demand", &GatherOrder::demand)
+      .def("next", &GatherOrder::next)
+      .def("restart", &GatherOrder::restart)
+      .def("use_in_forward", &GatherOrder::use_in_forward)
+      .def("first_uses", &GatherOrder::first_uses)
+      .def("forget", &GatherOrder::forget);
+
+  py::class_<GatherSequence>(m, "GatherSequence")
+      .def(py::init())
+      .def("begin",
+           [](GatherSequence& self, const std::vector<int64_t>& units, Way way, int64_t count) {
+             const auto step = self.begin(units, way, count);
+             return std::pair(step.number, step.known);
+           })
+      .def("agreed", &GatherSequence::agreed)
+      .def("add_run", &GatherSequence::add_run)
+      .def("forget", &GatherSequence::forget)
+      .def("gathered", &GatherSequence::gathered)
+      .def("course", &GatherSequence::course);
 
   py::class_<Saved>(m, "Saved");
 
@@ -173,10 +119,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("asked", &Runtime::asked, Release())
       .def("gather_low", changes("gather_low", &Runtime::gather_low), Release())
       .def("refresh", changes("refresh", &Runtime::refresh), Release())
-      .def("log_runs", changes("log_runs", &Runtime::log_runs), Release())
-      .def("logged_runs", &Runtime::logged_runs, Release())
       .def("come_apart", changes("come_apart", &Runtime::come_apart), Release())
-      .def("catch_up", changes("catch_up", &Runtime::catch_up), Release())
       .def("enter", changes("enter", &Runtime::enter), Release())
       .def("leave", changes("leave", &Runtime::leave), Release())
       .def("unit_order", &Runtime::unit_order, Release())
@@ -223,6 +166,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("stats", &Runtime::stats, Release())
       .def("resident_units", &Runtime::resident_units, Release())
       .def("gathered_so_far", &Runtime::gathered_so_far, Release())
+      .def("started", &Runtime::started)
       .def("eager_reads_of", &Runtime::eager_reads_of, Release())
       .def("gathers_of", &Runtime::gathers_of, Release())
       .def("set_gradient_divisor", changes("set_gradient_divisor", &Runtime::set_gradient_divisor), Release())

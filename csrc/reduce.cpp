@@ -23,7 +23,7 @@ int64_t row_numel(const Parameter& p) {
 }
 
 // Whether it has a gradient to be reduced now; that of a frozen one waits until it is trained again.
-bool waits(const Parameter& p) { return p.grad.defined() && p.master.requires_grad(); }
+bool waits(const Parameter& p, const Gradient& g) { return g.grad.defined() && p.master.requires_grad(); }
 // [Note: agreed dtype] With `grad_dtype=None` the dtype of a gradient is a fact of one rank and of one backward, and a
 // collective needs one that all ranks know. So such a unit is never reduced before the end of a backward, where the ranks
 // agree each time: on the last of this list that one of them produced. Such units come last in the order of reductions:
@@ -32,11 +32,11 @@ constexpr std::array<at::ScalarType, 7> kGradDtypes = {
     at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble};
 constexpr char kUnused = '0', kUsed = '1', kFirstDtype = '2';
 
-char letter_of(const Parameter& p) {
-  const auto found = std::find(kGradDtypes.begin(), kGradDtypes.end(), p.raw_dtype);
+char letter_of(const Parameter& p, at::ScalarType dtype) {
+  const auto found = std::find(kGradDtypes.begin(), kGradDtypes.end(), dtype);
   TORCH_CHECK(found != kGradDtypes.end(),
               text("zerocompile: the gradient of `", p.name, "`, whose grad_dtype is None, was produced in ",
-                   c10::toString(p.raw_dtype),
+                   c10::toString(dtype),
                    ", which cannot be reduced. Set its grad_dtype before the model is set up"));
   return static_cast<char>(kFirstDtype + (found - kGradDtypes.begin()));
 }
@@ -45,17 +45,19 @@ char letter_of(const Parameter& p) {
 
 bool Runtime::trainable(const Unit& unit) const {
   return std::any_of(unit.parameters.begin(), unit.parameters.end(),
-                     [&](int64_t i) { return parameters_[i].master.requires_grad(); });
+                     [&](int64_t i) { return record(i).master.requires_grad(); });
 }
 
 // [Note: nested contributions] What a nested backward (a reentrant checkpoint) hands over was read under no_grad in the
 // forward, so nobody knows how much of it is still to come: such a unit waits for the end of the outermost backward.
 // Started earlier, it would be reduced a second time, and how often would differ between ranks.
 bool Runtime::complete(const Unit& unit) const {
-  return !unit.nested && std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
-    const auto& p = parameters_[i];
+  if (unit_gradients_[unit.index].nested) return false;
+  return std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
+    const auto& p = record(i);
+    const auto& g = of(p);
     return !p.master.requires_grad() ||
-           (p.contributed_now && p.cast_grad && p.eager_outstanding->load() <= 0 && p.graph_outstanding == 0);
+           (g.contributed_now && p.cast_grad && g.eager_outstanding->load() <= 0 && g.graph_outstanding == 0);
   });
 }
 
@@ -63,8 +65,8 @@ void Runtime::launch_complete() {
   if (deferred_ || !backward_) return;
   for (; next_reduction_ < reduce_order_.size(); ++next_reduction_) {
     const auto index = reduce_order_[next_reduction_];
-    const auto& unit = units_[index];
-    if (unit.reduced || !trainable(unit)) continue;
+    const auto& unit = registry_.units()[index];
+    if (unit_gradients_[index].reduced || !trainable(unit)) continue;
     if (!complete(unit)) return;
     launch_reduction({index});
   }
@@ -83,46 +85,41 @@ void Runtime::drop_reductions() {
 void Runtime::reserve(const Reduction& reduction) {
   for (const auto& tensor : reduction.inputs) reduce_lane_.keep(tensor);
   for (auto unit : reduction.units) {
-    for (auto i : units_[unit].parameters) reduce_lane_.keep(existing_grad(parameters_[i]));
+    for (auto i : registry_.units()[unit].parameters) reduce_lane_.keep(existing_grad(record(i)));
   }
 }
 
 // Of the reduced gradient: what is bound; what is reduced early is summed as the window's gradients are.
 at::ScalarType Runtime::kept_dtype(const Parameter& p) const {
-  const auto bound = p.bound_dtype.value_or(p.raw_dtype);
+  const auto bound = p.bound_dtype.value_or(of(p).raw_dtype);
   return early_ && sum_dtype_.has_value() && at::isFloatingType(bound) ? *sum_dtype_ : bound;
-}
-
-// For messages and traces.
-std::string Runtime::names_of(const std::vector<int64_t>& units) const {
-  auto names = unit(units.front()).name;
-  for (size_t k = 1; k < units.size(); ++k) names += text("`, `", unit(units[k]).name);
-  return names;
 }
 
 // Reduces the units: every trainable parameter of them, in the units' order, zeros for one without a gradient here. It
 // is in flight from its beginning: see [Note: unfinished launches].
 void Runtime::launch_reduction(const std::vector<int64_t>& units) {
   at::NoGradGuard no_grad;
-  RECORD_USER_SCOPE(text("zerocompile: reduce ", names_of(units)));
+  RECORD_USER_SCOPE(text("zerocompile: reduce ", registry_.names_of(units)));
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, kept) dtypes
   std::vector<int64_t> replicated;
   auto& reduction = in_flight_.emplace_back();
   reduction.units = units;
+  reduction.number = ++reductions_started_;
   if (units.size() == 1) {
-    const auto& unit = units_[units.front()];
-    const bool just_now = complete(unit) && latest_ != nullptr && unit.ready == latest_;
-    if (!just_now) reduction.ready = unit.ready ? unit.ready : begun_;
+    const auto& unit = registry_.units()[units.front()];
+    const auto& ready = unit_gradients_[unit.index].ready;
+    const bool just_now = complete(unit) && latest_ != nullptr && ready == latest_;
+    if (!just_now || several_producers_) reduction.ready = ready ? ready : begun_;
   }
   for (auto index : units) {
-    auto& unit = units_[index];
-    for (auto i : unit.parameters) {
-      auto& p = parameters_[i];
+    for (auto i : registry_.units()[index].parameters) {
+      const auto& p = record(i);
       if (!p.master.requires_grad()) continue;
-      if (!p.grad.defined() && p.cast_grad) p.raw_dtype = p.grad_dtype;  // the other: as agreed
+      if (!of(p).grad.defined() && p.cast_grad) of(p).raw_dtype = p.grad_dtype;  // the other: as agreed
       if (p.replicated) replicated.push_back(i);
       else groups[{communicated_dtype(p), kept_dtype(p)}].push_back(i);
     }
+    auto& unit = unit_gradients_[index];
     again_ = again_ || unit.reduced;
     unit.reduced = true;
     unit.ready.reset();
@@ -135,7 +132,7 @@ void Runtime::launch_reduction(const std::vector<int64_t>& units) {
 // One collective, or its copies: the parameters of a unit that share their dtypes. The result is one flat partition,
 // [sum of rows].
 void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reduction) {
-  const auto& first = parameters_[group.front()];
+  const auto& first = record(group.front());
   const auto communicated = communicated_dtype(first);
   const auto kept = kept_dtype(first);
   const auto options = first.local.options().requires_grad(false);
@@ -143,8 +140,8 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
   bool binds = false;
   std::vector<Shard> shards;
   for (auto i : group) {
-    shards.push_back({existing_grad(parameters_[i]), {}, total});
-    total += parameters_[i].rows * row_numel(parameters_[i]);
+    shards.push_back({existing_grad(record(i)), {}, total});
+    total += record(i).rows * row_numel(record(i));
     binds = binds || !shards.back().existing.defined();
   }
   const auto make_partition = [&] { return at::empty({binds ? total : 0}, options.dtype(kept)); };
@@ -155,21 +152,21 @@ void Runtime::reduce_group(const std::vector<int64_t>& group, Reduction& reducti
   reduction.inputs.push_back(partition);  // the lane writes to it even if nobody binds it
   std::vector<PeerMemory::Gradient> gradients;
   for (size_t k = 0; k < group.size(); ++k) {
-    auto& p = parameters_[group[k]];
+    const auto& p = record(group[k]);
     auto& shard = shards[k];
     if (!shard.existing.defined()) shard.own = view_of(partition, p.local.sizes(), shard.offset);
     reduced_.emplace_back(group[k], shard.own);
-    if (!p.grad.defined()) p.grad = at::zeros(p.size, options.dtype(communicated));
-    reduction.inputs.push_back(p.grad);
-    auto grad = p.grad.to(communicated).contiguous();
-    if (p.rows * world_ != p.size[0]) {
-      auto padded = at::zeros(padded_size(p), grad.options());
+    if (!of(p).grad.defined()) of(p).grad = at::zeros(p.size, options.dtype(communicated));
+    reduction.inputs.push_back(of(p).grad);
+    auto grad = of(p).grad.to(communicated).contiguous();
+    if (p.rows * registry_.world() != p.size[0]) {
+      auto padded = at::zeros(registry_.padded_size(p), grad.options());
       padded.narrow(0, 0, p.size[0]).copy_(grad);
       grad = std::move(padded);
       stats_.padded_copies += 1;
     }
-    p.grad.reset();
-    p.grad_owned = false;
+    of(p).grad.reset();
+    of(p).grad_owned = false;
     if (grad.numel() == 0) continue;
     stats_.reduce_bytes += static_cast<int64_t>(grad.nbytes());
     reduction.inputs.push_back(grad);
@@ -201,7 +198,7 @@ void Runtime::reduce_by_collective(Lane::Launch& launch, const std::vector<int64
   const auto result = direct ? partition : at::empty({total}, partition.options().dtype(communicated));
   std::vector<Tensor> inputs, outputs, reduced;  // the last: [<=rows, ...], by parameter
   for (size_t k = 0; k < group.size(); ++k) {
-    const auto& p = parameters_[group[k]];
+    const auto& p = record(group[k]);
     if (adds) reduced.push_back(view_of(result, p.local.sizes(), shards[k].offset));
     if (shards[k].gradient < 0) continue;
     auto size = p.size;
@@ -209,8 +206,8 @@ void Runtime::reduce_by_collective(Lane::Launch& launch, const std::vector<int64
     inputs.push_back(on_the_wire(gradients[shards[k].gradient].full));
     outputs.push_back(on_the_wire(view_of(result, size, shards[k].offset)));
   }
-  const bool average = divisor_ == static_cast<double>(world_);
-  if (!inputs.empty() && world_ == 1) {
+  const bool average = divisor_ == static_cast<double>(registry_.world());
+  if (!inputs.empty() && registry_.world() == 1) {
     at::_foreach_copy_(outputs, inputs);
   } else if (!inputs.empty()) {
     reduce_scatter(*reduce_group_, launch, outputs, inputs, average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
@@ -233,23 +230,23 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& redu
   };
   std::vector<Tensor> results;
   if (!reduction.ready) {
-    for (auto i : group) results.push_back(make_result(parameters_[i]));
+    for (auto i : group) results.push_back(make_result(record(i)));
   }
   Lane::Launch launch(reduce_lane_, reduction.done, reduction.ready);
   for (size_t k = 0; k < group.size(); ++k) {
-    auto& p = parameters_[group[k]];
+    const auto& p = record(group[k]);
     if (reduction.ready) results.push_back(make_result(p));
     const auto communicated = communicated_dtype(p);
-    if (!p.grad.defined()) p.grad = at::zeros({}, results[k].options().dtype(communicated));
-    auto sum = p.grad.to(communicated, /*non_blocking=*/false, /*copy=*/true).reshape({1});
+    if (!of(p).grad.defined()) of(p).grad = at::zeros({}, results[k].options().dtype(communicated));
+    auto sum = of(p).grad.to(communicated, /*non_blocking=*/false, /*copy=*/true).reshape({1});
     sum.div_(divisor_);  // before it is summed: a half overflows early
-    reduction.inputs.push_back(p.grad);
+    reduction.inputs.push_back(of(p).grad);
     reduction.inputs.push_back(results[k]);  // the lane uses it even if nobody binds it
-    p.grad.reset();
-    p.grad_owned = false;
+    of(p).grad.reset();
+    of(p).grad_owned = false;
     stats_.reductions += 1;
     stats_.reduce_bytes += static_cast<int64_t>(sum.nbytes());
-    if (world_ > 1) {
+    if (registry_.world() > 1) {
       std::vector<Tensor> tensors{on_the_wire(sum)};
       c10d::AllreduceOptions options;
       options.asyncOp = device_.is_cpu();
@@ -273,6 +270,7 @@ void Runtime::retire(size_t keep) {
   if (device_.is_cpu() && keep > 0) return;
   while (in_flight_.size() > keep) {
     if (!device_.is_cpu() && !in_flight_.front().done.empty()) last_retired_ = in_flight_.front().done.back();
+    if (several_producers_) reserve(in_flight_.front());  // what it reads may be another stream's memory
     try {
       await(in_flight_.front());
     } catch (...) {  // nobody waits for it, or for those after it, again
@@ -289,25 +287,26 @@ void Runtime::retire(size_t keep) {
 // what the other ranks have queued, and that may wait for a reduction that this rank has still to start.
 // `meanwhile`: what this rank can do before it asks; the others may wait for its word.
 std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile) {
-  std::string used(parameters_.size(), kUnused);
+  std::string used(registry_.parameters().size(), kUnused);
   bool asks = deferred_;  // in a window a rank may have failed: the others hear of it before they start reductions
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& p = parameters_[i];
-    if (p.contributed) used[i] = p.cast_grad ? kUsed : letter_of(p);
-    asks = asks || (p.master.requires_grad() && !(p.contributed && p.cast_grad));
+  for (size_t i = 0; i < registry_.parameters().size(); ++i) {
+    const auto& p = record(i);
+    if (of(p).contributed) used[i] = p.cast_grad ? kUsed : letter_of(p, of(p).raw_dtype);
+    asks = asks || (p.master.requires_grad() && !(of(p).contributed && p.cast_grad));
   }
-  const bool alone = world_ == 1 || unite_ == nullptr;
-  if (!alone) unite_(exchanges_, used, /*asks=*/false);
+  const bool alone = registry_.world() == 1 || questions_.unite == nullptr;
+  if (!alone) questions_.unite(exchanges_, used, /*asks=*/false);
   if (!deferred_) meanwhile();
-  if (!alone && asks) used = unite_(exchanges_, used, /*asks=*/true);
+  if (!alone && asks) used = questions_.unite(exchanges_, used, /*asks=*/true);
   if (deferred_) meanwhile();
   exchanges_ += 1;
-  TORCH_CHECK(used.size() == parameters_.size(), "zerocompile: the ranks have different numbers of parameters");
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    auto& p = parameters_[i];
+  TORCH_CHECK(used.size() == registry_.parameters().size(),
+              "zerocompile: the ranks have different numbers of parameters");
+  for (size_t i = 0; i < registry_.parameters().size(); ++i) {
+    const auto& p = record(i);
     if (p.cast_grad) continue;
-    if (used[i] >= kFirstDtype) p.raw_dtype = kGradDtypes.at(used[i] - kFirstDtype);
-    else p.raw_dtype = p.dtype;  // of no rank: that of zeros, which must not be what this rank alone has had
+    if (used[i] >= kFirstDtype) of(p).raw_dtype = kGradDtypes.at(used[i] - kFirstDtype);
+    else of(p).raw_dtype = p.dtype;  // of no rank: that of zeros, which must not be what this rank alone has had
   }
   std::vector<char> flags(used.size());
   std::transform(used.begin(), used.end(), flags.begin(), [](char c) { return c != kUnused; });
@@ -322,9 +321,9 @@ std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile)
 std::vector<std::vector<int64_t>> Runtime::runs(bool merged) const {
   std::vector<int64_t> units;
   for (auto index : reduce_order_) {
-    if (trainable(units_[index])) units.push_back(index);
+    if (trainable(registry_.units()[index])) units.push_back(index);
   }
-  return runs_of(units, merged && summing_peers_ == nullptr ? merge_bytes_ : -1, /*padded=*/false);
+  return registry_.runs_of(units, merged && summing_peers_ == nullptr ? merge_bytes_ : -1, /*padded=*/false);
 }
 
 // Units of which this rank has a gradient are reduced whatever the others have, up to the first run with one that it
@@ -333,12 +332,12 @@ void Runtime::launch_contributed(const std::vector<std::vector<int64_t>>& runs) 
   for (const auto& run : runs) {
     std::vector<int64_t> units;
     for (auto index : run) {
-      const auto& unit = units_[index];
-      if (unit.reduced) continue;
+      const auto& unit = registry_.units()[index];
+      if (unit_gradients_[index].reduced) continue;
       const bool any = std::any_of(unit.parameters.begin(), unit.parameters.end(),
-                                   [&](int64_t i) { return waits(parameters_[i]); });
+                                   [&](int64_t i) { return waits(record(i), gradients_[i]); });
       const bool agreed = std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
-        return parameters_[i].cast_grad || !parameters_[i].master.requires_grad();
+        return record(i).cast_grad || !record(i).master.requires_grad();
       });
       if (!any || !agreed) return;
       units.push_back(index);
@@ -350,30 +349,33 @@ void Runtime::launch_contributed(const std::vector<std::vector<int64_t>>& runs) 
 // `merged`: see [Note: merged reductions].
 void Runtime::reduce_everything(bool merged) {
   at::NoGradGuard no_grad;
+  follow_producers();
   agree_on_order();
   const auto order = runs(merged);
   const auto used = agree_on_used([&] { launch_contributed(order); });
   for (const auto& run : order) {
     std::vector<int64_t> units;
     for (auto index : run) {
-      const auto& unit = units_[index];
+      const auto& unit = registry_.units()[index];
       bool wanted = false, late = false;
       for (auto i : unit.parameters) {
-        const auto& p = parameters_[i];
+        const auto& p = record(i);
         wanted = wanted || (p.master.requires_grad() && used[i]);
-        late = late || waits(p);
+        late = late || waits(p, of(p));
       }
-      if (wanted && (!unit.reduced || late)) units.push_back(index);
+      if (wanted && (!unit_gradients_[index].reduced || late)) units.push_back(index);
     }
     if (!units.empty()) launch_reduction(units);
   }
   if (may_be_late()) leave_in_flight();
   else retire(0);
+  several_producers_ = false;
+  producer_.reset();
   again_ = false;
   next_reduction_ = 0;
   pending_ = false;
-  for (auto& p : parameters_) p.contributed = p.grad.defined();  // one that is frozen now waits until it is not
-  for (auto& u : units_) u.reduced = false;
+  for (auto& g : gradients_) g.contributed = g.grad.defined();  // one that is frozen now waits until it is not
+  for (auto& unit : unit_gradients_) unit.reduced = false;
   bind_reduced(used);
 }
 

@@ -9,6 +9,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -23,13 +24,27 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 // A point in a stream's work.
 using Ready = std::shared_ptr<c10::Event>;
 
-inline Ready mark(c10::Device device) {
-  auto event = std::make_shared<c10::Event>(device.type());
-  event->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+inline c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+inline Ready mark(const c10::Stream& stream) {
+  auto event = std::make_shared<c10::Event>(stream.device_type());
+  event->record(stream);
   return event;
 }
 
-// What has been launched and not yet been waited for. `wait` orders the current stream behind it (device) or blocks
+inline Ready mark(c10::Device device) { return mark(current_stream(device)); }
+
+// The tensor's memory is not used again before what the stream holds now is done, without anybody waiting.
+inline void keep_for(const at::Tensor& tensor, const c10::Stream& stream) {
+  if (!tensor.defined()) return;
+  // Not through Python: an exception that a dispatch mode raised may be on its way out, and Python holds it already.
+  const c10::impl::ExcludeDispatchKeyGuard no_python(c10::python_ks);
+  tensor.record_stream(stream);
+}
+
+// What has been launched. `wait` orders the current stream after it (device; each stream that asks, once) or blocks
 // until it is done and what was to follow is done too (CPU); calling it again costs nothing. Copies stand for the same
 // launch: on the CPU the first one that waits does it for all.
 class Pending {
@@ -43,9 +58,11 @@ class Pending {
   // nothing has changed.
   bool wait(c10::Device device, const std::function<bool()>& goes_on) {
     if (event_ != nullptr) {
-      c10::impl::VirtualGuardImpl impl(device.type());
-      event_->block(impl.getStream(device));
-      event_.reset();
+      const auto here = current_stream(device);
+      if (std::find(waited_.begin(), waited_.end(), here) == waited_.end()) {
+        event_->block(here);
+        waited_.push_back(here);
+      }
     }
     if (on_cpu_ == nullptr) return true;
     for (auto& work : on_cpu_->works) {
@@ -63,6 +80,19 @@ class Pending {
   }
 
   bool any() const { return event_ != nullptr || on_cpu_ != nullptr; }
+
+  // Whether a wait would change nothing for the current stream.
+  bool awaited(c10::Device device) const {
+    if (on_cpu_ != nullptr) return false;
+    if (event_ == nullptr) return true;
+    return std::find(waited_.begin(), waited_.end(), current_stream(device)) != waited_.end();
+  }
+
+  // Whether nobody has waited for it yet.
+  bool unawaited() const { return waited_.empty() && any(); }
+
+  // The streams that have: on them, what it has made may be in use.
+  const std::vector<c10::Stream>& waited() const { return waited_; }
 
   // Whether something may still be on its way; it does not block.
   bool running() const noexcept {
@@ -99,6 +129,7 @@ class Pending {
   };
   std::shared_ptr<OnCpu> on_cpu_;
   std::shared_ptr<c10::Event> event_;
+  std::vector<c10::Stream> waited_;
 };
 
 // One communication stream. A `Launch` makes it current, ordered behind the work that the caller's stream holds now;
@@ -111,9 +142,9 @@ class Lane {
  public:
   explicit Lane(c10::Device device) : device_(device) {}
 
-  // The tensor's memory is not used again before what this lane holds now is done, without anybody waiting.
+  // See `keep_for`.
   void keep(const at::Tensor& tensor) const {
-    if (stream_ && tensor.defined()) tensor.record_stream(*stream_);
+    if (stream_) keep_for(tensor, *stream_);
   }
 
   class Launch {

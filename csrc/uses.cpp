@@ -5,60 +5,52 @@
 
 #include <algorithm>
 
-#include "runtime.h"
+#include "gathers.h"
 #include "text.h"
 #include "views.h"
 
 namespace zerocompile {
 
-Tensor Runtime::resident_value(int64_t index) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto& p = parameter(index);
-  TORCH_CHECK(p.unit >= 0 && units_[p.unit].lifetime == Lifetime::Step,
+Tensor Gathers::resident_value(int64_t index) const {
+  const auto& p = registry_.parameter(index);
+  TORCH_CHECK(p.unit >= 0 && registry_.units()[p.unit].lifetime == Lifetime::Step,
               text("zerocompile: `", p.name, "` has no resident value: its lifetime is one use"));
-  return p.value;
+  return of(p).value;
 }
 
 // With `cast`: in that dtype, in memory of its own.
-Tensor Runtime::read(int64_t index, std::optional<at::ScalarType> cast) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto& p = parameter(index);
-  auto& unit = unit_of(p);
+Tensor Gathers::read(int64_t index, std::optional<at::ScalarType> cast) {
+  const auto& p = registry_.parameter(index);
+  const auto& unit = registry_.unit_of(p);
+  auto& v = of(p);
   const auto dtype = cast.value_or(p.dtype);
   ask(p, dtype);
-  const auto before = stats_.gathers;
-  acquire(p.unit, phase(), index, needs_full(p, dtype));
+  const auto before = counts_.gathers;
+  acquire(unit, phase(), index, needs_full(p, dtype));
   await(unit);
-  stats_.eager_reads += 1;
-  unit.eager_reads += 1;
-  stats_.eager_gathers += stats_.gathers - before;
-  if (cast.has_value()) return p.value.to(dtype, /*non_blocking=*/false, /*copy=*/true);
-  p.read_eagerly = p.read_eagerly || !trusted_;
-  return p.value;
+  counts_.eager_reads += 1;
+  of(unit).eager_reads += 1;
+  counts_.eager_gathers += counts_.gathers - before;
+  if (cast.has_value()) return v.value.to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  v.read_eagerly = v.read_eagerly || !trusted_;
+  return v.value;
 }
 
 // What the masters do not hold any more is gathered anew, by all ranks at once.
-void Runtime::refresh(const std::vector<int64_t>& units) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  check_running();
-  abort_failed_backward();
-  std::vector<int64_t> missing;
+void Gathers::refresh(const Units& units) {
+  Units missing;
   for (auto index : units) {
-    if (!current(unit(index), -1, /*full=*/false)) missing.push_back(index);
+    if (!current(registry_.unit(index), -1, /*full=*/false)) missing.push_back(index);
   }
   gather_in_runs(missing, /*full=*/false);
 }
 
-// A region begins: its units stay gathered until it ends. `trusted`: see [Note: write back]. Both return how often a
-// parameter was read outside of graphs.
-int64_t Runtime::enter(const std::vector<int64_t>& units, bool trusted) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  check_running();
-  for (auto index : units) (void)unit(index);  // there is one
+// A region begins: its units stay gathered until it ends. `trusted`: see [Note: write back].
+void Gathers::enter(const Units& units, bool trusted) {
   size_t entered = 0;
   try {
     for (; entered < units.size(); ++entered) {
-      acquire(units[entered], phase(), -1);
+      acquire(registry_.unit(units[entered]), phase(), -1);
       units_[units[entered]].open_modules += 1;
     }
   } catch (...) {  // nobody will leave
@@ -66,18 +58,15 @@ int64_t Runtime::enter(const std::vector<int64_t>& units, bool trusted) {
     throw;
   }
   trusted_ = trusted;
-  return stats_.eager_reads;
 }
 
-int64_t Runtime::leave(const std::vector<int64_t>& units) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+void Gathers::leave(const Units& units) {
   trusted_ = false;
-  if (shut_down_) return stats_.eager_reads;
+  if (registry_.is_shut_down()) return;
   for (auto index : units) {
-    auto& u = unit(index);
-    u.open_modules = std::max<int64_t>(0, u.open_modules - 1);  // `end_forward` closes all
+    auto& state = of(registry_.unit(index));
+    state.open_modules = std::max<int64_t>(0, state.open_modules - 1);  // `end_forward` closes all
   }
-  return stats_.eager_reads;
 }
 
 // [Note: stale backward] A graph saves handles, not weights: in its backward, which gathers again, nothing shows that
@@ -85,99 +74,94 @@ int64_t Runtime::leave(const std::vector<int64_t>& units) {
 // asking for it, which comes right before the backward graph runs, gives it back (`forward_version`); the graph's use
 // of the value compares. A forward whose backward never comes, and a weight that the backward does not read, change
 // nothing. Where no hooks are on, the version of the last forward has to do.
-void Runtime::forward_saw(int64_t index, int64_t version) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  parameter(index).forward_version = version;
+int64_t Gathers::seen_version(int64_t index) const {  // the same before and after the writes reach the master
+  const auto& p = registry_.parameter(index);
+  return p.version() + of(p).writes();
 }
 
 // A graph needs values from here on. Those that live for one use stay gathered until its `release`.
-void Runtime::need(const std::vector<int64_t>& indices, const std::vector<at::ScalarType>& dtypes, bool expects_grad) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto now = phase();
-  if (expects_grad && now != Phase::Backward) now = Phase::Forward;  // autograd disables grad mode inside its functions
+void Gathers::need(const Units& indices, const std::vector<at::ScalarType>& dtypes, Phase now) {
   std::set<int64_t> full;  // units that all of the graph's uses take in full precision
   for (size_t k = 0; k < indices.size(); ++k) {
-    auto& p = parameter(indices[k]);
-    (void)unit_of(p);  // there is one
+    const auto& p = registry_.parameter(indices[k]);
+    (void)registry_.unit_of(p);  // there is one
     ask(p, dtypes[k]);
     if (needs_full(p, dtypes[k])) full.insert(p.unit);
   }
   size_t needed = 0;
   try {
     for (; needed < indices.size(); ++needed) {
-      auto& p = parameters_[indices[needed]];
-      auto& unit = units_[p.unit];
-      acquire(p.unit, now, indices[needed], full.count(p.unit) > 0);
+      const auto& p = record(indices[needed]);
+      const auto& unit = registry_.units()[p.unit];
+      auto& v = of(p);
+      acquire(unit, now, p.index, full.count(p.unit) > 0);
       await(unit);
-      TORCH_CHECK(now != Phase::Backward || p.forward_version < 0 || p.forward_version == p.seen_version(),
+      TORCH_CHECK(now != Phase::Backward || v.forward_version < 0 || v.forward_version == seen_version(p.index),
                   text("zerocompile: parameter `", p.name, "` was modified between its forward and its backward (by an "
                        "optimizer step or an in-place write), so the gradients would be wrong. Run the backward before "
                        "the modification"));
-      if (unit.lifetime == Lifetime::Use) unit.graph_uses += 1;
-      if (now == Phase::Forward) {
-        p.forward_version = p.seen_version();
-        if (expects_grad && p.master.requires_grad()) p.graph_outstanding += 1;
-      }
-      stats_.graph_uses += 1;
+      if (unit.lifetime == Lifetime::Use) of(unit).graph_uses += 1;
+      if (now == Phase::Forward) v.forward_version = seen_version(p.index);
+      counts_.graph_uses += 1;
     }
   } catch (...) {  // the graph will not come to its `release`
-    unneed(indices, needed, now, expects_grad);
+    unneed(indices, needed);
     throw;
   }
 }
 
 // Takes the first `count` uses of a graph back.
-void Runtime::unneed(const std::vector<int64_t>& indices, size_t count, Phase phase, bool expects_grad) {
+void Gathers::unneed(const Units& indices, size_t count) {
   for (size_t k = 0; k < count; ++k) {
-    auto& p = parameters_[indices[k]];
-    auto& uses = units_[p.unit].graph_uses;
+    auto& uses = units_[record(indices[k]).unit].graph_uses;
     uses = std::max<int64_t>(0, uses - 1);  // what was dropped meanwhile has none
-    const bool counted = phase == Phase::Forward && expects_grad && p.master.requires_grad();
-    if (counted) p.graph_outstanding = std::max<int64_t>(0, p.graph_outstanding - 1);
-    stats_.graph_uses -= 1;
+    counts_.graph_uses -= 1;
   }
 }
 
-std::vector<Tensor> Runtime::use(const std::vector<int64_t>& indices, const std::vector<at::ScalarType>& dtypes,
-                                 bool expects_grad) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  need(indices, dtypes, expects_grad);
+// What a graph has just asked for.
+std::vector<Tensor> Gathers::values(const Units& indices, const std::vector<at::ScalarType>& dtypes) const {
   std::vector<Tensor> values;
   for (size_t k = 0; k < indices.size(); ++k) {
-    const auto& p = parameter(indices[k]);
-    values.push_back(p.value.scalar_type() != dtypes[k] ? p.value.to(dtypes[k]) : view_of(p.value));
+    const auto& value = values_[indices[k]].value;
+    values.push_back(value.scalar_type() != dtypes[k] ? value.to(dtypes[k]) : view_of(value));
   }
   return values;
 }
 
 // The graph's last use of these values is behind it. `last`: the graph ends here. What is asked for next (by the
 // backward, behind the forward's last graph) stays.
-void Runtime::release(const std::vector<int64_t>& indices, bool last) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+void Gathers::release(const Units& indices, bool last) {
   const bool keeps_all = last || held_;
-  const auto next = keeps_all ? std::vector<int64_t>() : predicted();
+  const auto next = keeps_all ? Units() : predicted();
   for (auto i : indices) {
-    auto& p = parameter(i);
-    auto& unit = unit_of(p);
-    if (unit.lifetime == Lifetime::Step || !unit.resident) continue;
-    unit.graph_uses = std::max<int64_t>(0, unit.graph_uses - 1);
-    if (keeps_all || unit.lent || !p.full.defined()) continue;
+    const auto& p = registry_.parameter(i);
+    const auto& unit = registry_.unit_of(p);
+    auto& state = of(unit);
+    if (unit.lifetime == Lifetime::Step || !state.resident) continue;
+    state.graph_uses = std::max<int64_t>(0, state.graph_uses - 1);
+    if (keeps_all || state.lent || !of(p).full.defined()) continue;
     if (std::find(next.begin(), next.end(), p.unit) != next.end()) continue;
     write_back(p);
+    keep_for_readers(unit, of(p).full);
     forget(p);
     const bool empty = std::none_of(unit.parameters.begin(), unit.parameters.end(),
-                                    [&](int64_t k) { return parameters_[k].full.defined(); });
+                                    [&](int64_t k) { return values_[k].full.defined(); });
     if (empty) drop(unit);
   }
 }
 
-Tensor Runtime::value_in_backward(int64_t index) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto& p = parameter(index);
-  auto& unit = unit_of(p);
-  acquire(p.unit, phase(), index, needs_full(p, p.dtype));
+Tensor Gathers::value_in_backward(int64_t index) {
+  const auto& p = registry_.parameter(index);
+  const auto& unit = registry_.unit_of(p);
+  acquire(unit, phase(), index, needs_full(p, p.dtype));
   await(unit);
-  return p.full;
+  return of(p).full;
+}
+
+int64_t Gathers::parameter_of(const Tensor& value) const {
+  auto found = by_storage_.find(value.storage().unsafeGetStorageImpl());
+  return found == by_storage_.end() ? -1 : found->second;
 }
 
 // [Note: write back] User code may write to a value that it read from a module (`weight.data.mul_`, a codebook update).
@@ -185,42 +169,83 @@ Tensor Runtime::value_in_backward(int64_t index) {
 // the master stay as they are, so a low-precision value never rounds the master. No host synchronisation. Values that
 // only torch's own layers read (`trusted_`) are not compared. A write changes the master's version as it changed the
 // value's, so a backward through the old value raises as in torch; one through `data` changes neither.
-void Runtime::write_back(Parameter& p) {
-  const auto writes = p.writes();
-  if ((!p.read_eagerly && writes == 0) || units_[p.unit].lent) return;
-  p.read_eagerly = false;
-  if (p.gathered_version != p.version() || p.own.scalar_type() != p.dtype) return;
+void Gathers::write_back(const Parameter& p) {
+  auto& v = of(p);
+  const auto writes = v.writes();
+  if ((!v.read_eagerly && writes == 0) || units_[p.unit].lent) return;
+  v.read_eagerly = false;
+  if (v.gathered_version != p.version() || v.own.scalar_type() != p.dtype) return;
   for (int64_t write = 0; write < writes; ++write) p.local.unsafeGetTensorImpl()->bump_version();
-  p.value_version += writes;
-  p.gathered_version = p.version();
+  v.value_version += writes;
+  v.gathered_version = p.version();
   if (p.local.numel() == 0) return;
+  await_readers(registry_.units()[p.unit]);
   c10::InferenceMode normal_tensors(false);
   at::AutoDispatchBelowADInplaceOrView no_version_change;
-  const auto written = p.own.ne(p.local.to(p.own.scalar_type()));
-  p.local.copy_(at::where(written, p.own.to(p.local.scalar_type()), p.local));
+  const auto written = v.own.ne(p.local.to(v.own.scalar_type()));
+  p.local.copy_(at::where(written, v.own.to(p.local.scalar_type()), p.local));
 }
 
-void Runtime::write_back() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (auto& u : units_) {
-    if (!u.resident) continue;
-    await(u);
-    for (auto i : u.parameters) {
-      if (parameters_[i].full.defined()) write_back(parameters_[i]);
+void Gathers::write_back() {
+  for (const auto& unit : registry_.units()) {
+    if (!of(unit).resident) continue;
+    await(unit);
+    for (auto i : unit.parameters) {
+      if (values_[i].full.defined()) write_back(record(i));
     }
   }
 }
 
 // Nothing stays gathered for a backward that will not come. `raised`: see [Note: units after an exception].
-void Runtime::end_forward(bool raised) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (auto& u : units_) {
-    u.open_modules = 0;
+void Gathers::end_forward(bool raised) {
+  for (const auto& unit : registry_.units()) {
+    of(unit).open_modules = 0;
     if (held_) continue;
-    if (raised) drop_after_exception(u);
-    else drop(u);
+    if (raised) drop_after_exception(unit);
+    else drop(unit);
   }
-  before_last_ = last_ = NOWHERE;
+  order_.restart();
+}
+
+// Nothing stays gathered for a graph that has ended.
+void Gathers::end_backward() {
+  write_back();
+  for (const auto& unit : registry_.units()) {
+    of(unit).graph_uses = 0;
+    if (of(unit).open_modules == 0 && !held_) drop(unit);
+  }
+}
+
+// [Note: held units] Within a window no parameter changes, so at stage 3 one gather of each unit can serve all of its
+// forwards and backwards. All units are gathered when the window opens, in their fixed order: then nothing is gathered
+// inside, and ranks may run different numbers of backwards.
+void Gathers::hold() {
+  held_ = true;
+  Units missing;
+  for (const auto& unit : registry_.units()) {
+    const bool whole = std::all_of(unit.parameters.begin(), unit.parameters.end(),
+                                   [&](int64_t i) { return values_[i].full.defined(); });
+    if (unit.lifetime == Lifetime::Step || (whole && current(unit, -1, /*full=*/true))) continue;
+    drop(unit);
+    missing.push_back(unit.index);
+  }
+  try {
+    gather_in_runs(missing, /*full=*/true);
+  } catch (...) {  // out of memory, say: the window does not open
+    let_go(/*raised=*/true);
+    throw;
+  }
+}
+
+// `raised`: see [Note: units after an exception].
+void Gathers::let_go(bool raised) {
+  held_ = false;
+  for (const auto& unit : registry_.units()) {
+    if (of(unit).open_modules > 0) continue;
+    if (raised) drop_after_exception(unit);
+    else drop(unit);
+  }
+  order_.restart();  // the same on all ranks, whatever they ran
 }
 
 }  // namespace zerocompile

@@ -1,4 +1,4 @@
-// Windows and accumulations: gradients that wait for their end, and units that stay gathered until then.
+// Windows and accumulations: gradients that wait for their end.
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -34,8 +34,8 @@ void Runtime::reduce_largest() {
   int64_t total = 0;
   for (auto index : reduce_order_) {
     int64_t bytes = 0;
-    for (auto i : units_[index].parameters) {
-      const auto& p = parameters_[i];
+    for (auto i : registry_.units()[index].parameters) {
+      const auto& p = record(i);
       if (!used[i] || !p.master.requires_grad()) continue;
       const auto dtype = sum_dtype_.value_or(p.cast_grad ? p.grad_dtype : p.dtype);
       bytes += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(dtype));
@@ -49,29 +49,29 @@ void Runtime::reduce_largest() {
     early_ = true;
     launch_reduction({index});
     early_ = false;
-    for (auto i : units_[index].parameters) parameters_[i].contributed = parameters_[i].grad.defined();
-    units_[index].reduced = false;
+    for (auto i : registry_.units()[index].parameters) gradients_[i].contributed = gradients_[i].grad.defined();
+    unit_gradients_[index].reduced = false;
     total -= bytes;
   }
   retire(0);
   for (auto& [index, rows] : std::exchange(reduced_, {})) {
     if (!used[index] || !rows.defined()) continue;
-    parameters_[index].early = rows;
-    parameters_[index].early_dtype = kept_dtype(parameters_[index]);
+    gradients_[index].early = rows;
+    gradients_[index].early_dtype = kept_dtype(record(index));
   }
 }
 
 void Runtime::check_backward_ended() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(!backward_,
-              text("zerocompile: the last backward before this reduction raised or has not ended on rank ", rank_,
-                   ", so its gradients are incomplete"));
+              text("zerocompile: the last backward before this reduction raised or has not ended on rank ",
+                   registry_.rank(), ", so its gradients are incomplete"));
 }
 
 // The window closes (or an accumulation ends without a further backward): one reduction of all that was deferred.
 void Runtime::flush() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  check_running();
+  registry_.check_running();
   check_backward_ended();
   try {
     await_reductions();  // of a backward before the window, if none was in it
@@ -83,70 +83,34 @@ void Runtime::flush() {
   }
 }
 
-// [Note: held units] Within a window no parameter changes, so at stage 3 one gather of each unit can serve all of its
-// forwards and backwards. All units are gathered when the window opens, in their fixed order: then nothing is gathered
-// inside, and ranks may run different numbers of backwards.
-void Runtime::hold() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  check_running();
-  held_ = true;
-  std::vector<int64_t> missing;
-  for (size_t index = 0; index < units_.size(); ++index) {
-    auto& u = units_[index];
-    const bool whole = std::all_of(u.parameters.begin(), u.parameters.end(),
-                                   [&](int64_t i) { return parameters_[i].full.defined(); });
-    if (u.lifetime == Lifetime::Step || (whole && current(u, -1, /*full=*/true))) continue;
-    drop(u);
-    missing.push_back(static_cast<int64_t>(index));
-  }
-  try {
-    gather_in_runs(missing, /*full=*/true);
-  } catch (...) {  // out of memory, say: the window does not open
-    let_go(/*raised=*/true);
-    throw;
-  }
-}
-
-// `raised`: see [Note: units after an exception].
-void Runtime::let_go(bool raised) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  held_ = false;
-  for (auto& u : units_) {
-    if (u.open_modules > 0) continue;
-    if (raised) drop_after_exception(u);
-    else drop(u);
-  }
-  before_last_ = last_ = NOWHERE;  // the same on all ranks, whatever they ran
-}
-
 // This rank's own sum; an undefined tensor: nothing waits. The caller may write to it.
 Tensor Runtime::deferred_gradient(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!pending_ || (backward_ && !failed())) return {};  // of one that failed: so that `zero_grad` finds it
-  auto& p = parameter(index);
-  if (!p.grad.defined()) return {};
-  if (!p.grad_owned) {
-    p.grad = p.grad.clone();
-    p.grad_owned = true;
+  auto& g = of(registry_.parameter(index));
+  if (!g.grad.defined()) return {};
+  if (!g.grad_owned) {
+    g.grad = g.grad.clone();
+    g.grad_owned = true;
   }
-  return p.grad;
+  return g.grad;
 }
 
 // User code sets the gradient: nothing of what was there counts any more. That of all parameters, after a backward that
 // raised: nothing is incomplete any more.
 void Runtime::drop_gradient(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (shut_down_) return;
-  auto& p = parameter(index);
-  p.unread.reset();
+  if (registry_.is_shut_down()) return;
+  auto& g = of(registry_.parameter(index));
+  g.unread.reset();
   const bool incomplete = failed() && phase() != Phase::Backward;
   if (!incomplete && (!pending_ || backward_)) return;
-  p.grad.reset();
-  p.early.reset();
-  p.grad_owned = p.contributed = false;
+  g.grad.reset();
+  g.early.reset();
+  g.grad_owned = g.contributed = false;
   if (!incomplete) return;
-  const bool any = std::any_of(parameters_.begin(), parameters_.end(),
-                               [](const Parameter& other) { return other.grad.defined() || other.early.defined(); });
+  const bool any = std::any_of(gradients_.begin(), gradients_.end(),
+                               [](const Gradient& other) { return other.grad.defined() || other.early.defined(); });
   if (any) return;
   const bool pending = pending_;  // an accumulation goes on
   drop_gradients();
@@ -157,20 +121,20 @@ void Runtime::drop_gradient(int64_t index) {
 // reduced early may itself be what was made zero: it stays a gradient, of zeros.
 void Runtime::drop_waiting(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (shut_down_ || !pending_ || backward_) return;
+  if (registry_.is_shut_down() || !pending_ || backward_) return;
   at::NoGradGuard no_grad;
-  auto& p = parameter(index);
-  p.grad.reset();
-  if (p.early.defined()) p.early.zero_();
-  p.grad_owned = p.contributed = false;
+  auto& g = of(registry_.parameter(index));
+  g.grad.reset();
+  if (g.early.defined()) g.early.zero_();
+  g.grad_owned = g.contributed = false;
 }
 
 // Names of parameters whose gradient waits although they take none now.
 std::vector<std::string> Runtime::frozen_gradients() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   std::vector<std::string> names;
-  for (const auto& p : parameters_) {
-    if (p.grad.defined() && !p.master.requires_grad()) names.push_back(p.name);
+  for (const auto& p : registry_.parameters()) {
+    if (of(p).grad.defined() && !p.master.requires_grad()) names.push_back(p.name);
   }
   return names;
 }
@@ -178,8 +142,8 @@ std::vector<std::string> Runtime::frozen_gradients() const {
 int64_t Runtime::deferred_bytes() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   int64_t bytes = 0;
-  for (const auto& p : parameters_) {
-    if (p.grad.defined()) bytes += static_cast<int64_t>(p.grad.nbytes());
+  for (const auto& g : gradients_) {
+    if (g.grad.defined()) bytes += static_cast<int64_t>(g.grad.nbytes());
   }
   return bytes;
 }

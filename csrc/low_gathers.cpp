@@ -1,7 +1,7 @@
 // In which dtype a parameter is gathered, where its uses leave a choice.
 #include <algorithm>
 
-#include "runtime.h"
+#include "gathers.h"
 #include "text.h"
 
 namespace zerocompile {
@@ -19,47 +19,50 @@ namespace zerocompile {
 // collective. A low value is never shared with user code, so nothing is ever written to it, and autograd never saves
 // it as its identity.
 
-void Runtime::ask(Parameter& p, at::ScalarType dtype) {
+void Gathers::ask(const Parameter& p, at::ScalarType dtype) {
   const bool casts = dtype != p.dtype;
   TORCH_CHECK(!casts || (p.dtype == at::kFloat && (dtype == at::kBFloat16 || dtype == at::kHalf)),
               text("zerocompile: parameter `", p.name, "`, which is gathered in ", c10::toString(p.dtype),
                    ", is asked for in ", c10::toString(dtype), "; only float32 is cast to lower precision"));
-  (casts ? p.asked_cast : p.asked_full) = true;
+  (casts ? of(p).asked_cast : of(p).asked_full) = true;
 }
 
 // A letter for each parameter: "c": all uses on this rank so far take the cast; "f": not all, or its unit stays
 // gathered between optimizer steps, for whatever use; "-": there was none.
-std::string Runtime::asked() const {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+std::string Gathers::asked() const {
   std::string letters;
-  for (const auto& p : parameters_) {
-    const bool full = p.asked_full || unit_of(p).lifetime == Lifetime::Step;
-    letters += full ? 'f' : p.asked_cast ? 'c' : '-';
+  for (const auto& p : registry_.parameters()) {
+    const bool full = of(p).asked_full || registry_.unit_of(p).lifetime == Lifetime::Step;
+    letters += full ? 'f' : of(p).asked_cast ? 'c' : '-';
   }
   return letters;
 }
 
 // From the next gather of their units on; the same on all ranks, at the same point of their programs.
-void Runtime::gather_low(const std::vector<int64_t>& indices, at::ScalarType dtype) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+void Gathers::gather_low(const Units& indices, at::ScalarType dtype) {
   for (auto i : indices) {
-    auto& p = parameter(i);
-    TORCH_CHECK(p.unit >= 0 && units_[p.unit].lifetime == Lifetime::Use && p.dtype == at::kFloat,
+    const auto& p = registry_.parameter(i);
+    TORCH_CHECK(p.unit >= 0 && registry_.units()[p.unit].lifetime == Lifetime::Use && p.dtype == at::kFloat,
                 text("zerocompile: `", p.name, "` cannot be gathered in ", c10::toString(dtype)));
-    p.low = dtype;
+    of(p).low = dtype;
   }
 }
 
-at::ScalarType Runtime::gathered_dtype(const Parameter& p, bool full) {
-  if (p.full.defined()) return p.full.scalar_type();
-  return full ? p.dtype : p.low.value_or(p.dtype);
+at::ScalarType Gathers::gathered_dtype(const Parameter& p, bool full) const {
+  const auto& v = of(p);
+  if (v.full.defined()) return v.full.scalar_type();
+  return full ? p.dtype : v.low.value_or(p.dtype);
+}
+
+bool Gathers::needs_full(const Parameter& p, at::ScalarType asked) const {
+  const auto& low = of(p).low;
+  return low.has_value() && asked != *low;
 }
 
 // Whether a gather moves in full what the ranks have agreed to move low.
-bool Runtime::widens(const Unit& unit, bool full) const {
+bool Gathers::widens(const Unit& unit, bool full) const {
   return std::any_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
-    const auto& p = parameters_[i];
-    return p.low.has_value() && gathered_dtype(p, full) == p.dtype;
+    return values_[i].low.has_value() && gathered_dtype(record(i), full) == record(i).dtype;
   });
 }
 

@@ -1,0 +1,98 @@
+// In which order a program uses its units, and what of that all ranks know. Nothing here holds a tensor, asks another
+// rank or knows a parameter: units are numbers (tests/unit/test_gather_order.py).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace zerocompile {
+
+// All that prediction and order may depend on: whether grad mode is on differs between a graph and eager code.
+enum class Way : int64_t { Forth = 0, Back = 1 };
+
+// [Note: order of gathers] Which unit is gathered, dropped or started ahead depends on nothing but the sequence of
+// units that the program asked for, never on timing or on what a graph happens to contain: so all ranks launch the
+// same collectives in the same order, compiled or not.
+class GatherOrder {
+ public:
+  // The program asks for a unit; false: it was the last one that it asked for, so nothing is new.
+  bool demand(Way way, int64_t unit);
+
+  // The units that should be gathered after the one in use: what followed the last two demands when they last came in
+  // this order is the prediction, and so on. It ends where a backward does: the optimizer may run in between. `count`
+  // of them, not counting those that `hides_nothing` is true of; at most `limit` in all.
+  std::vector<int64_t> next(int64_t count, size_t limit, const std::function<bool(int64_t)>& hides_nothing) const;
+
+  // The program begins anew; what followed what stays known.
+  void restart() { before_last_ = last_ = NOWHERE; }
+
+  // A forward that records a graph uses the unit.
+  void use_in_forward(int64_t unit);
+
+  // Units in the order of their first use in such a forward; those without one come after them, by number.
+  std::vector<int64_t> first_uses(int64_t units) const;
+
+  // Nothing is known any more of what followed what.
+  void forget() {
+    successor_.clear();
+    restart();
+  }
+
+ private:
+  using Use = std::pair<Way, int64_t>;  // of a unit
+  static constexpr Use NOWHERE{Way::Forth, -1};
+
+  Use before_last_ = NOWHERE, last_ = NOWHERE;
+  std::map<std::pair<Use, Use>, Use> successor_;  // (use before, use) -> the use that came next
+  std::vector<int64_t> forward_order_;            // units by their first use
+  std::set<int64_t> seen_;
+};
+
+// [Note: mismatched gathers] Ranks that gather different units would hang, or mix shards of different parameters. Every
+// gather has a sequence number; unless one unit is known to be all that ever followed the last one, the ranks compare
+// through the store, before the collective starts, which unit each of them has at that number. What is known is the
+// same on all ranks, since all were there; a model without branches compares nothing in a steady state. A rank that
+// leaves a known way compares alone, and raises when the others have not answered in time; what neither notices is
+// found at the start of the next step, where the ranks compare all that they have gathered (`course`).
+// Units that the runtime gathers together (an optimizer has written them, a window holds them) are one step of this way:
+// their order is the runtime's, and would otherwise show each unit with two followers, to be compared for ever.
+class GatherSequence {
+ public:
+  struct Step {
+    int64_t number;  // of its first unit, among all that were gathered
+    bool known;      // it is all that ever followed the last one, on all ranks
+  };
+
+  // Units are gathered together. `units`: their numbers, below `count`; a wide one (in full precision although the
+  // ranks have agreed to move less) has its number plus `count`.
+  Step begin(const std::vector<int64_t>& units, Way way, int64_t count);
+
+  // All ranks are known to have begun this step.
+  void agreed() { current_->insert(last_.second); }
+
+  // So many units are gathered in one collective.
+  void add_run(size_t units) { add(units); }
+
+  // Nothing is known any more of what follows what.
+  void forget();
+
+  int64_t gathered() const { return gathered_; }  // units
+  int64_t course() const { return static_cast<int64_t>(course_ >> 1); }  // digest of them and of their runs
+
+ private:
+  using Token = std::pair<Way, int64_t>;  // (way, step)
+  void add(uint64_t number) { course_ = course_ * kPrime + number; }
+
+  static constexpr uint64_t kPrime = 1099511628211ULL;
+  int64_t gathered_ = 0;
+  uint64_t course_ = 0;
+  Token last_{Way::Forth, -1};
+  std::map<std::pair<Token, Way>, std::set<int64_t>> followers_;  // the steps that followed one on all ranks
+  std::set<int64_t>* current_ = nullptr;                          // those of the step before the last one
+};
+
+}  // namespace zerocompile

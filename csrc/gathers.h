@@ -1,0 +1,191 @@
+// Gathered values: when a unit is gathered, who uses it until when, and what user code writes to it. The sources: gather
+// (starting and dropping), uses (regions, eager code, graphs), lend (units that stay gathered), low_gathers (in which
+// dtype). Whoever calls holds the runtime's mutex and has begun a use (`Runtime::begin_use`).
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "gather_order.h"
+#include "peers.h"
+#include "questions.h"
+#include "registry.h"
+#include "stream.h"
+
+namespace zerocompile {
+
+enum class Phase : int64_t { Forward = 0, NoGrad = 1, Backward = 2 };
+Phase phase();  // of the thread that asks
+
+// What a collective moves for a tensor: the backends know no complex numbers.
+inline Tensor on_the_wire(const Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
+
+// One parameter's; the tensors are defined while it is resident.
+struct GatheredValue {
+  Tensor full;          // [world*rows, ...]
+  Tensor value;         // its first size[0] rows, shaped as the parameter
+  Tensor rows_here;     // [rows, ...]: this rank's, padding included
+  Tensor own;           // those of them that the master's local part corresponds to
+  int64_t gathered_version = -1;  // of the master
+  int64_t value_version = 0;  // of `value` when it was gathered: what came since are user code's writes
+  bool read_eagerly = false;  // user code may have written to it: see [Note: write back]
+  std::optional<at::ScalarType> low;  // what a gather moves, if not `dtype`: see [Note: low gathers]
+  bool asked_cast = false, asked_full = false;  // what this rank's uses have asked for
+  int64_t forward_version = -1;   // see [Note: stale backward]
+
+  int64_t writes() const { return value.defined() ? static_cast<int64_t>(value._version()) - value_version : 0; }
+};
+
+// Of one unit.
+struct GatheredUnit {
+  bool resident = false;
+  int64_t open_modules = 0;
+  int64_t graph_uses = 0;   // values that running graphs hold
+  bool lent = false;        // to `full_parameters`, see [Note: lent units]
+  bool stale = false;       // what is there is not what the masters hold: gather again
+  int64_t eager_reads = 0, gathers = 0, gather_bytes = 0;  // since set-up
+  int64_t bytes = 0;        // of its gathered values
+  Pending gathering;
+  std::optional<c10::Stream> home;  // which its values' memory belongs to, see [Note: several streams]
+  Way gathered_in = Way::Forth;
+  int64_t gather_number = 0;  // of the last one, among all
+};
+
+struct GatherCounts {
+  int64_t gathers = 0, gather_bytes = 0;        // collectives, bytes of the gathered result
+  int64_t peer_gathers = 0;                     // gathers that copies between devices did
+  int64_t prefetched = 0;                       // gathers that were started before they were asked for
+  int64_t eager_reads = 0, eager_gathers = 0;   // reads outside graphs, and those that had to gather
+  int64_t graph_uses = 0;                       // parameters that compiled graphs asked for
+  int64_t resident_bytes = 0, peak_resident_bytes = 0;
+};
+
+class Gathers {
+ public:
+  using Units = std::vector<int64_t>;
+
+  Gathers(Registry& registry, Questions& questions, c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // set-up and end
+  void add_parameter() { values_.emplace_back(); }
+  void add_unit(int64_t unit);
+  void set_prefetch(int64_t distance) { prefetch_ = distance; }
+  void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
+  int64_t peer_bytes() const;
+  void set_peers(std::unique_ptr<PeerMemory> peers) { peers_ = std::move(peers); }
+  void settle();
+  void abandon(bool devices_too);
+  void clear();
+
+  // uses
+  Tensor resident_value(int64_t parameter) const;
+  Tensor read(int64_t parameter, std::optional<at::ScalarType> cast);
+  Tensor value_in_backward(int64_t parameter);
+  void enter(const Units& units, bool trusted);
+  void leave(const Units& units);
+  void need(const Units& parameters, const std::vector<at::ScalarType>& dtypes, Phase now);
+  std::vector<Tensor> values(const Units& parameters, const std::vector<at::ScalarType>& dtypes) const;
+  void release(const Units& parameters, bool last);
+  void end_forward(bool raised);
+  void end_backward();
+  void forward_saw(int64_t parameter, int64_t version) { values_[parameter].forward_version = version; }
+  void forget_forward(int64_t parameter) { values_[parameter].forward_version = -1; }
+  int64_t seen_version(int64_t parameter) const;
+  int64_t parameter_of(const Tensor& value) const;  // -1: it is none's
+  void write_back();
+
+  // all at once
+  void refresh(const Units& units);
+  void masters_changed(const Units& units, const Units& order);
+  void hold();
+  void let_go(bool raised);
+  void keep(int64_t unit);
+  void lend(const Units& units);
+  Tensor lent_value(int64_t parameter);
+  void take_back(const Units& units, bool keep, bool together);
+  std::string lent_unit() const;
+  void come_apart(std::function<void()> meet);
+
+  // dtypes
+  std::string asked() const;
+  void gather_low(const Units& parameters, at::ScalarType dtype);
+
+  // what is
+  const GatherOrder& order() const { return order_; }
+  const GatherCounts& counts() const { return counts_; }
+  const GatheredUnit& unit(int64_t index) const { return units_[index]; }
+  std::vector<std::string> resident_units() const;
+  std::string so_far() const;
+  int64_t started() const { return started_; }  // gathers; without the lock
+
+ private:
+  using RowsByDtype = std::map<at::ScalarType, std::vector<PeerMemory::Rows>>;  // of what is gathered
+
+  GatheredValue& of(const Parameter& p) { return values_[p.index]; }
+  const GatheredValue& of(const Parameter& p) const { return values_[p.index]; }
+  GatheredUnit& of(const Unit& unit) { return units_[unit.index]; }
+  const GatheredUnit& of(const Unit& unit) const { return units_[unit.index]; }
+  const Parameter& record(int64_t parameter) const { return registry_.parameters()[parameter]; }
+
+  // gather.cpp
+  void allocate(const Parameter& p, at::ScalarType dtype);
+  void forget(const Parameter& p);
+  void await(const Unit& unit);
+  void acquire(const Unit& unit, Phase phase, int64_t needed, bool full = false);
+  bool current(const Unit& unit, int64_t needed, bool full) const;
+  void launch(const Units& units, Way way, bool restores = false, bool full = false, bool checked = false);
+  void start(const Units& units, bool restores, std::vector<Pending>& started);
+  void give_up(const Units& units, const std::vector<Pending>& started);
+  void add_rows(const Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
+  void gather_in_runs(const Units& units, bool full);
+  void check_order(const Units& units, Way way, bool full);
+  void drop(const Unit& unit);
+  void drop_after_exception(const Unit& unit);
+  void keep_for_readers(const Unit& unit, const Tensor& full) const;
+  void await_readers(const Unit& unit) const;
+  void demanded(Way way, int64_t unit);
+  Units predicted() const;
+
+  // uses.cpp
+  void unneed(const Units& parameters, size_t count);
+  void write_back(const Parameter& p);
+
+  // lend.cpp
+  void forget_writes(const Parameter& p);
+
+  // low_gathers.cpp
+  void ask(const Parameter& p, at::ScalarType dtype);
+  bool needs_full(const Parameter& p, at::ScalarType asked) const;
+  at::ScalarType gathered_dtype(const Parameter& p, bool full) const;
+  bool widens(const Unit& unit, bool full) const;
+
+  Registry& registry_;
+  Questions& questions_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::unique_ptr<PeerMemory> peers_;  // null: the process group does all
+  Lane lane_;
+  int64_t prefetch_ = 1;
+  int64_t merge_bytes_ = 0;  // see [Note: merged gathers]
+  std::vector<GatheredValue> values_;                    // by parameter
+  std::vector<GatheredUnit> units_;                      // by unit
+  std::unordered_map<const void*, int64_t> by_storage_;  // storage of a gathered value -> parameter
+  GatherOrder order_;
+  GatherSequence sequence_;
+  GatherCounts counts_;
+  std::function<void()> meet_;  // before the next gather: see [Note: ranks apart]
+  std::atomic<int64_t> started_ = 0;  // gathers
+  bool trusted_ = false;  // the code that reads now is known not to write, see [Note: write back]
+  bool held_ = false;     // units stay gathered, see [Note: held units]
+};
+
+}  // namespace zerocompile

@@ -1,0 +1,189 @@
+#include "registry.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "text.h"
+
+namespace zerocompile {
+
+namespace {
+
+struct Table {
+  std::mutex mutex;
+  int64_t next = 1;
+  std::unordered_map<int64_t, std::pair<std::weak_ptr<Runtime>, int64_t>> records;
+};
+
+Table& table() {
+  static Table* instance = new Table();  // never destroyed: autograd nodes may outlive static destruction
+  return *instance;
+}
+
+int64_t new_identity(const std::weak_ptr<Runtime>& runtime, int64_t parameter) {
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  t.records.emplace(t.next, std::make_pair(runtime, parameter));
+  return t.next++;
+}
+
+void forget_identity(int64_t identity) {
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  t.records.erase(identity);
+}
+
+}  // namespace
+
+Record find(const Tensor& handle) {
+  TORCH_CHECK(handle.device().is_cpu() && handle.scalar_type() == at::kDouble && handle.numel() == 1,
+              text("zerocompile: a handle is a float64 CPU tensor of one element, got ", handle.toString(), " of ",
+                   handle.numel(), " elements"));
+  const auto identity = static_cast<int64_t>(*handle.const_data_ptr<double>());
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  auto found = t.records.find(identity);
+  TORCH_CHECK(found != t.records.end(),
+              text("zerocompile: no parameter has the identity ", identity,
+                   ". Its strategy was torn down: set the model up again before using it"));
+  auto runtime = found->second.first.lock();
+  TORCH_CHECK(runtime != nullptr,
+              text("zerocompile: the runtime of parameter ", identity, " is gone"));
+  return {std::move(runtime), found->second.second};
+}
+
+int64_t Registry::add_parameter(const std::weak_ptr<Runtime>& runtime, ParameterSpec spec, Tensor master,
+                                Tensor local, Tensor handle) {
+  check_running();
+  Parameter p;
+  p.index = static_cast<int64_t>(parameters_.size());
+  static_cast<ParameterSpec&>(p) = std::move(spec);
+  p.replicated = p.size.empty();
+  p.rows = p.replicated ? 1 : (p.size[0] + world_ - 1) / world_;
+  TORCH_CHECK(local.device().type() == device_.type(),
+              text("zerocompile: parameter `", p.name, "` is on ", local.device(),
+                   " but the strategy runs on ", device_));
+  const int64_t first = std::min(rank_ * p.rows, p.replicated ? 0 : p.size[0]);
+  const int64_t expected = p.replicated ? 0 : std::min(p.rows, p.size[0] - first);
+  TORCH_CHECK(p.replicated || (local.dim() > 0 && local.size(0) == expected),
+              text("zerocompile: the shard of `", p.name,
+                   "` must hold ", expected, " rows on rank ", rank_, ", got a tensor of sizes ", local.sizes()));
+  p.master = std::move(master);
+  p.local = std::move(local);
+  p.identity = new_identity(runtime, p.index);
+  handle.fill_(static_cast<double>(p.identity));
+  p.handle = std::move(handle);
+  by_handle_[p.handle.storage().unsafeGetStorageImpl()] = p.index;
+  parameters_.push_back(std::move(p));
+  return parameters_.back().index;
+}
+
+int64_t Registry::add_unit(std::string name, std::vector<int64_t> members, Lifetime lifetime) {
+  check_running();
+  Unit unit;
+  unit.index = static_cast<int64_t>(units_.size());
+  unit.name = std::move(name);
+  unit.lifetime = lifetime;
+  for (auto i : members) {
+    TORCH_CHECK(parameter(i).unit < 0,
+                text("zerocompile: parameter `", parameter(i).name, "` is in two units"));
+  }
+  for (auto i : members) {
+    auto& p = parameters_[i];
+    p.unit = unit.index;
+    if (!p.replicated) unit.sent += sent_bytes(p, p.dtype);
+  }
+  unit.parameters = std::move(members);
+  units_.push_back(std::move(unit));
+  const auto sent = units_.back().sent, count = ++units_by_bytes_[sent];
+  const auto usual = std::pair(usual_bytes_ > 0 ? units_by_bytes_[usual_bytes_] : 0, usual_bytes_);
+  if (sent > 0 && std::pair(count, sent) > usual) usual_bytes_ = sent;
+  return units_.back().index;
+}
+
+void Registry::clear() {
+  for (auto& p : parameters_) forget_identity(p.identity);
+  parameters_.clear();
+  units_.clear();
+  by_handle_.clear();
+}
+
+void Registry::shut_down() {
+  shut_down_ = true;
+  clear();
+}
+
+void Registry::check_running() const {
+  TORCH_CHECK(!shut_down_, "zerocompile: the strategy was torn down; the model's parameters are not gathered any more");
+}
+
+const Parameter& Registry::parameter(int64_t index) const {
+  check_running();
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(parameters_.size()),
+              text("zerocompile: no parameter ", index));
+  return parameters_[index];
+}
+
+const Unit& Registry::unit(int64_t index) const {
+  check_running();
+  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), text("zerocompile: no unit ", index));
+  return units_[index];
+}
+
+const Unit& Registry::unit_of(const Parameter& p) const {
+  TORCH_CHECK(p.unit >= 0, text("zerocompile: parameter `", p.name, "` is used while its model is still being sharded, ",
+                                "so it belongs to no unit yet. Initialise the model on a real device before training, ",
+                                "or use the parameter once the model is set up"));
+  return units_[p.unit];
+}
+
+int64_t Registry::parameter_of_handle(const Tensor& tensor) const {
+  auto found = by_handle_.find(tensor.storage().unsafeGetStorageImpl());
+  return found == by_handle_.end() ? -1 : found->second;
+}
+
+std::string Registry::names_of(const std::vector<int64_t>& units) const {
+  auto names = unit(units.front()).name;
+  for (size_t k = 1; k < units.size(); ++k) names += text("`, `", unit(units[k]).name);
+  return names;
+}
+
+std::vector<int64_t> Registry::padded_size(const Parameter& p) const {
+  if (p.replicated) return {1};
+  auto size = p.size;
+  size[0] = p.rows * world_;
+  return size;
+}
+
+// Of its full values in the model's dtypes.
+int64_t Registry::full_bytes(const Unit& unit) const {
+  int64_t bytes = 0;
+  for (auto i : unit.parameters) {
+    const auto& p = parameters_[i];
+    bytes += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(p.dtype));
+  }
+  return bytes;
+}
+
+int64_t Registry::sent_bytes(const Parameter& p, at::ScalarType dtype) const {
+  const auto rows = c10::multiply_integers(padded_size(p)) / world_;
+  return (rows * static_cast<int64_t>(c10::elementSize(dtype)) + 511) / 512 * 512;
+}
+
+std::vector<std::vector<int64_t>> Registry::runs_of(const std::vector<int64_t>& units, int64_t limit,
+                                                    bool padded) const {
+  std::vector<std::vector<int64_t>> runs;
+  int64_t bytes = 0;
+  for (auto index : units) {
+    const auto size = padded ? units_[index].sent * world_ : full_bytes(units_[index]);
+    if (runs.empty() || bytes + size > limit) {
+      runs.emplace_back();
+      bytes = 0;
+    }
+    runs.back().push_back(index);
+    bytes += size;
+  }
+  return runs;
+}
+
+}  // namespace zerocompile

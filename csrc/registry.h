@@ -1,0 +1,114 @@
+// Which parameters and units there are, and how large they are. What is gathered of them and what gradients they have
+// is kept by others, by their numbers.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace zerocompile {
+
+using at::Tensor;
+
+class Runtime;
+
+// How long a gathered value lives (ZeRO-3: one use; ZeRO-1 and 2: until the optimizer's next step).
+enum class Lifetime : int64_t { Use = 0, Step = 1 };
+
+struct ParameterSpec {
+  std::string name;            // fully qualified
+  std::vector<int64_t> size;   // of the full parameter; empty for a 0-dim one, which is replicated
+  at::ScalarType dtype;        // of the gathered value: what the model computes with
+  bool cast_grad;              // false: grad_dtype=None, see [Note: agreed dtype]
+  at::ScalarType grad_dtype;   // the leaf's contract; the raw gradient is cast to it before anything else
+  std::optional<at::ScalarType> reduce_dtype;  // of the communication; absent: the gradient's own
+  std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: as agreed, see [Note: agreed dtype]
+};
+
+// Identity and layout.
+struct Parameter : ParameterSpec {
+  int64_t index = 0;    // in the registry
+  int64_t identity = 0;
+  int64_t unit = -1;
+  int64_t rows = 1;     // padded rows of one rank: ceil(size[0] / world)
+  bool replicated = false;
+  Tensor master;        // the optimizer's leaf (a DTensor)
+  Tensor local;         // its local part, [<=rows, ...]
+  Tensor handle;        // [1] float64: its value is the identity
+
+  int64_t version() const { return master._version() + local._version(); }
+};
+
+struct Unit {
+  int64_t index = 0;  // in the registry
+  std::string name;
+  Lifetime lifetime;
+  std::vector<int64_t> parameters;
+  int64_t sent = 0;   // bytes of one rank's rows of it
+};
+
+class Registry {
+ public:
+  Registry(c10::Device device, int64_t world, int64_t rank) : device_(device), world_(world), rank_(rank) {}
+  ~Registry() { clear(); }
+  Registry(const Registry&) = delete;
+  Registry& operator=(const Registry&) = delete;
+
+  int64_t add_parameter(const std::weak_ptr<Runtime>& runtime, ParameterSpec spec, Tensor master, Tensor local,
+                        Tensor handle);
+  int64_t add_unit(std::string name, std::vector<int64_t> parameters, Lifetime lifetime);
+  void live_for_a_step(int64_t unit) { units_[unit].lifetime = Lifetime::Step; }
+  void shut_down();  // from here on every use of a parameter raises
+  bool is_shut_down() const { return shut_down_; }
+
+  // [Note: checked indices] An index that comes from outside (Python, an operator, what autograd has saved) goes through
+  // these: the runtime may be shut down, and a parameter's unit may not be planned yet. They raise, with the name.
+  void check_running() const;
+  const Parameter& parameter(int64_t index) const;
+  const Unit& unit(int64_t index) const;
+  const Unit& unit_of(const Parameter& p) const;
+
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  const std::vector<Unit>& units() const { return units_; }
+  int64_t parameter_of_handle(const Tensor& tensor) const;  // -1: it is none's
+  std::string names_of(const std::vector<int64_t>& units) const;  // for messages and traces
+
+  c10::Device device() const { return device_; }
+  int64_t world() const { return world_; }
+  int64_t rank() const { return rank_; }
+  int64_t usual_bytes() const { return usual_bytes_; }  // `sent` of the most frequent unit, the repeated block
+  std::vector<int64_t> padded_size(const Parameter& p) const;
+  int64_t sent_bytes(const Parameter& p, at::ScalarType dtype) const;
+  // Units that follow each other, together up to `limit` bytes of full values (`padded`: as they are sent); a larger
+  // one, and with a negative limit each, is a run of its own.
+  std::vector<std::vector<int64_t>> runs_of(const std::vector<int64_t>& units, int64_t limit, bool padded) const;
+
+ private:
+  void clear();
+  int64_t full_bytes(const Unit& unit) const;
+
+  c10::Device device_;
+  int64_t world_, rank_;
+  std::vector<Parameter> parameters_;
+  std::vector<Unit> units_;
+  std::unordered_map<const void*, int64_t> by_handle_;  // storage of a handle -> parameter
+  std::map<int64_t, int64_t> units_by_bytes_;           // how many have this `sent`
+  int64_t usual_bytes_ = 0;
+  bool shut_down_ = false;
+};
+
+// The one table that is global: a parameter's identity -> its runtime and index. Entries die with their registry.
+struct Record {
+  std::shared_ptr<Runtime> runtime;
+  int64_t parameter;
+};
+Record find(const Tensor& handle);
+
+}  // namespace zerocompile
