@@ -1,14 +1,14 @@
-"""What the user chose, validated once."""
+"""What the user chose: each option said once, with its type, its default, its help and what a wrong value is told."""
 
-from __future__ import annotations
-
+import inspect
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from enum import Enum
-from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from functools import cache, wraps
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -31,148 +31,238 @@ class Policy:
     accumulates_locally: bool  # gradients of an accumulation wait, unreduced, for its last backward
 
     @classmethod
-    def of_stage(cls, stage: int) -> Policy:
+    def of_stage(cls, stage: int) -> "Policy":
         return cls(
             lifetime=Lifetime.USE if stage == 3 else Lifetime.STEP,
             accumulates_locally=stage == 1,
         )
 
 
-CompileScope = Literal["blocks", "model", False]
-
 _MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
-def as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating-point dtype from itself or from its name (``"bfloat16"``, ``"torch.bfloat16"``).
+# ---- what an option may be ----
 
-    Raises:
-        ValueError: the name is no floating-point dtype of torch.
+
+@dataclass(frozen=True)
+class Check:
+    """What an option's type does not say. It stands in the option's annotation.
+
+    Attributes:
+        otherwise: what a wrong value is told; it follows the option's name and value.
+        accepts: the type of the argument, if it takes more than the option holds.
+        convert: makes an argument what the option holds; a value that is neither is left as it is.
+        holds: what must be true of a value of the right type.
     """
-    if value is None:
-        return None
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"`{name}={value!r}` is not a floating-point dtype; use for example torch.bfloat16 or None.")
-    return dtype
+
+    otherwise: str
+    accepts: Any = None
+    convert: Callable[[Any], Any] = lambda value: value
+    holds: Callable[[Any], bool] = lambda value: True
 
 
-_RENAMED = {
-    "checkpoint": "`state_dict_type` ('full' or 'sharded')",
-    "accumulate": "`defer_grad_sync` (True for 'local')",
-    "whole_values": "`full_param_optimizers`",
-}
-P = ParamSpec("P")
-R = TypeVar("R")
+def _as_dtype(value: Any) -> Any:
+    return getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
-def refuse_old_names(init: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a constructor: an argument that had another name in an earlier version raises with the new one."""
+def _as_names(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, Iterable) else value
 
-    @wraps(init)  # its signature stays what LightningCLI reads
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for old, new in _RENAMED.items():
-            if old in kwargs:
-                raise TypeError(f"ZeroCompileStrategy has no argument `{old}` any more; use {new}.")
-        return init(*args, **kwargs)
 
-    return checked
+def _as_options(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else {} if value is None else value
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether ``value`` is of the type ``hint``; a bool is no int, and literals are equal in type, too."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in inner)
+    if origin is tuple:  # tuple[X, ...]
+        return isinstance(value, tuple) and all(_fits(one, inner[0]) for one in value)
+    if origin is not None and origin is not dict:  # a union
+        return any(_fits(value, one) for one in inner)
+    return isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool))
+
+
+_DTYPE = Check(
+    "is not a floating-point dtype; use for example torch.bfloat16 or None.",
+    accepts=torch.dtype | str | None,
+    convert=_as_dtype,
+    holds=lambda dtype: dtype is None or dtype.is_floating_point,
+)
+_FLAG = Check("is not understood; choose True or False.")
+
+
+def _names(what: str) -> Check:
+    return Check(f"must be names of {what}", Sequence[str], _as_names, lambda names: "" not in names)
 
 
 @dataclass(frozen=True)
 class Config:
-    """The options of :class:`~lightning_zerocompile.strategy.ZeroCompileStrategy`, which documents each.
+    """How a model is sharded, compiled and trained.
+
+    Args:
+        stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
+        compile: ``"blocks"`` (or ``True``): each repeated block of the model is compiled, all equal ones with one
+            compilation (a model without any as with ``"model"``); ``"model"``: each top-level child as one graph (of
+            one that only holds others, such as a ``ModuleList``, each of these); ``False``: nothing, everything runs
+            eagerly.
+        backend: ``"inductor"`` or ``"aot_eager"`` (the same graphs and passes without code generation).
+        mode: torch.compile's mode. ``"reduce-overhead"`` and ``"max-autotune"`` replay CUDA graphs.
+        dynamic: torch.compile's ``dynamic``.
+        options: Inductor's options; passes of the user in the slots we need run before ours.
+        activation_budget: the share of its activations that a compiled module saves for its backward: 1 what
+            torch.compile would, 0 as little as it can; torch chooses what is cheapest to compute again. Gathered values
+            are never saved, and random numbers are not drawn again. ``None``: torch's own setting.
+        activation_checkpointing: ``"blocks"``: each repeated block saves its inputs only and runs again in the backward
+            (``torch.utils.checkpoint``), which gathers its parameters no more often than without.
+        param_dtype: what floating-point parameters are gathered and computed in; ``None``: their own dtype (or the
+            Trainer's precision). With ``torch.bfloat16`` and ``reduce_dtype`` these are FSDP2's numerics.
+        cast_forward_inputs: with ``param_dtype``, whether floating-point tensors that are passed to the LightningModule
+            itself, to a child of it or to a repeated block are cast to it, as FSDP2 casts what its modules are passed.
+        reduce_dtype: dtype of gradient communication; ``None``: that of the gradient.
+        master_dtype: what parameters of lower precision are kept in for the optimizer; ``None``: their own dtype.
+        unit_bytes: parameters outside repeated blocks are gathered in groups of up to this many bytes, and with
+            ``compile="model"`` so are small blocks; where units are gathered or reduced at once (a window opens or
+            closes, an optimizer has written them), smaller ones share collectives up to that.
+        prefetch: how many units are gathered ahead of their use (stage 3).
+        keep_gathered: at stage 3, names of modules (or parameters) that stay gathered from one optimizer step to the
+            next, as at stage 2: those that only some ranks use in a step, and small ones that are used often.
+        memory_budget: at stage 3, bytes on each device that may be filled with units that stay gathered from one
+            optimizer step to the next: those that save most communication. ``"auto"``: three quarters of what is free
+            at the peak of the first two steps. Chosen once behind them, with one recompilation. ``None``: none.
+        copy_engine: whether parameters are gathered, and bfloat16 gradients exchanged and then summed in float32, by
+            copies between the GPUs of one host instead of NCCL's kernels, which take multiprocessors from the compute
+            beside them; ``"auto"``: where all ranks are on one host and their GPUs reach each other's memory;
+            ``True``: or raise (gathers only).
+        defer_grad_sync: at every stage the full gradients of an accumulation (Lightning's
+            ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; otherwise only
+            at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.
+        keep_gradients: leave ``p.grad`` after ``optimizer.step()``; by default its memory is released there.
+        unshard_after_fit: make the module an ordinary one with full parameters, on the CPU, when ``fit`` has succeeded;
+            one parameter at a time, so that a device never holds more than one whole. ``False``: it stays sharded, and
+            the next run takes it over. After an exception the module is made whole, too, if all ranks end their run
+            within five seconds (at most a tenth of ``timeout``) and, with several of them, run on the CPU. Otherwise it
+            stays sharded: it then raises when it is called, when its ``state_dict`` is asked for and in a further fit.
+        state_dict_type: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
+            write their shards. Either loads at any stage, world size and with either setting, and is written in the
+            background with Lightning's ``AsyncCheckpointIO()``.
+        full_param_optimizers: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels
+            that take addresses): they see whole parameters, gradients and states, one unit at a time, on every rank.
+            Only for those that update each parameter from its own gradient and state. Torch's own need no mention.
+        process_group_backend: default: NCCL on CUDA, gloo on the CPU.
+        timeout: how long ranks wait for each other in a collective or for a message. When it ends, or a peer closes its
+            connection (gloo), the error names the phase and the rank.
+
+    ``param_dtype``, ``reduce_dtype`` and ``master_dtype`` take a dtype or its name.
 
     Raises:
-        ValueError: a value is outside what its field allows; the message names the field, what is allowed and what to
-            do instead.
+        ValueError: an argument is outside what it allows; the message names it, what is allowed and the remedy.
     """
 
-    stage: int = 3
-    compile: CompileScope = "blocks"
-    backend: str = "inductor"
-    mode: str | None = None
-    dynamic: bool | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    param_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-    reduce_dtype: torch.dtype | None = None
-    master_dtype: torch.dtype | None = torch.float32
-    unit_bytes: int = 64 * 2**20
-    prefetch: int = 1
-    keep_gathered: tuple[str, ...] = ()
-    memory_budget: int | Literal["auto"] | None = None
-    copy_engine: bool | Literal["auto"] = "auto"
-    defer_grad_sync: bool = False
-    keep_gradients: bool = False
-    unshard_after_fit: bool = True
-    state_dict_type: str = "full"
-    full_param_optimizers: tuple[str, ...] = ()
-    timeout: timedelta = timedelta(minutes=30)
+    stage: Annotated[
+        Literal[1, 2, 3],
+        Check("is not a ZeRO stage; choose 1 (optimizer states sharded), 2 (and gradients) or 3 (and parameters)."),
+    ] = 3
+    compile: Annotated[
+        Literal["blocks", "model", False],
+        Check(
+            "is not understood; choose 'blocks' (each repeated block), 'model' (each top-level child as one graph) or "
+            "False (no compilation).",
+            accepts=Literal["blocks", "model", True, False],
+            convert=lambda value: "blocks" if value is True else value,
+        ),
+    ] = "blocks"
+    backend: Annotated[
+        Literal["inductor", "aot_eager"],
+        Check("is not supported; choose 'inductor' or 'aot_eager', or compile=False."),
+    ] = "inductor"
+    mode: Annotated[
+        str | None,
+        Check(f"is not a mode of torch.compile; choose one of {_MODES}.", holds=lambda mode: mode in _MODES),
+    ] = None
+    dynamic: Annotated[bool | None, Check("is not understood; choose True, False or None.")] = None
+    options: Annotated[
+        dict[str, Any],
+        Check("must be a dictionary of Inductor's options.", accepts=dict[str, Any] | None, convert=_as_options),
+    ] = field(default_factory=dict)
+    activation_budget: Annotated[
+        float | None,
+        Check(
+            "is not understood; choose a number from 0 (compiled blocks recompute all that they can) to 1 (they save "
+            "what torch.compile saves), or None (torch's own setting).",
+            accepts=float | int | None,
+            convert=lambda value: float(value) if type(value) is int else value,
+            holds=lambda budget: budget is None or 0 <= budget <= 1,
+        ),
+    ] = None
+    activation_checkpointing: Annotated[
+        Literal["blocks", False],
+        Check("is not understood; choose 'blocks' (each repeated block runs again in the backward) or False."),
+    ] = False
+    param_dtype: Annotated[torch.dtype | None, _DTYPE] = None
+    cast_forward_inputs: Annotated[bool, _FLAG] = True
+    reduce_dtype: Annotated[torch.dtype | None, _DTYPE] = None
+    master_dtype: Annotated[torch.dtype | None, _DTYPE] = torch.float32
+    unit_bytes: Annotated[
+        int, Check("must be a positive number of bytes, for example 2**26.", holds=lambda size: size > 0)
+    ] = 64 * 2**20
+    prefetch: Annotated[int, Check("must be a number of units, 0 or more.", holds=lambda units: units >= 0)] = 1
+    keep_gathered: Annotated[tuple[str, ...], _names("modules, for example ['vision'].")] = ()
+    memory_budget: Annotated[
+        int | Literal["auto"] | None,
+        Check(
+            "is not understood; give a number of bytes on each device, 'auto' (three quarters of what is free at the "
+            "peak of the first two steps) or None (nothing more stays gathered).",
+            holds=lambda budget: not isinstance(budget, int) or budget >= 0,
+        ),
+    ] = None
+    copy_engine: Annotated[
+        bool | Literal["auto"],
+        Check(
+            "is not understood; choose 'auto' (where all ranks' GPUs are in one host and reach each other's memory), "
+            "True (or raise) or False."
+        ),
+    ] = "auto"
+    defer_grad_sync: Annotated[bool, _FLAG] = False
+    keep_gradients: Annotated[bool, _FLAG] = False
+    unshard_after_fit: Annotated[bool, _FLAG] = True
+    state_dict_type: Annotated[
+        Literal["full", "sharded"],
+        Check(
+            "is not understood; choose 'full' (one file with full tensors) or 'sharded' (a directory to which every "
+            "rank writes its shards)."
+        ),
+    ] = "full"
+    full_param_optimizers: Annotated[tuple[str, ...], _names("optimizer classes, for example ['Shampoo'].")] = ()
+    process_group_backend: Annotated[str | None, Check("must be the name of a backend of torch.distributed.")] = None
+    timeout: Annotated[
+        timedelta, Check("must be a positive datetime.timedelta.", holds=lambda time: time > timedelta(0))
+    ] = timedelta(minutes=30)
 
     def __post_init__(self) -> None:
-        if isinstance(self.stage, bool) or self.stage not in (1, 2, 3):
-            raise ValueError(
-                f"`stage={self.stage!r}` is not a ZeRO stage; choose 1 (optimizer states sharded), 2 (and gradients) "
-                "or 3 (and parameters)."
-            )
-        if self.compile not in ("blocks", "model", False) or self.compile is None:
-            raise ValueError(
-                f"`compile={self.compile!r}` is not understood; choose 'blocks' (each repeated block), 'model' "
-                "(each top-level child as one graph) or False (no compilation)."
-            )
-        if self.backend not in ("inductor", "aot_eager"):
-            raise ValueError(
-                f"`backend={self.backend!r}` is not supported; choose 'inductor' or 'aot_eager', or compile=False."
-            )
-        if not isinstance(self.options, dict):
-            raise ValueError(f"`options={self.options!r}` must be a dictionary of Inductor's options.")
-        if self.mode not in _MODES:
-            raise ValueError(f"`mode={self.mode!r}` is not a mode of torch.compile; choose one of {_MODES}.")
+        for name, (hint, check) in _checks().items():
+            given = getattr(self, name)
+            value = check.convert(given)
+            if not (_fits(value, hint) and check.holds(value)):
+                raise ValueError(f"`{name}={given!r}` {check.otherwise}")
+            object.__setattr__(self, name, value)  # a frozen dataclass has no other way
         self._check_cuda_graphs()
+        if self.activation_budget is not None and self.compile is False:
+            raise ValueError(
+                "`activation_budget` is for what is compiled; with compile=False use activation_checkpointing='blocks'."
+            )
+        if self.activation_checkpointing and self.compile == "model":
+            raise ValueError(
+                "`activation_checkpointing` needs blocks that run on their own; with compile='model' use "
+                "`activation_budget`."
+            )
         if self.backend != "inductor" and (self.mode is not None or self.options):
             raise ValueError(f"`mode` and `options` belong to Inductor; drop them with backend={self.backend!r}.")
-        for name in ("param_dtype", "reduce_dtype", "master_dtype"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-                raise ValueError(f"`{name}={value!r}` must be a floating-point torch.dtype or None.")
-        if not (self.dynamic is None or isinstance(self.dynamic, bool)):
-            raise ValueError(f"`dynamic={self.dynamic!r}` is not understood; choose True, False or None.")
-        if self.state_dict_type not in ("full", "sharded"):
-            raise ValueError(
-                f"`state_dict_type={self.state_dict_type!r}` is not understood; choose 'full' (one file with full "
-                "tensors) or 'sharded' (a directory to which every rank writes its shards)."
-            )
-        for name in ("defer_grad_sync", "cast_forward_inputs", "keep_gradients", "unshard_after_fit"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}={getattr(self, name)!r}` is not understood; choose True or False.")
-        if not isinstance(self.unit_bytes, int) or isinstance(self.unit_bytes, bool) or self.unit_bytes <= 0:
-            raise ValueError(f"`unit_bytes={self.unit_bytes!r}` must be a positive number of bytes, for example 2**26.")
-        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
-            raise ValueError(f"`prefetch={self.prefetch!r}` must be a number of units, 0 or more.")
-        if not all(isinstance(name, str) and name for name in self.keep_gathered):
-            raise ValueError(
-                f"`keep_gathered={self.keep_gathered!r}` must be names of modules, for example ['vision']."
-            )
-        budget = self.memory_budget
-        if not (budget in (None, "auto") or (isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0)):
-            raise ValueError(
-                f"`memory_budget={budget!r}` is not understood; give a number of bytes on each device, 'auto' (three "
-                "quarters of what is free at the peak of the first two steps) or None (nothing more stays gathered)."
-            )
-        if not all(isinstance(name, str) and name for name in self.full_param_optimizers):
-            raise ValueError(
-                f"`full_param_optimizers={self.full_param_optimizers!r}` must be names of optimizer classes, for "
-                "example ['Shampoo']."
-            )
-        if not (isinstance(self.copy_engine, bool) or self.copy_engine == "auto"):
-            raise ValueError(
-                f"`copy_engine={self.copy_engine!r}` is not understood; choose 'auto' (where all ranks' GPUs are in "
-                "one host and reach each other's memory), True (or raise) or False."
-            )
-        if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
-            raise ValueError(f"`timeout={self.timeout!r}` must be a positive datetime.timedelta.")
         if self.compile is False and (self.mode is not None or self.options):
             warnings.warn("`mode` and `options` have no effect with compile=False.", stacklevel=3)
 
@@ -196,3 +286,58 @@ class Config:
         """Whether what a graph computes between our operators is replayed as CUDA graphs, see [Note: CUDA graphs]."""
         chosen = self.options.get("triton.cudagraphs", self.mode in _CUDA_GRAPH_MODES)
         return self.compile is not False and bool(chosen)
+
+
+@cache
+def _checks() -> dict[str, tuple[Any, Check]]:
+    hints = get_type_hints(Config, include_extras=True)
+    return {option.name: get_args(hints[option.name]) for option in fields(Config)}
+
+
+# ---- constructors that take these options ----
+
+_RENAMED = {
+    "checkpoint": "`state_dict_type` ('full' or 'sharded')",
+    "accumulate": "`defer_grad_sync` (True for 'local')",
+    "whole_values": "`full_param_optimizers`",
+}
+
+
+def takes_options(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a constructor ``(self, config, ...)``: it takes the options of :class:`Config` in its place.
+
+    Its signature, types and help are those of the options and of its other arguments, which LightningCLI reads. An
+    argument that had another name in an earlier version raises with the new one.
+    """
+    own = inspect.signature(init)
+    this, _, *others = own.parameters.values()
+    options = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=None if option.name == "options" else option.default,
+            annotation=_checks()[option.name][1].accepts or _checks()[option.name][0],
+        )
+        for option in fields(Config)
+    ]
+    hints = get_type_hints(init)
+    others = [parameter.replace(annotation=hints[parameter.name]) for parameter in others]
+    signature = own.replace(parameters=[this, *options, *others], return_annotation=None)
+
+    @wraps(init)
+    def initialise(*args: Any, **kwargs: Any) -> None:
+        for old, new in _RENAMED.items():
+            if old in kwargs:
+                raise TypeError(f"{type(args[0]).__name__} has no argument `{old}` any more; use {new}.")
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{type(args[0]).__name__}: {error}") from None
+        chosen = {option.name: given.pop(option.name) for option in options if option.name in given}
+        init(given.pop(this.name), Config(**chosen), **given)
+
+    initialise.__signature__ = signature  # type: ignore[attr-defined]
+    initialise.__annotations__ = {p.name: p.annotation for p in [*options, *others]} | {"return": NoneType}
+    initialise.__doc__ = Config.__doc__
+    del initialise.__wrapped__  # its signature is not ours
+    return initialise

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zerocompile.checkpoint.state import serving_full_values
 from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
@@ -35,6 +36,7 @@ from lightning_zerocompile.sharding.module_swap import (
     refuse_shards,
     remove_regions,
     restore_classes,
+    swap_others,
     take_over,
     unshard_parameters,
 )
@@ -77,13 +79,20 @@ class Engine:
         check_names(model, config.keep_gathered)
         one_graph = config.compile == "model"
         units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered, join_blocks=one_graph)
+        if config.activation_checkpointing and not any(unit.block is not None for unit in units):
+            raise RuntimeError(
+                f"activation_checkpointing='blocks': {type(model).__name__} has no repeated blocks "
+                "(siblings of one class with equal parameters). Call `torch.utils.checkpoint.checkpoint` in its "
+                "`forward` instead, or use `activation_budget`, which needs none."
+            )
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         own = [dist.new_group(backend=backend, timeout=config.timeout) for _ in range(_groups_needed(device))]
         gathers, reductions = [mesh.get_group(), *own][-2:]
         self._own_groups = own
         if device.type != "cpu":  # NCCL connects the ranks at first use and blocks the host: here all ranks are
             dist.all_reduce(torch.zeros(1, device=device), group=reductions)
-        self.runtime = Runtime(mesh, device, config, gathers, reductions)
+        meetings = own[0] if device.type == "cpu" else None
+        self.runtime = Runtime(mesh, device, config, gathers, reductions, meetings)
         self.budget = MemoryBudget(self.runtime)
         self.steps = OptimizerSteps(self.runtime, self.reduce_pending, self.budget.optimizer_stepped)
         try:
@@ -92,6 +101,7 @@ class Engine:
             self._broadcast_buffers(model.modules())
             self.regions = Regions(self.runtime, config)
             self._add_regions(units)
+            swap_others(self.runtime.classes, model)
         except BaseException:
             self.abandon()
             raise
@@ -156,6 +166,19 @@ class Engine:
             raised = False
         finally:
             self.runtime.core.end_forward(raised)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around one forward of a loop that does not say where its steps begin; several may belong to one backward."""
+        if not torch.is_grad_enabled():
+            with self.evaluation_step():
+                yield
+        elif self.windows.is_open:  # ranks may run different numbers of forwards in one
+            with self.runtime.forward(), self._user_code():
+                yield
+        else:
+            with self.training_step():
+                yield
 
     def _begin(self, what: str) -> None:
         self.windows.meet_again()
@@ -272,6 +295,15 @@ class Engine:
             raise
         core.take_back(units, writeback, True)
 
+    @contextlib.contextmanager
+    def full_state_dict(self, module: nn.Module) -> Iterator[dict[str, Any]]:
+        """See :meth:`ZeroCompileStrategy.full_state_dict`."""
+        self.runtime.reads.compare(f"`full_state_dict` of {len(_slots_of(module))} parameters")
+        self.apply_writes()
+        first = dist.get_rank() == 0
+        with serving_full_values(module, first):
+            yield dict(module.state_dict()) if first else {}
+
     def full_gradients(self, module: nn.Module) -> dict[str, Tensor]:
         """See :meth:`ZeroCompileStrategy.full_gradients`."""
         self.reduce_pending("`full_gradients`")
@@ -287,7 +319,7 @@ class Engine:
         """Makes the model an ordinary module with full parameters, on the CPU; collective."""
         self.attach_optimizers([])
         if self.manages(self.model):
-            make_whole(self.model)
+            self.steps.give_back(make_whole(self.model))
         self.runtime.shutdown()
         for group in self._own_groups:
             dist.destroy_process_group(group)
@@ -318,7 +350,7 @@ class Engine:
                 if self.runtime.messages.mark("rescue", 0, verdict)[1] != "all here":
                     return False
                 group = dist.new_group(backend="gloo", timeout=2 * patience)
-            unshard_parameters(self.model, group)
+            self.steps.give_back(unshard_parameters(self.model, group), group)
         except RuntimeError:  # of the store, of a rank that has gone meanwhile, of a device that has failed
             return False
         finally:
@@ -358,5 +390,5 @@ def _slots_of(module: nn.Module) -> dict[str, ShardedParameter]:
 def _groups_needed(device: torch.device) -> int:
     """[Note: two groups] Gathers and reductions overlap, and their relative order may differ between ranks: each has a
     process group. On devices gathers use the default one, which costs no further communicator; gloo shares a group
-    badly with the user's collectives (see [Note: gloo gathers]), so there both are our own."""
-    return 2 if device.type == "cpu" else 1
+    badly with the user's collectives (see [Note: gloo gathers]), so there both are our own; ranks meet in a third."""
+    return 3 if device.type == "cpu" else 1

@@ -1,191 +1,260 @@
-"""The Lightning surface: options, steps and what users call, each delegating to the module that does the work."""
+"""The strategy of Lightning's Trainer: its hooks in the order in which the Trainer calls them, each delegating."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zerocompile.compile.backend import CompileStats
-from lightning_zerocompile.config import CompileScope, Config, as_dtype, refuse_old_names
-from lightning_zerocompile.ranks.errors import phase
-from lightning_zerocompile.runtime.runtime import EagerReads, Stats
-from lightning_zerocompile.runtime.window import Gathers
-from lightning_zerocompile.sharding_strategy import ShardingStrategy
+from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
+from lightning_zerocompile.config import Config, takes_options
+from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.engine_owner import EngineOwner
+from lightning_zerocompile.plan.plan import Machine, Plan, make_plan
+from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prepare_callbacks, refuse_callbacks
+from lightning_zerocompile.plugins.compiled_module import put_plain_methods, with_wish
+from lightning_zerocompile.plugins.launcher import Launcher
+from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
+from lightning_zerocompile.ranks.errors import in_phases, is_communication
+from lightning_zerocompile.sharding.checks import check_module, explain, trainer_settings
+from lightning_zerocompile.sharding.meta_init import place
+
+# what an error of communication calls the hook that it came out of
+_PHASES = {
+    "setup": "the set-up",
+    "training_step": "`training_step`",
+    "validation_step": "`validation_step`",
+    "test_step": "`test_step`",
+    "predict_step": "`predict_step`",
+    "backward": "backward",
+    "optimizer_step": "the optimizer's step",
+    "lightning_module_state_dict": "a checkpoint: the model's state",
+    "optimizer_state": "a checkpoint: an optimizer's state",
+    "save_checkpoint": "a checkpoint: saving",
+    "load_checkpoint": "a checkpoint: loading",
+    "barrier": "a barrier",
+    "broadcast": "a broadcast",
+    "all_gather": "all_gather",
+    "reduce": "the reduction of a logged value or of a decision",
+    "save_pretrained": "an export",
+    "teardown": "the teardown",
+}
 
 
-class ZeroCompileStrategy(ShardingStrategy):
+@in_phases(_PHASES)
+class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     """Trains any LightningModule with ZeRO stage 1, 2 or 3; torch.compile places the communication.
 
-    Args:
-        stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
-        compile: ``"blocks"`` (or ``True``): each repeated block of the model is compiled, all equal ones with one
-            compilation (a model without any as with ``"model"``); ``"model"``: each top-level child as one graph (of
-            one that only holds others, such as a ``ModuleList``, each of these); ``False``: nothing, everything runs
-            eagerly.
-        backend: ``"inductor"`` or ``"aot_eager"`` (the same graphs and passes without code generation).
-        mode: torch.compile's mode. ``"reduce-overhead"`` and ``"max-autotune"`` replay CUDA graphs.
-        dynamic: torch.compile's ``dynamic``.
-        options: Inductor's options; passes of the user in the slots we need run before ours.
-        param_dtype: what floating-point parameters are gathered and computed in; ``None``: their own dtype (or the
-            Trainer's precision). With ``torch.bfloat16`` and ``reduce_dtype`` these are FSDP2's numerics.
-        cast_forward_inputs: with ``param_dtype``, whether floating-point tensors that are passed to the LightningModule
-            itself, to a child of it or to a repeated block are cast to it, as FSDP2 casts what its modules are passed.
-        reduce_dtype: dtype of gradient communication; ``None``: that of the gradient.
-        master_dtype: what parameters of lower precision are kept in for the optimizer; ``None``: their own dtype.
-        unit_bytes: parameters outside repeated blocks are gathered in groups of up to this many bytes, and with
-            ``compile="model"`` so are small blocks; where units are gathered or reduced at once (a window opens or
-            closes, an optimizer has written them), smaller ones share collectives up to that.
-        prefetch: how many units are gathered ahead of their use (stage 3).
-        keep_gathered: at stage 3, names of modules (or parameters) that stay gathered from one optimizer step to the
-            next, as at stage 2: those that only some ranks use in a step, and small ones that are used often.
-        memory_budget: at stage 3, bytes on each device that may be filled with units that stay gathered from one
-            optimizer step to the next: those that save most communication. ``"auto"``: three quarters of what is free
-            at the peak of the first two steps. Chosen once behind them, with one recompilation. ``None``: none.
-        copy_engine: whether parameters are gathered, and bfloat16 gradients exchanged and then summed in float32, by
-            copies between the GPUs of one host instead of NCCL's kernels, which take multiprocessors from the compute
-            beside them; ``"auto"``: where all ranks are on one host and their GPUs reach each other's memory;
-            ``True``: or raise (gathers only).
-        defer_grad_sync: at every stage the full gradients of an accumulation (Lightning's
-            ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; otherwise only
-            at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.
-        keep_gradients: leave ``p.grad`` after ``optimizer.step()``; by default its memory is released there.
-        unshard_after_fit: make the module an ordinary one with full parameters, on the CPU, when ``fit`` has succeeded;
-            one parameter at a time, so that a device never holds more than one whole. ``False``: it stays sharded, and
-            the next run takes it over. After an exception the module is made whole, too, if all ranks end their run
-            within five seconds (at most a tenth of ``timeout``) and, with several of them, run on the CPU. Otherwise it
-            stays sharded: it then raises when it is called, when its ``state_dict`` is asked for and in a further fit.
-        state_dict_type: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
-            write their shards. Either loads at any stage, world size and with either setting, and is written in the
-            background with Lightning's ``AsyncCheckpointIO()``.
-        full_param_optimizers: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels
-            that take addresses): they see whole parameters, gradients and states, one unit at a time, on every rank.
-            Only for those that update each parameter from its own gradient and state. Torch's own need no mention.
-        process_group_backend: default: NCCL on CUDA, gloo on the CPU.
-        timeout: how long ranks wait for each other in a collective or for a message. When it ends, or a peer closes its
-            connection (gloo), the error names the phase and the rank.
-
-    ``param_dtype``, ``reduce_dtype`` and ``master_dtype`` take a dtype or its name.
-
-    Raises:
-        ValueError: an argument is outside what it allows; the message names it and the remedy.
+    Its arguments are the options of :class:`~lightning_zerocompile.config.Config`, and those that Lightning's
+    strategies have in common. Of DDPStrategy it is the processes, their group and their launcher; the module is not
+    wrapped, and options of torch's DDP have no meaning here, so they raise a TypeError.
     """
 
     strategy_name = "zerocompile"
 
-    @refuse_old_names
+    @takes_options
     def __init__(
         self,
-        stage: Literal[1, 2, 3] = 3,
-        compile: CompileScope | Literal[True] = "blocks",
-        backend: Literal["inductor", "aot_eager"] = "inductor",
-        mode: str | None = None,
-        dynamic: bool | None = None,
-        options: dict[str, Any] | None = None,
-        param_dtype: torch.dtype | str | None = None,
-        cast_forward_inputs: bool = True,
-        reduce_dtype: torch.dtype | str | None = None,
-        master_dtype: torch.dtype | str | None = torch.float32,
-        unit_bytes: int = 64 * 2**20,
-        prefetch: int = 1,
-        keep_gathered: Sequence[str] = (),
-        memory_budget: int | Literal["auto"] | None = None,
-        copy_engine: bool | Literal["auto"] = "auto",
-        defer_grad_sync: bool = False,
-        keep_gradients: bool = False,
-        unshard_after_fit: bool = True,
-        state_dict_type: Literal["full", "sharded"] = "full",
-        full_param_optimizers: Sequence[str] = (),
-        process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        config: Config,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        config = Config(
-            stage=stage,
-            compile="blocks" if compile is True else compile,
-            backend=backend,
-            mode=mode,
-            dynamic=dynamic,
-            options=dict(options) if isinstance(options, dict) else options or {},
-            param_dtype=as_dtype("param_dtype", param_dtype),
-            cast_forward_inputs=cast_forward_inputs,
-            reduce_dtype=as_dtype("reduce_dtype", reduce_dtype),
-            master_dtype=as_dtype("master_dtype", master_dtype),
-            unit_bytes=unit_bytes,
-            prefetch=prefetch,
-            keep_gathered=(keep_gathered,) if isinstance(keep_gathered, str) else tuple(keep_gathered),
-            memory_budget=memory_budget,
-            copy_engine=copy_engine,
-            defer_grad_sync=defer_grad_sync,
-            keep_gradients=keep_gradients,
-            unshard_after_fit=unshard_after_fit,
-            state_dict_type=state_dict_type,
-            full_param_optimizers=(full_param_optimizers,)
-            if isinstance(full_param_optimizers, str)
-            else tuple(full_param_optimizers),
-            timeout=timeout,
-        )
-        super().__init__(
-            config,
-            state_dict_type == "sharded",
-            process_group_backend,
+        EngineOwner.__init__(self, config)
+        DDPStrategy.__init__(
+            self,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io,  # the Trainer looks whether there is one
             precision_plugin=precision_plugin,
+            process_group_backend=config.process_group_backend,
+            timeout=config.timeout,
         )
+        self._checkpoints = Checkpoints(
+            config.state_dict_type == "sharded", config.full_param_optimizers, config.timeout, checkpoint_io
+        )
+        self._failed = False
+        self._revert_layers: Callable[[], object] | None = None  # while a fit's layers are synchronized
+        self._revert_methods: Callable[[], object] | None = None  # while the module is not torch.compile's
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers the names; again (a reload) the newest class counts."""
+        for name, stage in (("zerocompile", 3), *((f"zerocompile_stage_{stage}", stage) for stage in (1, 2, 3))):
+            description = f"ZeRO stage {stage} by torch.compile"
+            strategy_registry.register(name, cls, description=description, override=True, stage=stage)
+
+    # ---- before anything runs ----
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if not self.parallel_devices:
+            raise RuntimeError("The strategy has no devices yet; it gets them from the Trainer.")
+        return super().root_device
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = convert_plugin(plugin)
+
+    def plan(
+        self,
+        module: pl.LightningModule,
+        batch: Any = None,
+        *,
+        world_size: int,
+        gpu_memory: int | None = None,
+        bandwidth: float | None = None,
+        flops: float | None = None,
+        gloo: bool = False,
+        **options: Any,
+    ) -> Plan:
+        """What a run of this strategy will need, by stage; nothing is allocated, and no other rank is needed.
+
+        Args:
+            module: as you made it, possibly on meta.
+            batch: of one rank, as ``training_step`` gets it.
+            world_size: number of ranks.
+            gpu_memory, bandwidth, flops, gloo: see :class:`~lightning_zerocompile.plan.plan.Machine`.
+            options: the others of :func:`~lightning_zerocompile.plan.plan.make_plan`.
+
+        Raises:
+            PlanError: the world size is none, or the module cannot take the batch; the message says what to do.
+        """
+        plugin = convert_plugin(self.precision_plugin) or self.precision_plugin
+        return make_plan(
+            module,
+            batch,
+            world_size=world_size,
+            config=self.config,
+            machine=Machine(gpu_memory, bandwidth, flops, gloo),
+            compute_dtype=compute_dtype(plugin, self.config.param_dtype),
+            autocast_dtype=autocast_dtype(plugin),
+            **options,
+        )
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None:
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type not in ("cpu", "cuda"):
+            raise RuntimeError(
+                f"`strategy='zerocompile'` runs on CPU (gloo) and CUDA (NCCL), not on {self.root_device.type!r}. Use "
+                "accelerator='cpu' or accelerator='cuda'."
+            )
+        if self.cluster_environment is None:
+            raise RuntimeError("The strategy has no cluster environment; pass it to a Trainer before using it.")
+        super().setup_environment()
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    # ---- set-up ----
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self._module
+        self._failed = False
+        if self.accelerator is None:
+            raise RuntimeError("The strategy has no accelerator; pass it to a Trainer before using it.")
+        self.accelerator.setup(trainer)
+        config = with_wish(self.config, module)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        layer_sync = self._layer_sync if fitting else None
+        engine = self._engine
+        to_synchronize = layer_sync is not None and self._revert_layers is None
+        if engine is None or to_synchronize or engine.config != config or not engine.manages(module):
+            self._close()
+        self._revert_methods = put_plain_methods(module)
+        check_module(module)
+        refuse_callbacks(trainer)
+        self._checkpoints.check_plugin()
+        dtype = compute_dtype(self.precision_plugin, config.param_dtype)
+        if self._engine is None:
+            if layer_sync is not None:  # before sharding: these layers' code is what a region compiles
+                layer_sync.apply(module)
+                self._revert_layers = partial(layer_sync.revert, module)
+            self.model = self.precision_plugin.convert_module(module)
+            autocast, settings = autocast_dtype(self.precision_plugin), trainer_settings(trainer)
+            backend = self._get_process_group_backend()
+            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings))
+            self.model_to_device()
+        prepare_callbacks(trainer, module, self.engine)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        place(self._module, self.root_device)  # sharding has moved each parameter and buffer when its turn came
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        fitting = self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING
+        if getattr(self, "_engine", None) is not None and fitting:  # else: those of a fit that has ended
+            self.engine.attach_optimizers([_raw(optimizer) for optimizer in optimizers])
+            self._checkpoints.attach(self._module)
 
     # ---- steps ----
 
     @override
-    @phase("`training_step`")
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context(), self.engine.training_step():
             return self._module.training_step(*args, **kwargs)
 
     @override
-    @phase("`validation_step`")
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         with self.precision_plugin.val_step_context(), self.engine.evaluation_step("a validation", fitting):
             return self._module.validation_step(*args, **kwargs)
 
     @override
-    @phase("`test_step`")
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context(), self.engine.evaluation_step("a test"):
             return self._module.test_step(*args, **kwargs)
 
     @override
-    @phase("`predict_step`")
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context(), self.engine.evaluation_step("a prediction"):
             return self._module.predict_step(*args, **kwargs)
-
-    @override
-    @phase("backward")
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    @phase("the optimizer's step")
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().optimizer_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -201,73 +270,6 @@ class ZeroCompileStrategy(ShardingStrategy):
         """Gradients of the backwards inside wait for the next one outside (see ``defer_grad_sync``)."""
         with self.engine.accumulation():
             yield
-
-    @contextmanager
-    def coalesce_grad_reduction(
-        self,
-        gather: Gathers = "auto",
-        max_bytes: int | None = None,
-        accumulate_dtype: torch.dtype | None = None,
-    ) -> Iterator[None]:
-        """Any number of backwards inside, one reduction when it closes: every unit is reduced once.
-
-        Gradients from before the window are kept and added to. While it is open this rank holds up to one full gradient
-        of the model. Every rank must open the window in the same step; at stages 1 and 2, and at stage 3 with
-        ``gather="window"``, ranks may run different numbers of backwards inside, without ``max_bytes``. An exception
-        drops the window's gradients without communication (with those of an unfinished accumulation that they were
-        added to) and is raised again. Inside, ``zero_grad()`` drops what waits; ``p.grad`` is what it was before, or,
-        if that was None, this rank's own full sum, ``[*p.shape]``. Source: DeepSpeed PR 7992.
-
-        Args:
-            gather: at stage 3, ``"window"`` gathers every parameter once for all forwards and backwards inside (and
-                holds the whole model meanwhile), ``"use"`` gathers each at each use as outside, ``"auto"`` (default)
-                is ``"window"`` if parameters, gradients and an optimizer's moments fit in half of what is free on every
-                rank; decided in the first window.
-            max_bytes: of full gradients that wait; when a backward leaves more, the largest units are reduced then,
-                and bound when the window closes.
-            accumulate_dtype: ``None``: gradients are summed in their own dtype; ``torch.float32``: in fp32. They are
-                communicated in ``reduce_dtype``, or in their own.
-
-        Raises:
-            RuntimeError: windows are nested, an accumulation is open, an optimizer steps or clips inside one, a
-                parameter with a waiting gradient was frozen, or (where it closes) a rank did not open it, failed
-                inside it, or would have met other collectives.
-            ValueError: an argument is outside what it allows.
-        """
-        with self.engine.windows.open(gather, max_bytes, accumulate_dtype):
-            yield
-
-    @contextmanager
-    def full_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> Iterator[dict[str, Tensor]]:
-        """The full values of the module's parameters, by name; all ranks must enter.
-
-        Inside, the modules compute with what is written to the values, while ``parameters()``, optimizers and
-        checkpoints keep the values that the parameters had. After an exception nothing that was written counts.
-
-        Args:
-            module: a part of the model; default: all of it.
-            writeback: whether what is written to the values in place becomes the parameters' value on exit. Every
-                rank must write the same.
-
-        Raises:
-            RuntimeError: parameters of another, open ``full_parameters`` are asked for (or others that are gathered
-                with them); an optimizer steps inside.
-        """
-        with self.engine.full_parameters(module or self._module, writeback) as values:
-            yield values
-
-    def full_gradients(self, module: nn.Module | None = None) -> dict[str, Tensor]:
-        """The full gradients of the module's parameters, by name, as copies; all ranks must ask.
-
-        They are reduced: the mean over all ranks, as under DDP. Parameters without a gradient are left out.
-
-        Args:
-            module: a part of the model; default: all of it.
-
-        Raises:
-            RuntimeError: inside ``coalesce_grad_reduction``, where they are not reduced yet; another rank does not ask.
-        """
-        return self.engine.full_gradients(module or self._module)
 
     @override
     def on_train_end(self) -> None:
@@ -285,25 +287,157 @@ class ZeroCompileStrategy(ShardingStrategy):
     def on_predict_end(self) -> None:
         self.engine.runtime.pass_mark("the end of prediction")
 
-    # ---- statistics ----
+    # ---- state ----
 
     @property
-    def stats(self) -> Stats:
-        """What the runtime has done since set-up, or did in the run that has ended; a snapshot."""
-        return self.statistics.stats
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return self._checkpoints.io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoints.io = io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Shards, or full values on the CPU of rank 0 and nothing on the others; collective."""
+        self._meet("a checkpoint")
+        if self._engine is not None:
+            self._engine.runtime.pass_mark("a checkpoint")
+            self._engine.apply_writes()
+        return self._checkpoints.model_state(self._module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._meet("a checkpoint: an optimizer's state")
+        return self._checkpoints.optimizer_state(_raw(optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        before_optimizer_state(self._module.trainer, self._module)
+        self._checkpoints.load_optimizers(self._raw_optimizers, checkpoint["optimizer_states"])
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        self._meet("a checkpoint: saving")
+        self._checkpoints.save(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        if weights_only is None and isinstance(self._launcher, Launcher):
+            weights_only = self._launcher.weights_only  # see [Note: weights_only]
+        return self._checkpoints.load(checkpoint_path, weights_only, self._module, fitting)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        self._checkpoints.remove(filepath)
+
+    # ---- Lightning's own collectives, see meetings.py ----
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._meet("a barrier")
+        super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        self._meet("a broadcast")
+        return super().broadcast(obj, src)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if group is None:
+            self._meet("`all_gather`")
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if group is None and isinstance(tensor, Tensor):
+            self._meet("the reduction of a logged value or of a decision")
+        return super().reduce(tensor, group, reduce_op)
+
+    # ---- the end ----
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True  # ranks may be out of step: no collective from here on
+        explained = explain(str(exception)) if type(exception) is RuntimeError else None
+        if explained is not None:  # a hook raised it, outside of steps
+            exception.args = (explained,)
+        knot = None if self.messages is None else self.messages.last_knot
+        if knot is not None and isinstance(exception, RuntimeError) and is_communication(exception):
+            exception.args = (f"{knot}\nThis rank's own error: {exception}",)
+        if self.messages is not None:
+            self.messages.leave(f"{type(exception).__name__}: {exception}")
+
+    @override
+    def teardown(self) -> None:
+        if not self._failed:
+            _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        if self._failed or self.config.unshard_after_fit:
+            self._close(self._failed)
+        if self._engine is None:
+            self._restore_module()  # also when set-up failed on the way
+        if self._engine is None and self.lightning_module is not None and not self._failed:
+            self.lightning_module.cpu()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None and not self._failed:  # on a device it waits for what other ranks owe
+            self.accelerator.teardown()
+        if self._failed:
+            self._checkpoints.abandon()
+        else:
+            self._checkpoints.finish()
+
+    @override
+    def _close(self, failed: bool = False) -> None:
+        if self._engine is not None:
+            super()._close(failed)
+            self._checkpoints.note_whole(self._module)
+            self._restore_module()
+
+    @override
+    def _use(self, engine: Engine | None) -> None:
+        super()._use(engine)
+        if engine is not None:
+            this = weakref.WeakMethod(self._where)  # the core holds `messages`, where no collector looks
+            engine.runtime.messages.where = lambda: where() if (where := this()) is not None else ""
+        if isinstance(self.precision_plugin, StepsThroughEngine):
+            self.precision_plugin.engine = engine
+
+    def _where(self) -> str:
+        hook = None if self.lightning_module is None else self.lightning_module._current_fx_name
+        return f", in `{hook}`" if hook else ""
+
+    def _restore_module(self) -> None:
+        """Takes back what set-up changed in the module beside its parameters."""
+        if isinstance(self.precision_plugin, StepsThroughEngine):
+            self.precision_plugin.restore_module()
+        for revert in (self._revert_layers, self._revert_methods):
+            if revert is not None:
+                revert()
+        self._revert_layers = self._revert_methods = None
 
     @property
-    def compile_stats(self) -> CompileStats:
-        """Graphs compiled since set-up, or in the run that has ended; a snapshot."""
-        return self.statistics.compile_stats
+    def _raw_optimizers(self) -> list[Optimizer]:
+        return [_raw(optimizer) for optimizer in self.optimizers]
 
     @property
-    def eager_reads(self) -> dict[str, EagerReads]:
-        """What code outside compiled graphs has read, by unit (a block, or the first parameter of a group): how often,
-        and how many gathers and bytes the unit took in all. After the run, what it was at its end."""
-        return self.statistics.eager_reads
+    def _module(self) -> pl.LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError("The strategy has no LightningModule; it gets it from the Trainer.")
+        return self.lightning_module
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_engine": None, "_revert_layers": None, "_revert_methods": None}
 
     def __repr__(self) -> str:
-        # Fabric and pytorch_lightning's Trainer refuse the strategy and print it: say what to use
-        who = "for lightning.Trainer (`import lightning as L`), not for Fabric"
-        return f"<{type(self).__name__}(stage={self.config.stage}) {who}>"
+        # pytorch_lightning's Trainer and Fabric refuse it and print it
+        return f"<{type(self).__name__}(stage={self.config.stage}) for lightning.Trainer (`import lightning as L`)>"
+
+
+def _raw(optimizer: Optimizer) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -35,27 +35,35 @@ _WHAT = "Saving a checkpoint in the background"
 
 
 class Background:
-    """Saves directories of shards in the plugin's thread: see [Note: saving in the background].
+    """Saves in the thread of the user's ``AsyncCheckpointIO``: see [Note: saving in the background].
+
+    Without that plugin nothing is saved here, and there is nothing to wait for.
 
     Args:
+        plugin: the user's; None: everything is saved at once.
         timeout: how long the threads wait for each other in one collective.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+    def __init__(self, plugin: AsyncCheckpointIO | None, timeout: timedelta) -> None:
+        self._plugin, self._timeout = plugin, timeout
         self._group: dist.ProcessGroup | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_group": None}
 
-    def save(self, plugin: AsyncCheckpointIO, checkpoint: Mapping[str, Any], path: Path) -> None:
+    @property
+    def is_used(self) -> bool:
+        """Whether checkpoints are saved in the background."""
+        return self._plugin is not None
+
+    def save(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         """:func:`directory.save`, of which only the copy is made now; collective.
 
         Each save that is on its way holds a copy of this rank's shards on the CPU.
 
         Raises:
             IsADirectoryError: ``path`` is a directory that is no checkpoint.
-            RuntimeError: a rank could not copy or pickle its part. What fails later, :func:`raise_pending` raises.
+            RuntimeError: a rank could not copy or pickle its part. What fails later, :meth:`raise_pending` raises.
         """
         state, rest = directory.parts(checkpoint)
         copied: dict[str, Any] = {}
@@ -72,64 +80,83 @@ class Background:
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         group = self._group
-        run_in_thread(plugin, lambda: directory.write(copied, lambda f: f.write(content.getbuffer()), path, group))
+        self._submit(lambda: directory.write(copied, lambda f: f.write(content.getbuffer()), path, group))
+
+    def after_saves(self, action: Callable[[], object]) -> None:
+        """Runs ``action`` when what is being saved now is on the disk; at once if nothing was ever saved here."""
+        if self._plugin is None or self._plugin._executor is None:
+            action()
+        else:
+            self._submit(action)
+
+    def _submit(self, action: Callable[[], object]) -> None:
+        """Runs ``action`` in the plugin's thread; the first error is kept for :meth:`raise_pending`."""
+        plugin = self._plugin
+        assert plugin is not None
+
+        def guarded() -> None:
+            try:
+                action()
+            except Exception as error:
+                if plugin._error is None:
+                    plugin._error = error
+
+        plugin._ensure_setup()
+        assert plugin._executor is not None
+        plugin._executor.submit(guarded)
+
+    def raise_pending(self, wait: bool) -> None:
+        """Raises what has failed in the background since the last call; collective where something can have.
+
+        Args:
+            wait: for all that is still on its way.
+
+        Raises:
+            RuntimeError: or what was raised there, if that was the same on all ranks; on all ranks alike.
+        """
+        plugin = self._plugin
+        if plugin is None:
+            return
+
+        def look() -> bool:
+            if wait:
+                _drain(plugin)
+            return plugin._error is not None
+
+        def report() -> None:
+            _drain(plugin)  # one rank's failure is the others' too, which may come to it a little later
+            error, plugin._error = plugin._error, None
+            if error is not None:
+                raise error
+
+        if any(on_all_ranks(_WHAT, look)):
+            on_all_ranks(_WHAT, report)
 
     def finish(self) -> None:
-        """Behind :func:`raise_pending`: ends what the threads have communicated by; all ranks must come to it."""
+        """Waits for all saves, and ends what the threads have communicated by; collective where something can be.
+
+        Raises:
+            RuntimeError: see :meth:`raise_pending`.
+        """
+        self.raise_pending(wait=True)
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def abandon(self, plugin: AsyncCheckpointIO) -> None:
+    def abandon(self) -> None:
         """After a failure: waits for a moment only. What is on its way goes on, and warns if it fails.
 
         The process group stays until the process ends, as those of the training.
         """
         self._group = None
-        if plugin._executor is not None:  # it stays: what the next run saves comes behind
-            futures.wait([plugin._executor.submit(_warn, plugin)], min(_GRACE, self._timeout / 10).total_seconds())
+        if self._plugin is not None and self._plugin._executor is not None:  # it stays: later saves come after these
+            moment = min(_GRACE, self._timeout / 10).total_seconds()
+            futures.wait([self._plugin._executor.submit(_warn, self._plugin)], moment)
 
-
-def run_in_thread(plugin: AsyncCheckpointIO, action: Callable[[], object]) -> None:
-    """Runs ``action`` in the plugin's thread behind what waits there; the first error is kept for "
-    ":func:`raise_pending`."""
-
-    def guarded() -> None:
-        try:
-            action()
-        except Exception as error:
-            if plugin._error is None:
-                plugin._error = error
-
-    plugin._ensure_setup()
-    assert plugin._executor is not None
-    plugin._executor.submit(guarded)
-
-
-def raise_pending(plugin: AsyncCheckpointIO, wait: bool) -> None:
-    """Raises what has failed in the background since the last call; collective.
-
-    Args:
-        plugin: this rank's.
-        wait: for all that is still on its way.
-
-    Raises:
-        RuntimeError: or what was raised there, if that was the same on all ranks; on all ranks alike.
-    """
-
-    def look() -> bool:
-        if wait:
-            _drain(plugin)
-        return plugin._error is not None
-
-    def report() -> None:
-        _drain(plugin)  # one rank's failure is the others' too, which may come to it a little later
-        error, plugin._error = plugin._error, None
-        if error is not None:
-            raise error
-
-    if any(on_all_ranks(_WHAT, look)):
-        on_all_ranks(_WHAT, report)
+    def forget_error(self) -> None:
+        """What has failed in the background was told already, and is not the next run's."""
+        if self._plugin is not None:
+            self._plugin._error = None
 
 
 def _drain(plugin: AsyncCheckpointIO) -> None:

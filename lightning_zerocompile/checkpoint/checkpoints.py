@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zerocompile.checkpoint import directory, files
-from lightning_zerocompile.checkpoint.background import Background, raise_pending, run_in_thread
+from lightning_zerocompile.checkpoint.background import Background
 from lightning_zerocompile.checkpoint.directory import on_all_ranks
 from lightning_zerocompile.checkpoint.files import AtomicCheckpointIO
 from lightning_zerocompile.checkpoint.state import (
@@ -40,39 +41,60 @@ from lightning_zerocompile.optim.supported import sees_whole_values
 
 
 class Checkpoints:
-    """Saves and loads for the strategy.
+    """Saves and loads for the strategy, through the user's plugin.
 
     Args:
         sharded: what is written: a directory of shards, or one file with full tensors.
         full_param_optimizers: names of the user's optimizers that keep state of other shapes whole on every rank.
         timeout: how long ranks wait for each other while shards are saved in the background.
+        io: the user's plugin; None: one that writes files that are complete or not there.
     """
 
     def __init__(
-        self, sharded: bool, full_param_optimizers: Sequence[str] = (), timeout: timedelta = timedelta(minutes=30)
+        self,
+        sharded: bool,
+        full_param_optimizers: Sequence[str] = (),
+        timeout: timedelta = timedelta(minutes=30),
+        io: CheckpointIO | None = None,
     ) -> None:
-        self._sharded, self._full_param_optimizers = sharded, full_param_optimizers
-        self._background = Background(timeout)
+        self._sharded, self._full_param_optimizers, self._timeout = sharded, full_param_optimizers, timeout
+        self.io = io
         # weak: what optimizers hold outlives the sharded model, the other masters must not
         self._names: MutableMapping[Tensor, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_names": {}}  # weak references cannot be pickled
 
+    @property
+    def io(self) -> CheckpointIO:
+        """The user's plugin, or one that writes atomically where the user left the choice."""
+        if isinstance(self._io, _WrappingCheckpointIO) and self._io.checkpoint_io is None:
+            self._io.checkpoint_io = AtomicCheckpointIO()
+        return self._io
+
+    @io.setter
+    def io(self, io: CheckpointIO | None) -> None:
+        self._io = AtomicCheckpointIO() if io is None or type(io) is TorchCheckpointIO else io
+        self._background = Background(self._io if isinstance(self._io, AsyncCheckpointIO) else None, self._timeout)
+
     def attach(self, module: nn.Module) -> None:
         """Notes the names of what optimizers hold, or will hold when a parameter group is added."""
         self._names = WeakTensorKeyDictionary({parameter: name for name, parameter in module.named_parameters()})
+
+    def note_whole(self, module: nn.Module) -> None:
+        """Notes the names of whole parameters, too: optimizers made elsewhere hold those after a run."""
+        self._names.update({parameter: name for name, parameter in module.named_parameters()})
 
     # ---- states ----
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's state: its shards, or full tensors on rank 0; collective."""
-        return dict(module.state_dict()) if self._sharded else full_state_dict(module, keep=dist.get_rank() == 0)
+        return dict(module.state_dict()) if self._sharded else full_state_dict(module, keep=is_first_rank())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state: its shards by their parameters' names, or full tensors on rank 0; collective."""
         if not self._sharded:
-            return full_optimizer_state(optimizer, keep=dist.get_rank() == 0)
+            return full_optimizer_state(optimizer, keep=is_first_rank())
         return named_optimizer_state(optimizer, self._names_of(optimizer))
 
     def load_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
@@ -92,7 +114,7 @@ class Checkpoints:
 
     # ---- files ----
 
-    def save(self, io: CheckpointIO, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
+    def save(self, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
         """Writes Lightning's dictionary, or lets ``AsyncCheckpointIO`` do it in the background; collective.
 
         Raises:
@@ -100,69 +122,68 @@ class Checkpoints:
             ValueError: a directory of shards cannot be written to a remote path.
             RuntimeError: an earlier save in the background failed; on all ranks, and nothing is saved.
         """
-        if isinstance(io, AsyncCheckpointIO):
-            raise_pending(io, wait=False)
-        if self._sharded:
-            self._save_shards(io, checkpoint, path, options)
+        self._background.raise_pending(wait=False)
+        if self._sharded and dist.is_initialized():
+            self._save_shards(checkpoint, path, options)
         else:
-            self._save_file(io, checkpoint, path, options)
-        if isinstance(io, AsyncCheckpointIO) and Path(path).name.startswith("hpc_ckpt_"):
-            raise_pending(io, wait=True)  # Lightning lets SLURM end and requeue the job right behind this save
+            self._save_file(checkpoint, path, options)
+        if Path(path).name.startswith("hpc_ckpt_"):
+            self._background.raise_pending(wait=True)  # Lightning lets SLURM end the job right after this save
 
-    def _save_shards(self, io: CheckpointIO, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
+    def _save_shards(self, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
         if options is not None:
             raise TypeError("`storage_options` are for files: state_dict_type='sharded' has none.")
         local = _local(dist_broadcast(path))
-        if isinstance(io, AsyncCheckpointIO):
-            self._background.save(io, checkpoint, local)
+        if self._background.is_used:
+            self._background.save(checkpoint, local)
         else:
             directory.save(checkpoint, local)
 
-    @staticmethod
-    def _save_file(io: CheckpointIO, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
+    def _save_file(self, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
         def write() -> None:
-            if dist.get_rank() == 0:
+            if is_first_rank():
                 directory.refuse_dtensors(checkpoint)
-                io.save_checkpoint(checkpoint, path, storage_options=options)
+                self.io.save_checkpoint(checkpoint, path, storage_options=options)
 
         on_all_ranks(f"Saving the checkpoint `{path}`", write)
 
     def load(
         self,
-        io: CheckpointIO,
         path: _PATH,
         weights_only: bool | None,
         module: nn.Module,
         with_optimizers: bool,
     ) -> dict[str, Any]:
-        """Lightning's dictionary from a file or a directory; collective. Waits for what is still being saved.
+        """Lightning's dictionary from a file or a directory, see :meth:`read`."""
+        return directory.as_lightning(self.read(path, weights_only, module, with_optimizers))
+
+    def read(self, path: _PATH, weights_only: bool | None, module: nn.Module, with_optimizers: bool) -> dict[str, Any]:
+        """What a file holds, or Lightning's dictionary from a directory; collective. Waits for what is being saved.
 
         Raises:
             RuntimeError: a file is missing or damaged; it is named. Or a save in the background failed.
             UnpicklingError: it holds more than tensors and plain containers, and ``weights_only`` is not False.
         """
-        if isinstance(io, AsyncCheckpointIO):
-            raise_pending(io, wait=True)
+        self._background.raise_pending(wait=True)
         torch.cuda.empty_cache()  # as Lightning does before it loads
-        path = dist_broadcast(path)
+        given, path = path, dist_broadcast(path)
         local = files.local_path(path)
         if local is None:  # torch.load's own default for URLs would unpickle anything
             with directory.refusals(path):
-                loaded = io.load_checkpoint(path, weights_only=weights_only is not False)
-            return directory.as_lightning(loaded)
-        local, kind = self._found(files.locate(local), io)
+                return self.io.load_checkpoint(path, weights_only=weights_only is not False)
+        local, kind = self._found(files.locate(local))
         if kind == "a directory":
             masters = dict(module.named_parameters(remove_duplicate=False))
             return directory.load(local, masters, weights_only, with_optimizers)
-        own = type(_inner(io)) in (AtomicCheckpointIO, TorchCheckpointIO)  # others may have a format of their own
+        own = type(_inner(self.io)) in (AtomicCheckpointIO, TorchCheckpointIO)  # others may have a format of their own
         if kind == "a file":
-            first = dist.get_rank() == 0  # one rank reads it all; the others would find the same
+            first = is_first_rank()  # one rank reads it all; the others would find the same
             on_all_ranks(f"Reading the checkpoint `{path}`", lambda: files.check_file(local, own) if first else None)
         with directory.refusals(str(local)), files.unreadable(local) if own else nullcontext():
-            return directory.as_lightning(io.load_checkpoint(local, weights_only=weights_only))
+            place = local if own else given if os.fspath(given) == path else path
+            return self.io.load_checkpoint(place, weights_only=weights_only)
 
-    @staticmethod
-    def _found(path: Path, io: CheckpointIO) -> tuple[Path, str]:
+    def _found(self, path: Path) -> tuple[Path, str]:
         """What is at ``path``, alike on all ranks; collective.
 
         Raises:
@@ -171,7 +192,7 @@ class Checkpoints:
         what = f"Reading the checkpoint `{path}`"
 
         def look() -> str:
-            if path.is_dir() and (type(_inner(io)) is AtomicCheckpointIO or (path / files.META).is_file()):
+            if path.is_dir() and (type(_inner(self.io)) is AtomicCheckpointIO or (path / files.META).is_file()):
                 return "a directory"
             return "a file" if path.is_file() else "nothing"
 
@@ -184,53 +205,41 @@ class Checkpoints:
             )
         return path, kinds[0]
 
-    def remove(self, io: CheckpointIO, path: _PATH) -> None:
+    def remove(self, path: _PATH) -> None:
         """Removes a checkpoint, on rank 0, after those that are still being saved."""
         if dist.is_initialized() and dist.get_rank() != 0:
             return
-        remover = AtomicCheckpointIO() if self._sharded else io
-        if isinstance(io, AsyncCheckpointIO) and io._executor is not None:
-            # at once, it could go before the one that replaces it is on the disk
-            run_in_thread(io, lambda: remover.remove_checkpoint(path))
-        else:
-            remover.remove_checkpoint(path)
+        remover = AtomicCheckpointIO() if self._sharded else self.io
+        # at once, it could go before the one that replaces it is on the disk
+        self._background.after_saves(lambda: remover.remove_checkpoint(path))
 
-    def finish(self, io: CheckpointIO) -> None:
+    def finish(self) -> None:
         """Waits for what is still being saved; collective where something can be.
 
         Raises:
             RuntimeError: a save in the background failed; on all ranks.
         """
-        if isinstance(io, AsyncCheckpointIO):
-            raise_pending(io, wait=True)
-            self._background.finish()
-        io.teardown()
+        self._background.finish()
+        self.io.teardown()
 
-    def abandon(self, io: CheckpointIO) -> None:
+    def abandon(self) -> None:
         """:meth:`finish` after a failure: waits for other ranks for a moment only, and raises nothing of its own."""
-        if self._sharded and isinstance(io, AsyncCheckpointIO):
-            self._background.abandon(io)
+        if self._sharded and self._background.is_used:
+            self._background.abandon()
             return
         try:
-            io.teardown()  # a file is written by one rank alone
+            self.io.teardown()  # a file is written by one rank alone
         except Exception as error:
-            if isinstance(io, AsyncCheckpointIO):
-                io._error = None  # told, and not the next run's
+            self._background.forget_error()
             warnings.warn(f"A checkpoint could not be saved: {type(error).__name__}: {error}", stacklevel=2)
 
-    def plugin(self, io: CheckpointIO | None) -> CheckpointIO:
-        """The user's plugin, or one that writes atomically where the user left the choice."""
-        if isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
-            io.checkpoint_io = AtomicCheckpointIO()
-        return AtomicCheckpointIO() if io is None or type(io) is TorchCheckpointIO else io
-
-    def check_plugin(self, io: CheckpointIO) -> None:
+    def check_plugin(self) -> None:
         """Raises if a plugin would be passed by.
 
         Raises:
             MisconfigurationException: names the plugin and the remedy.
         """
-        inner = _inner(io)
+        io, inner = self.io, _inner(self.io)
         if self._sharded and type(inner) not in (AtomicCheckpointIO, TorchCheckpointIO):
             name = type(io).__name__ + ("" if inner is io else f"({type(inner).__name__})")
             raise MisconfigurationException(
@@ -245,10 +254,16 @@ def _inner(io: CheckpointIO) -> CheckpointIO:
     return io.checkpoint_io or io if type(io) is AsyncCheckpointIO else io
 
 
+def is_first_rank() -> bool:
+    """Also before there is a process group, when the environment says which rank this is."""
+    return bool((dist.get_rank() if dist.is_initialized() else rank_zero_only.rank) == 0)  # type: ignore[attr-defined]
+
+
 def dist_broadcast(path: _PATH) -> str:
     """Rank 0's path on all ranks: it may hold a time or a random name."""
     paths = [os.fspath(path)]
-    dist.broadcast_object_list(paths, 0)
+    if dist.is_initialized():
+        dist.broadcast_object_list(paths, 0)
     return paths[0]
 
 

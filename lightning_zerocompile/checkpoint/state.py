@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
+from lightning_zerocompile.optim.taken_over import sharded_states
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.layout import shard_like
+from lightning_zerocompile.sharding.module_swap import PARAMETERS
+from lightning_zerocompile.sharding.parameter import ShardedParameter
 
 
 def _full(value: Any, keep: bool) -> Any:
@@ -48,6 +54,46 @@ def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
     return state if keep else {}
 
 
+@contextmanager
+def serving_full_values(module: nn.Module, keep: bool) -> Iterator[None]:
+    """Inside, ``state_dict()`` of the module and of each part of it has full values; entering is collective.
+
+    The values are the parameters' of this moment, on the CPU, in the dtypes that the module has after the fit.
+
+    Args:
+        module: sharded, or a part of a sharded one.
+        keep: whether this rank has the values; on the others ``state_dict()`` raises.
+    """
+    full: dict[ShardedParameter, Tensor] = {}  # tied ones once, as one tensor
+    handles: list[RemovableHandle] = []
+
+    def serve(inner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, sharded in inner.__dict__[PARAMETERS].items():
+            if not keep:
+                raise RuntimeError(
+                    f"`state_dict()` inside `full_state_dict` on rank {dist.get_rank()}: rank 0 alone has the full "
+                    f"values (of `{sharded.name}`, say). Save in `if trainer.is_global_zero:`."
+                )
+            if prefix + name in state:
+                state[prefix + name] = full[sharded]
+
+    for inner in module.modules():
+        for sharded in inner.__dict__.get(PARAMETERS, {}).values():
+            if sharded not in full:
+                value = _full(sharded.master.detach(), keep)
+                full[sharded] = value.to(sharded.dtype)
+    try:
+        handles.extend(
+            inner.register_state_dict_post_hook(serve)  # type: ignore[no-untyped-call, unused-ignore]
+            for inner in module.modules()
+            if PARAMETERS in inner.__dict__
+        )
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _is_same(value: Any, master: Tensor) -> bool:
     """Whether an entry of a state dict is the master itself, and not what a hook made of it."""
     if not isinstance(value, DTensor) or not isinstance(master, DTensor) or value.dtype != master.dtype:
@@ -57,21 +103,25 @@ def _is_same(value: Any, master: Tensor) -> bool:
 
 def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with full tensors; collective over the shard group. ``keep`` as above."""
-    state = optimizer.state_dict()
-    state["state"] = {
-        index: {name: _full(value, keep) for name, value in entry.items()} for index, entry in state["state"].items()
-    }
+    state = tree_map(lambda value: _full(value, keep), optimizer.state_dict())
     return state if keep else {}
+
+
+def _is_torchs(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state dict is as torch's: Lightning's stand-in for no optimizer has an empty one."""
+    return "param_groups" in state  # a directory keeps no empty `state`
 
 
 def named_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with its shards, keyed by parameter names instead of positions."""
     state = optimizer.state_dict()
+    if not _is_torchs(state):
+        return state
     held = [p for group in optimizer.param_groups for p in group["params"]]
     order = [index for group in state["param_groups"] for index in group["params"]]
     name_of = {index: names[p] for index, p in zip(order, held, strict=True)}
     return {
-        "state": {name_of[index]: entry for index, entry in state["state"].items()},
+        "state": {name_of[index]: entry for index, entry in state.get("state", {}).items()},
         "param_groups": [{**g, "params": [name_of[index] for index in g["params"]]} for g in state["param_groups"]],
     }
 
@@ -84,6 +134,8 @@ def positional_optimizer_state(
     Raises:
         ValueError: the groups hold other parameters than this optimizer's.
     """
+    if not _is_torchs(state):
+        return state
     saved = [group.get("params", []) for group in state["param_groups"]]
     if not any(isinstance(name, str) for group in saved for name in group):
         return state
@@ -117,35 +169,12 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], whole: 
         ValueError: a state tensor has neither its parameter's shape nor one element, and the optimizer is not one
             that keeps such state whole on every rank.
     """
+    if not _is_torchs(state):
+        optimizer.load_state_dict(dict(state))
+        return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved_order = [index for group in state["param_groups"] for index in group["params"]]
     by_index = dict(zip(saved_order, parameters, strict=False))
-    saved = {index: entry for index, entry in state["state"].items() if index in by_index}
-    moments = {name for index, entry in saved.items() for name, v in entry.items() if _is_moment(v, by_index[index])}
-    entries = {
-        index: {
-            name: _shard_entry(name, value, by_index[index], name in moments, whole) for name, value in entry.items()
-        }
-        for index, entry in saved.items()
-    }
-    optimizer.load_state_dict({**state, "state": entries})
-
-
-def _is_moment(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and parameter.dim() > 0
-
-
-def _shard_entry(name: str, value: Any, parameter: Tensor, moment: bool, whole: bool) -> Any:
-    """``moment``: other parameters' entries of this name have their shape; a 0-dim value alone may be a counter.
-    ``whole``: what has another shape than its parameter is on every rank."""
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return value
-    if value.shape == parameter.shape and (moment or parameter.dim() > 0):
-        return shard_like(value, parameter, dtype=value.dtype)
-    if value.numel() == 1 or whole:
-        return value
-    raise ValueError(
-        f"The optimizer state `{name}` has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}: it is "
-        "not elementwise and cannot be sharded with its parameter. If the optimizer treats each parameter on its own, "
-        "name its class in ZeroCompileStrategy(full_param_optimizers=[...])."
-    )
+    saved = {index: entry for index, entry in state.get("state", {}).items() if index in by_index}
+    entries = sharded_states([(by_index[index], entry) for index, entry in saved.items()], whole)
+    optimizer.load_state_dict({**state, "state": dict(zip(saved, entries, strict=True))})

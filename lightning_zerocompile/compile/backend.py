@@ -16,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._pytree import tree_leaves
 
 from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
-from lightning_zerocompile.compile.passes.recompute import TagRecompute, tag_recompute
+from lightning_zerocompile.compile.passes.recompute import SaveRandom, TagRecompute, save_random, tag_recompute
 from lightning_zerocompile.compile.passes.reject_writes import reject_writes
 from lightning_zerocompile.compile.passes.unify_casts import unify_casts
 from lightning_zerocompile.config import Config
@@ -75,7 +75,10 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
     if config.mode is not None:
         options |= torch._inductor.list_mode_options(config.mode, config.dynamic)
     options |= {name.replace("-", "_"): value for name, value in config.options.items()}
-    for place, ours in (("joint_custom_pre_pass", TagRecompute()), ("post_grad_custom_post_pass", lower)):
+    passes: dict[str, CustomGraphPass] = {"joint_custom_pre_pass": TagRecompute(), "post_grad_custom_post_pass": lower}
+    if config.activation_budget is not None:
+        passes["joint_custom_post_pass"] = SaveRandom()  # later: Inductor makes random numbers its own before
+    for place, ours in passes.items():
         theirs = options.get(place) or getattr(inductor, place)
         options[place] = ours if theirs is None else Composed(theirs, ours)
     options["reorder_for_peak_memory"] = False  # it would move the starts that the passes placed
@@ -107,7 +110,10 @@ def make_backend(config: Config, count: Callable[[fx.GraphModule], None], region
     """The backend that torch.compile calls with each of Dynamo's graphs; ``regional`` as in "
     ":class:`PlaceCommunication`."""
     lower = PlaceCommunication(regional, config.unit_bytes)
-    run = _inductor(config, lower, regional) if config.backend == "inductor" else _aot_eager(lower)
+    run = _inductor(config, lower, regional) if config.backend == "inductor" else _aot_eager(config, lower)
+    settings: dict[str, Any] = {"backward_pass_autocast": "off"}
+    if config.activation_budget is not None:  # at 0 torch's partitioner does not ask what must be saved
+        settings["activation_memory_budget"] = max(float(config.activation_budget), 1e-6)
 
     def zerocompile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
         reject_writes(module)
@@ -115,7 +121,7 @@ def make_backend(config: Config, count: Callable[[fx.GraphModule], None], region
         count(module)
         # as in eager code, where backward runs behind autocast; torch's default traces it inside, which on devices
         # sums bias gradients in float32 and runs the backward of float32 islands in half precision
-        with functorch.patch(backward_pass_autocast="off"):  # type: ignore[no-untyped-call, unused-ignore]
+        with functorch.patch(settings):  # type: ignore[no-untyped-call, unused-ignore]
             return run(module, inputs)
 
     return zerocompile
@@ -130,7 +136,7 @@ def _inductor(
     return lambda module, inputs: compile_fx(module, inputs, config_patches=options)
 
 
-def _aot_eager(lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
+def _aot_eager(config: Config, lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
     """The same passes on AOTAutograd's graphs, which then run node by node."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -138,6 +144,8 @@ def _aot_eager(lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Ten
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         tag_recompute(joint.graph)
+        if config.activation_budget is not None:
+            save_random(joint.graph)
         pair: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         return pair
 

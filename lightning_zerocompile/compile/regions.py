@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zerocompile.compile.backend import Code, CompileStats, Graphs, _base
 from lightning_zerocompile.config import Config, Lifetime
@@ -19,6 +20,9 @@ from lightning_zerocompile.sharding.autocast import forward_of
 from lightning_zerocompile.sharding.module_swap import PARAMETERS, REGION, refresh
 from lightning_zerocompile.sharding.parameter import StepState
 from lightning_zerocompile.sharding.unsharded import unwatch
+
+if TYPE_CHECKING:
+    from lightning_zerocompile.runtime.core import Runtime as Core
 
 EAGER = (
     "`{}` ({}) is compiled, but a part of it runs eagerly: torch.compile skipped or disabled code that reads "
@@ -63,7 +67,7 @@ class Region:
     """One module that is compiled (or, without compilation, entered) as a whole."""
 
     name: str
-    core: Any
+    core: Core
     units: list[int]  # gathered while the module runs
     eager: Callable[..., Any]  # the class's forward
     run: Callable[..., Any]  # the same, compiled once for all equal regions
@@ -74,8 +78,14 @@ class Region:
     compiled: bool = False
     ran_eagerly: Callable[[bool], None] = lambda hooked: None  # told when a compiled one ran eagerly, in part or whole
     step_state: StepState = field(default_factory=StepState)
+    checkpointed: bool = False  # it runs again in the backward, which finds nothing saved but its inputs
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.checkpointed and torch.is_grad_enabled():
+            return checkpoint(partial(self._run, module, **kwargs), *args, use_reentrant=False)
+        return self._run(module, *args, **kwargs)
+
+    def _run(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not refresh(self.sharded):
             return _base(module).forward(module, *args, **kwargs)  # graphs know the module's own parameters only
         hooked = self.compiled and has_hooks(self.inside)
@@ -148,11 +158,12 @@ class Regions:
         region = Region(name, core, units, eager, eager, compiled=compiled)
         region.inside = list(module.modules())[1:]
         region.sharded = [inner for inner in module.modules() if PARAMETERS in inner.__dict__]
+        region.checkpointed = bool(units) and bool(self._config.activation_checkpointing)
         region.regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
         if compiled:
             code = self._graphs.code_of(module, regional=bool(units))
-            region.run = functools.partial(_run, self._graphs, self.stats, code)
-            region.ran_eagerly = functools.partial(self._ran_eagerly, name, _base(module), code)
+            region.run = partial(_run, self._graphs, self.stats, code)
+            region.ran_eagerly = partial(self._ran_eagerly, name, _base(module), code)
         self._install(module, region)
 
     def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,9 +21,10 @@ from lightning_zerocompile.optim.supported import (
     check_optimizers,
     is_elementwise,
     masters_of,
+    sees_whole_values,
     steps_by_unit,
-    take_masters,
 )
+from lightning_zerocompile.optim.taken_over import give_back, take_masters
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.master import index_of
 from lightning_zerocompile.sharding.unsharded import master_of
@@ -53,6 +55,7 @@ class OptimizerSteps:
         )
         self._restore: dict[Optimizer, Callable[[], None]] = {}  # how each is left alone again
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
+        self._taken_over: dict[Optimizer, None] = {}  # see [Note: optimizers made elsewhere]; in order
         self._shared: set[Tensor] = set()  # masters in more than one optimizer
         self._running: list[Optimizer] = []  # their steps, the outermost first
         self._through_lightning: list[Optimizer] = []  # those that `step` is inside of
@@ -72,8 +75,12 @@ class OptimizerSteps:
         self._stepper.forget()
         self._restore, self._taken = {}, set()
         known = {sharded.master for sharded in self._runtime.sharded_parameters}
+        found = ((sharded.original(), sharded.master) for sharded in self._runtime.sharded_parameters)
+        originals: dict[Tensor, Tensor] = {original: master for original, master in found if original is not None}
         for number, optimizer in enumerate(optimizers):
-            take_masters(number, optimizer)
+            whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
+            if take_masters(number, optimizer, originals, whole):
+                self._taken_over[optimizer] = None
         check_optimizers(optimizers, self._config.full_param_optimizers)
         owners = Counter(master for optimizer in optimizers for master in set(masters_of(optimizer)))
         self._shared = {master for master, count in owners.items() if count > 1}
@@ -82,10 +89,15 @@ class OptimizerSteps:
             if foreign:
                 raise RuntimeError(
                     f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that are not "
-                    f"the model's (the first has shape {tuple(foreign[0].shape)}). Create it in "
-                    "`configure_optimizers` from `self.parameters()`: before that the model is not sharded yet."
+                    f"the model's (the first has shape {tuple(foreign[0].shape)}). Create it from the parameters of "
+                    "the LightningModule, best in `configure_optimizers` from `self.parameters()`."
                 )
             self._restore[optimizer] = self._watch(optimizer)
+
+    def give_back(self, parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Optimizers made elsewhere hold the whole ``parameters``, by their masters, from now on; collective."""
+        give_back(self._taken_over, parameters, group)
+        self._taken_over = {}
 
     def _watch(self, optimizer: Optimizer) -> Callable[[], None]:
         """Wraps the optimizer's ``step``; returns what takes that back."""

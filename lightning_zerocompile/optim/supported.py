@@ -15,7 +15,6 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from lightning_zerocompile.sharding.master import PARAMETER, as_plain_tensors, gradient_of
-from lightning_zerocompile.sharding.unsharded import master_of
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -99,18 +98,6 @@ def remedy(optimizer: Optimizer) -> str:
 
 def masters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def take_masters(number: int, optimizer: Optimizer) -> None:
-    """An optimizer of `module.weight` holds a gathered value: its master takes the place."""
-    for group in optimizer.param_groups:
-        group["params"] = [master_of(p) for p in group["params"]]
-    masters = masters_of(optimizer)
-    if len(set(masters)) < len(masters):
-        raise RuntimeError(
-            f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter more than once: from `parameters()` "
-            "and as a module's attribute. Give it to the optimizer once."
-        )
 
 
 def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:

@@ -161,10 +161,7 @@ class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):
             if isinstance(submodule, _DeviceDtypeModuleMixin):
                 self._restore.append(partial(setattr, submodule, "_dtype", submodule._dtype))
                 submodule._dtype = self._desired_input_dtype
-            for name, buffer in submodule._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    self._restore.append(partial(_cast_buffer, submodule, name, buffer.dtype))
-                    _cast_buffer(submodule, name, self._desired_input_dtype)
+        self._restore += cast_buffers(module, self._desired_input_dtype)
         return module
 
     @override
@@ -190,6 +187,17 @@ class MixedPrecision(StepsThroughEngine, lightning_precision.MixedPrecision):  #
         super().__init__(precision, device, scaler)
         if self.scaler is not None:
             self.scaler = ShardedGradScaler.like(self.scaler)
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
+    """Casts floating-point buffers; returns what takes that back."""
+    restore: list[Callable[[], None]] = []
+    for submodule in module.modules():
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                restore.append(partial(_cast_buffer, submodule, name, buffer.dtype))
+                _cast_buffer(submodule, name, dtype)
+    return restore
 
 
 def _cast_buffer(module: nn.Module, name: str, dtype: torch.dtype) -> None:

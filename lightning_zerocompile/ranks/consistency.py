@@ -59,7 +59,7 @@ class Consistency:
     def gather(self, sequence: int, unit: str) -> str:
         """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
         mine, topic = dist.get_rank(), f"gather/{sequence}"
-        heard = self._messages.exchange(topic, unit)
+        heard = self._messages.exchange(topic, unit, f"gather number {sequence}, of unit `{unit}`")
         if self._compared:  # who has come to this comparison has read the last one
             self._messages.forget(self._compared)
         self._compared = topic
@@ -116,7 +116,7 @@ class Consistency:
             self._used = (series, number)
             self._messages.tell_numbered(series, number, used)
             return used
-        heard = self._messages.ask_numbered(series, number)
+        heard = self._messages.ask_numbered(series, number, what=f"the end of backward number {exchange}")
         for rank, theirs in heard.items():
             if theirs is None:
                 raise self._messages.silent(rank, f"has ended backward number {exchange}")
@@ -136,22 +136,33 @@ class Consistency:
             RuntimeError: another rank asks for something else, or does not ask.
         """
         mine, number, start = dist.get_rank(), self._reads, time.monotonic()
+        looked = start
         self._messages.tell_numbered("read", number, what)
-        while True:
-            heard = self._messages.ask_numbered("read", number, within=_LOOK)
-            missing = [rank for rank, theirs in heard.items() if not theirs]
-            others = [(rank, f"asks for {theirs}") for rank, theirs in heard.items() if theirs and theirs != what]
-            if others or not missing:
+        met = False
+        try:
+            while True:
+                heard = self._messages.ask_numbered("read", number, within=_LOOK)
+                missing = [rank for rank, theirs in heard.items() if not theirs]
+                others = [(rank, f"asks for {theirs}") for rank, theirs in heard.items() if theirs and theirs != what]
+                if others or not missing:
+                    met = True
+                    break
+                now = time.monotonic()
+                if (passed := self._passed(missing)) is not None:
+                    others = [passed]
+                elif now - start >= within.total_seconds():
+                    others = [(missing[0], f"has not come there within {within}")]
+                if others:
+                    break
+                if now - looked >= 1:
+                    looked = now
+                    self._messages.waits(f"the read of {what}", "message", number, missing)
+                time.sleep(_PAUSE)  # another rank may have said and taken it back
+        finally:
+            if met:
                 self._reads += 1  # on all ranks: each hears what the others ask for
-                break
-            if (passed := self._passed(missing)) is not None:
-                others = [passed]
-            elif time.monotonic() - start >= within.total_seconds():
-                others = [(missing[0], f"has not come there within {within}")]
-            if others:
-                self._messages.tell_numbered("read", number, "")  # who comes later must not think that this one waits
-                break
-            time.sleep(_PAUSE)  # another rank may have said and taken it back
+            else:  # who comes later must not think that this one waits
+                self._messages.tell_numbered("read", number, "")
         if others:
             raise RuntimeError(
                 f"zerocompile: rank {mine} asks for {what}, which takes all ranks, but rank {others[0][0]} "
@@ -191,6 +202,11 @@ class Reads:
             yield
         finally:
             self._alike -= 1
+
+    @property
+    def all_alike(self) -> bool:
+        """Whether this is inside :meth:`alike`."""
+        return self._alike > 0
 
     def close(self) -> None:
         """The ranks may be gone from now on."""

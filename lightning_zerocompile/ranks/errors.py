@@ -6,16 +6,17 @@ device, where its own watchdog ends the process at ``timeout`` with its own mess
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from lightning_zerocompile.config import Config
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 
-__all__ = ["CommunicationError", "explain", "is_communication", "phase"]
+__all__ = ["CommunicationError", "explain", "in_phases", "is_communication", "phase"]
 
 _GRACE = timedelta(seconds=5)  # for the others to say that they live; at most a tenth of the timeout
 _SIGNS = (  # torch raises a plain RuntimeError for gloo's; the last is the runtime's own
@@ -29,10 +30,11 @@ class _Strategy(Protocol):
     def messages(self) -> Messages | None: ...
 
     @property
-    def config(self) -> Any: ...
+    def config(self) -> Config: ...
 
 
 S = TypeVar("S", bound=_Strategy)
+C = TypeVar("C")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -57,6 +59,21 @@ def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Conc
                 raise explained from error
 
         return call
+
+    return decorate
+
+
+def in_phases(names: Mapping[str, str]) -> Callable[[type[C]], type[C]]:
+    """Decorates a strategy's class: :func:`phase` of each of its methods, also of inherited ones.
+
+    Args:
+        names: of the phases, by the methods' names.
+    """
+
+    def decorate(strategy: type[C]) -> type[C]:
+        for method, name in names.items():
+            setattr(strategy, method, phase(name)(getattr(strategy, method)))
+        return strategy
 
     return decorate
 

@@ -3,8 +3,8 @@
 [Note: liveness] A store keeps what a process has said after its death, so a wait in it notices nothing. A connection
 notices the death itself: a process that computes for minutes, holds the interpreter's lock or is stopped is not
 mistaken for a dead one, and nothing has to be sent while all is well. Each rank holds one connection, to the first
-rank, which passes on whom it has lost. Keep-alive packets, which the kernel answers, find a host that has vanished.
-Where the first rank cannot be reached, a wait ends at ``timeout``.
+rank, which passes on whom it has lost, and which ranks wait for each other (see waits.py). Keep-alive packets, which
+the kernel answers, find a host that has vanished. Where the first rank cannot be reached, a wait ends at ``timeout``.
 """
 
 from __future__ import annotations
@@ -15,30 +15,57 @@ import secrets
 import select
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+
+from lightning_zerocompile.ranks.waits import Jury, explain_knot
 
 DIED = "its process has died"
 CLOSED = "it has ended its part of this run"
 _FOUND_WITHIN = 10.0  # seconds, for the first rank to be reached; nobody waits for it
 _LINE = 4096  # bytes of what a connection may say at a time
+_SEND_WITHIN = 1.0  # seconds
+_LOOK = 1000  # milliseconds: how often the threads look when nobody says anything
+
+
+@dataclass
+class _Heard:
+    """What the thread has heard; read by others.
+
+    Attributes:
+        gone: why a rank will say nothing more.
+        knot: this rank's own report, and where all ranks of its knot wait.
+    """
+
+    gone: dict[int, str] = field(default_factory=dict)
+    knot: tuple[str, str] | None = None
 
 
 class Liveness:
-    """Notices that another rank's process is gone.
+    """Notices that another rank's process is gone, or that ranks wait for each other.
 
     Args:
         ranks: all of them, in the same order everywhere; the first one listens.
         mine: this one.
         first_says: gives the first rank's message (its argument there) to all ranks; collective.
+        sample: asked about once a second by a thread: what this rank waits for without saying it itself, if anything.
     """
 
-    def __init__(self, ranks: Sequence[int], mine: int, first_says: Callable[[str], str]) -> None:
-        self._gone: dict[int, str] = {}  # written by the thread, read by others
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        mine: int,
+        first_says: Callable[[str], str],
+        sample: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._heard = _Heard()
         self._sockets: list[socket.socket] = []
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
         self._closed = False
         first = mine == ranks[0]
         listener = _listen() if first and len(ranks) > 1 else None
@@ -49,17 +76,39 @@ class Liveness:
         serve: Callable[[], None] | None = None
         if first and listener is not None:
             self._sockets.append(listener)
-            serve = partial(_serve, listener, tokens, set(ranks[1:]), self._gone, self._sockets, self._woken)
+            serve = partial(_serve, listener, tokens, ranks, self._heard, self._sockets, self._woken, sample)
         elif not first and port:
             connect = partial(_connect, hosts, port, f"{mine} {tokens[0]}\n", f"{tokens[1]}\n")
-            serve = partial(_follow, connect, ranks[0], self._gone, self._sockets, self._woken)
+            serve = partial(_follow, connect, ranks[0], self._heard, self._sockets, self._woken, sample)
         self._thread = threading.Thread(target=serve, daemon=True, name="zerocompile-liveness") if serve else None
         if self._thread is not None:
             self._thread.start()
 
     def gone(self, rank: int) -> str | None:
         """Why a rank will say nothing more; ``None``: it is there, as far as is known."""
-        return self._gone.get(rank)
+        return self._heard.gone.get(rank)
+
+    def waits(self, line: str) -> str | None:
+        """Says that this rank waits, and is called again every second while it does.
+
+        Args:
+            line: a :meth:`Wait.line`.
+
+        Returns:
+            Where all ranks wait, if some wait for each other and this one is among them.
+        """
+        with suppress(OSError):
+            self._wake.send(f"{line}\n".encode())
+        knot = self._heard.knot
+        if knot is None or knot[0] != line:
+            return None
+        self._heard.knot = None
+        return knot[1]
+
+    @property
+    def last_knot(self) -> str | None:
+        """Where all ranks waited when this one was found among those that wait for each other and has not raised."""
+        return None if self._heard.knot is None else self._heard.knot[1]
 
     def close(self) -> None:
         """Tells the others that this rank has ended its part, and gives back the connection and the thread."""
@@ -67,7 +116,7 @@ class Liveness:
             return
         self._closed = True
         with suppress(OSError):
-            self._wake.send(b"x")
+            self._wake.send(b"closed\n")
         if self._thread is not None:
             self._thread.join(5)
         if self._thread is None or not self._thread.is_alive():  # else it is connecting still, and ends after that
@@ -118,29 +167,63 @@ def _read(connection: socket.socket) -> str | None:
     return said.decode(errors="replace") if said else None
 
 
+class _Lines:
+    """What connections say, line by line."""
+
+    def __init__(self) -> None:
+        self._rests: dict[int, str] = {}
+
+    def of(self, number: int, said: str) -> list[str]:
+        *lines, self._rests[number] = (self._rests.get(number, "") + said).split("\n")
+        return lines
+
+    def forget(self, number: int) -> None:
+        self._rests.pop(number, None)
+
+
 def _serve(
     listener: socket.socket,
     tokens: Sequence[str],
-    expected: set[int],
-    gone: dict[int, str],
+    ranks: Sequence[int],
+    heard: _Heard,
     sockets: list[socket.socket],
     woken: socket.socket,
+    sample: Callable[[], str | None],
 ) -> None:
     """The first rank's thread: who connects with the token is one of the others; whose connection ends is gone."""
     rank_of: dict[socket.socket, int | None] = {}
+    first, expected, gone = ranks[0], set(ranks[1:]), heard.gone
+    jury, lines, judged = Jury(ranks), _Lines(), time.monotonic()
     poller = select.poll()
     by_number = {one.fileno(): one for one in (listener, woken)}
     for number in by_number:
         poller.register(number, select.POLLIN)
     told: list[str] = []
     while True:
-        for number, _ in poller.poll():
+        events = poller.poll(_LOOK)
+        if time.monotonic() - judged >= _LOOK / 1000:
+            judged = time.monotonic()
+            own = sample()
+            if own is not None:
+                jury.hear(first, own)
+            stuck = jury.verdict()
+            text = explain_knot(stuck) if stuck else ""
+            if first in stuck:
+                heard.knot = stuck[first], text
+            for connection, theirs in rank_of.items():
+                if theirs is not None and theirs in stuck:
+                    _send(connection, f"knot {json.dumps([stuck[theirs], text])}\n")
+        for number, _ in events:
             one = by_number[number]
             if one is woken:
-                for connection in rank_of:
-                    with suppress(OSError):
-                        connection.send(b"closed\n")
-                return
+                for line in lines.of(number, _read(one) or ""):
+                    if line == "closed":
+                        for connection in rank_of:
+                            with suppress(OSError):
+                                connection.send(b"closed\n")
+                        return
+                    jury.hear(first, line)
+                continue
             if one is listener:
                 with suppress(OSError):  # of too many open files: that rank's end is not noticed
                     connection, _address = listener.accept()
@@ -166,8 +249,17 @@ def _serve(
                         listener.close()
                     continue
                 said = None
-            if said == "":
+            if said is not None and rank is not None:
+                ended = False
+                for line in lines.of(number, said):
+                    ended = ended or line == "closed"
+                    if line.startswith("{"):
+                        jury.hear(rank, line)
+                if not ended:
+                    continue
+            elif said == "":
                 continue
+            lines.forget(number)
             poller.unregister(number)
             del by_number[number], rank_of[one]
             sockets.remove(one)
@@ -181,37 +273,59 @@ def _serve(
                     connection.send(told[-1].encode())
 
 
+def _send(connection: socket.socket, text: str) -> None:
+    """A text that may be longer than what the connection takes at once; nobody waits for one that does not listen."""
+    with suppress(OSError):
+        connection.settimeout(_SEND_WITHIN)
+        connection.sendall(text.encode())
+    with suppress(OSError):
+        connection.setblocking(False)
+
+
 def _follow(
     connect: Callable[[], socket.socket | None],
     first: int,
-    gone: dict[int, str],
+    heard: _Heard,
     sockets: list[socket.socket],
     woken: socket.socket,
+    sample: Callable[[], str | None],
 ) -> None:
     """Any other rank's thread: the first one says who is gone, and is gone itself when its connection ends."""
     connection = connect()
     if connection is None:
         return
     sockets.append(connection)
-    rest = ""
+    lines, gone, looked = _Lines(), heard.gone, time.monotonic()
     poller = select.poll()
     poller.register(connection.fileno(), select.POLLIN)
     poller.register(woken.fileno(), select.POLLIN)
     while True:
-        ready = [number for number, _ in poller.poll()]
+        ready = [number for number, _ in poller.poll(_LOOK)]
+        to_say = []
+        if time.monotonic() - looked >= _LOOK / 1000:
+            looked, own = time.monotonic(), sample()
+            to_say = [] if own is None else [own]
         if woken.fileno() in ready:
+            to_say += lines.of(woken.fileno(), _read(woken) or "")
+        for line in to_say:
             with suppress(OSError):
-                connection.send(b"closed\n")
-            return
+                connection.send(f"{line}\n".encode())
+            if line == "closed":
+                return
+        if connection.fileno() not in ready:
+            continue
         said = _read(connection)
         if said is None:
             gone.setdefault(first, DIED)
             return
-        *lines, rest = (rest + said).split("\n")
-        for line in lines:
+        for line in lines.of(connection.fileno(), said):
             if line == "closed":
                 gone[first] = CLOSED
                 return
+            if line.startswith("knot "):
+                mine, text = json.loads(line.removeprefix("knot "))
+                heard.knot = mine, text
+                continue
             rank, _, why = line.partition(" ")
             gone[int(rank)] = why
 

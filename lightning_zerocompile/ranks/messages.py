@@ -1,23 +1,26 @@
 """What ranks tell each other through the store: no collective, so it can say what is wrong before one starts.
 
-A rank that waits for another one, here or in a gather, looks about once a second whether the other can still come. It
-cannot if its process has died or has ended its part of the run (see [Note: liveness]), or if it has said why it ends.
-A wait of less than a second costs no request.
+A rank that waits for another one, here or in a collective, looks about once a second whether the other can still
+come. It cannot if its process has died or has ended its part of the run (see [Note: liveness]), if it has said why it
+ends, or if it waits for this one in something else (see [Note: ranks that wait for each other]). A wait of less than a
+second costs no request.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zerocompile.ranks.liveness import CLOSED, Liveness
+from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, Wait
 
 # How many messages of a series stay in the store. A rank is never that far ahead of another: a device queues about a
 # thousand kernels, and what waits there for a slower rank's collective is behind the first of them.
@@ -51,18 +54,23 @@ class Messages:
 
     Attributes:
         check: called at each look while this rank waits; it may raise.
+        where: for messages, the place in the training where this rank is; "" if it is not known.
+        started: how many collectives of each stream this rank has started; see :class:`Wait`.
     """
 
     def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta) -> None:
-        self._ranks = dist.get_process_group_ranks(mesh.get_group())
+        self._ranks, self._device = dist.get_process_group_ranks(mesh.get_group()), mesh.device_type
         self._mine = dist.get_rank()
         self.others = [rank for rank in self._ranks if rank != self._mine]
         self._name, self._timeout, self._few = name, timeout, _FEW
         self._liveness: Liveness | None = None
+        self._direct: DirectCollectives | None = None
         self._has_left = False
         self._turn = 0
         self._counts: Counter[str] = Counter()
         self.check: Callable[[], None] = lambda: None
+        self.where: Callable[[], str] = lambda: ""
+        self.started: Callable[[], Mapping[str, int]] = dict
 
     def __deepcopy__(self, memo: object) -> Messages:
         return self  # whatever refers to it is copied with a parameter; the conversation is one
@@ -73,7 +81,10 @@ class Messages:
         """From here on a rank whose process dies is noticed; collective."""
         if self.others and self._liveness is None:
             doing = "has set its model up"
-            self._liveness = Liveness(self._ranks, self._mine, lambda text: self.of_first("liveness", text, doing))
+            on_cpu = self._device == "cpu"  # elsewhere they return before they are done
+            self._direct = DirectCollectives() if on_cpu else None
+            first_says = partial(self.of_first, "liveness", doing=doing)
+            self._liveness = Liveness(self._ranks, self._mine, first_says, self._standing)
 
     def close(self) -> None:
         """This rank takes part no more; what :meth:`watch` took is given back."""
@@ -117,17 +128,50 @@ class Messages:
     def _lost(self, rank: int, reason: str) -> CommunicationError:
         return CommunicationError(f"zerocompile: rank {self._mine} waits for rank {rank}, {HAS_LEFT} {reason}")
 
-    def look(self) -> None:
-        """Called about once a second while this rank waits for a gather.
+    def look(self, what: str, stream: str, number: int) -> None:
+        """Called about once a second while this rank waits for a collective.
+
+        Args:
+            what: for the message.
+            stream: of collectives, whose order all ranks have alike.
+            number: of this one in it, from 1.
 
         Raises:
             CommunicationError: another rank will not come to it.
         """
         self.check()
+        self.waits(what, stream, number)
         for rank in self.some(self.others):
             reason = self._end_of(rank)
             if reason is not None and reason != CLOSED:  # one that ended in order has done its part of this collective
                 raise self._lost(rank, reason)
+
+    def waits(self, what: str, stream: str, number: int, on: Sequence[int] = ()) -> None:
+        """Says that this rank waits, as :class:`Wait` has it; again every second.
+
+        Raises:
+            CommunicationError: it waits for ranks that wait for it.
+        """
+        if self._liveness is None:
+            return
+        knot = self._liveness.waits(Wait(stream, number, what + self.where(), on, self.started()).line())
+        if knot is not None:
+            error = CommunicationError(knot)
+            error.explained = True
+            raise error
+
+    def _standing(self) -> str | None:
+        """Of a thread: where this rank's main thread stands in what does not look by itself."""
+        found = None if self._direct is None else self._direct.look()
+        if found is None:
+            return None
+        number, what = found
+        return Wait(DIRECT, number, what + self.where(), (), self.started()).line()
+
+    @property
+    def last_knot(self) -> str | None:
+        """Where all ranks waited when some were found to wait for each other, this one in what cannot be ended."""
+        return None if self._liveness is None else self._liveness.last_knot
 
     # ---- messages ----
 
@@ -139,8 +183,8 @@ class Messages:
         """Removes this rank's message; all ranks must have read it."""
         self._store().delete_key(self._key(topic, self._mine))
 
-    def ask(self, topic: str, rank: int) -> str | None:
-        """The message of ``rank`` (a global one); ``None`` if none came in time.
+    def ask(self, topic: str, rank: int, what: str = "") -> str | None:
+        """The message of ``rank`` (a global one); ``None`` if none came in time. ``what`` it is of, for errors.
 
         Raises:
             CommunicationError: the rank has ended meanwhile; the message says why.
@@ -154,6 +198,7 @@ class Messages:
             if now - looked >= _LOOK:
                 looked = now
                 self.check()
+                self.waits(what or f"an exchange of `{topic}`", "message", 0, [rank])
                 reason = self._end_of(rank)
                 if reason is not None:
                     if (last := self._look(key)) != _NONE:  # it has told this before it ended
@@ -172,10 +217,10 @@ class Messages:
         """:meth:`tell` for an endless series: message ``number`` takes the place of number ``number - SERIES``."""
         self.tell(f"{topic}/{number % SERIES}", f"{number}:{message}")
 
-    def exchange_numbered(self, topic: str, number: int, message: str) -> dict[int, str | None]:
+    def exchange_numbered(self, topic: str, number: int, message: str, what: str = "") -> dict[int, str | None]:
         """Every rank's message ``number`` by global rank; None where it did not come in time."""
         self.tell_numbered(topic, number, message)
-        heard = self.ask_numbered(topic, number)
+        heard = self.ask_numbered(topic, number, what=what)
         return {rank: message if rank == self._mine else heard[rank] for rank in self._ranks}
 
     def heard_now(self, topic: str, number: int, rank: int) -> str | None:
@@ -183,7 +228,9 @@ class Messages:
         seen, _, message = self._look(self._key(f"{topic}/{number % SERIES}", rank)).partition(":")
         return message if seen == str(number) else None
 
-    def ask_numbered(self, topic: str, number: int, within: timedelta | None = None) -> dict[int, str | None]:
+    def ask_numbered(
+        self, topic: str, number: int, within: timedelta | None = None, what: str = ""
+    ) -> dict[int, str | None]:
         """The others' messages ``number`` by global rank; ``None`` where it did not come in time (or ``within``).
 
         Raises:
@@ -212,6 +259,7 @@ class Messages:
             if looks:
                 looked = now
                 self.check()
+                self.waits(what or f"an exchange of `{topic}`", "message", number, waiting)
                 ended = {rank: reason for rank in self.some(waiting) if (reason := self._end_of(rank)) is not None}
             _rest(now - start)
 
@@ -261,12 +309,12 @@ class Messages:
             raise self.silent(self._ranks[0], doing)
         return theirs
 
-    def exchange(self, topic: str, message: str) -> dict[int, str | None]:
+    def exchange(self, topic: str, message: str, what: str = "") -> dict[int, str | None]:
         """Every rank's message by global rank; stops at the first that does not come in time, whose entry is None."""
         self.tell(topic, message)
         heard: dict[int, str | None] = {}
         for rank in self._ranks:
-            heard[rank] = message if rank == self._mine else self.ask(topic, rank)
+            heard[rank] = message if rank == self._mine else self.ask(topic, rank, what)
             if heard[rank] is None:
                 break
         return heard

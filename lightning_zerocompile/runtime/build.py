@@ -30,6 +30,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -42,12 +43,12 @@ from types import ModuleType
 
 import torch
 
-MODULE = "lightning_zerocompile._zerocompile"
+MODULE = "lightning_zerocompile.runtime.core"  # typed by core.pyi
 CACHE_VARIABLE = "LIGHTNING_ZEROCOMPILE_CACHE"
 SANITIZE_VARIABLE = "LIGHTNING_ZEROCOMPILE_SANITIZE"
 SANITIZERS = ("address", "undefined", "thread")
 TORCH_MINIMUM = (2, 11)
-TORCH_LIMIT = (2, 14)
+TORCH_LIMIT = (2, 16)
 _OUTPUT_LINES = 30
 _HEARTBEAT = 15.0  # seconds between two lines about a build
 
@@ -106,11 +107,21 @@ def binary() -> Path:
 
 
 def check_torch_version(version: str) -> None:
-    """Raise unless the C++ sources are known to work with this torch release."""
+    """Raise if torch is older than what the C++ sources are written for; warn if it is newer than what they are tested
+    with."""
     match = re.match(r"(\d+)\.(\d+)", version)
-    if match and TORCH_MINIMUM <= (int(match[1]), int(match[2])) < TORCH_LIMIT:
+    release = (int(match[1]), int(match[2])) if match else (0, 0)
+    if TORCH_MINIMUM <= release < TORCH_LIMIT:
         return
     supported = f"torch>={TORCH_MINIMUM[0]}.{TORCH_MINIMUM[1]},<{TORCH_LIMIT[0]}.{TORCH_LIMIT[1]}"
+    if release >= TORCH_LIMIT:
+        warnings.warn(
+            f"torch {version} is newer than the releases that lightning_zerocompile is tested with, {supported}. If "
+            "its C++ extension does not compile, or training differs from DDP's, install one of those: "
+            f"pip install '{supported}'",
+            stacklevel=2,
+        )
+        return
     raise ExtensionBuildError(
         f"lightning_zerocompile needs {supported}, but torch {version} is installed. "
         f"Install a supported release: pip install '{supported}'"
@@ -168,7 +179,7 @@ def torch_recipe(module: str, sources: Path) -> Recipe:
 def sanitizer_flags() -> tuple[str, ...]:
     """For a build that looks for its own errors: ``LIGHTNING_ZEROCOMPILE_SANITIZE=address,undefined``, or ``thread``.
 
-    The process must load the sanitizer's library before all others: see tests/dist/test_sanitizers.py.
+    The process must load the sanitizer's library before all others: see tests/dist/training/test_sanitizers.py.
 
     Raises:
         ExtensionBuildError: the variable names something else.

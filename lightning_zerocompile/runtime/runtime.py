@@ -7,21 +7,22 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
 from lightning_zerocompile.config import Config, Lifetime, Policy
 from lightning_zerocompile.ranks.consistency import Consistency, Reads
+from lightning_zerocompile.ranks.meetings import STREAM, Meetings
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.runtime import build, ops
 from lightning_zerocompile.runtime.peer_memory import first_failure, has_copy_engines, map_buffer
 from lightning_zerocompile.sharding.autocast import Casts
-from lightning_zerocompile.sharding.layout import make_master, over_local
+from lightning_zerocompile.sharding.layout import make_master, over_local, trained_dtype
 from lightning_zerocompile.sharding.master import (
     adopt_master,
     as_plain_tensors,
@@ -93,6 +94,7 @@ class Runtime:
         config: the strategy's options.
         gather_group, reduce_group: process groups over the mesh's ranks; two, so that only the order within gathers
             and within reductions has to agree between ranks.
+        meeting_group: of the same ranks, see :class:`Meetings`.
     """
 
     def __init__(
@@ -102,12 +104,17 @@ class Runtime:
         config: Config,
         gather_group: dist.ProcessGroup,
         reduce_group: dist.ProcessGroup,
+        meeting_group: dist.ProcessGroup | None,
     ) -> None:
         self.mesh, self.device, self.config = mesh, device, config
         self.policy = Policy.of_stage(config.stage)
-        self._extension = build.load()
+        build.load()
+        from lightning_zerocompile.runtime import core  # built just now
+
         ops.register()
-        self.core: Any = self._extension.Runtime(gather_group.group_name, reduce_group.group_name, str(device))
+        self.core = core.Runtime(gather_group.group_name, reduce_group.group_name, str(device))
+        self._lifetimes = {Lifetime.USE: core.Lifetime.USE, Lifetime.STEP: core.Lifetime.STEP}
+        self._never_used = core.never_used
         self.core.set_prefetch(config.prefetch)
         self.core.set_merge_bytes(config.unit_bytes)
         self.core.set_copies_gradients(config.cuda_graphs and device.type == "cuda")
@@ -138,6 +145,14 @@ class Runtime:
             self.comparisons.used_parameters,
             self.messages.look,
         )
+        self.meetings = Meetings(self.messages, meeting_group)
+
+        def started() -> dict[str, int]:
+            owner = this()
+            gathers, reductions = (0, 0) if owner is None else owner.core.started()
+            return {"gather": gathers, "reduction": reductions, STREAM: 0 if owner is None else owner.meetings.count}
+
+        self.messages.started = started
         self.messages.watch()
 
     # ---- set-up ----
@@ -165,10 +180,12 @@ class Runtime:
         for plan in units:
             sharded_parameters = []
             for name in plan.parameters:
-                sharded_parameters.append(self._add(name, places.parameter(name), compute_dtype))
+                pretrained = places.rows(name, self.mesh.get_local_rank(), self.mesh.size())
+                parameter, rows = pretrained or (places.parameter(name), None)
+                sharded_parameters.append(self._add(name, parameter, compute_dtype, rows))
             lifetime = Lifetime.STEP if plan.kept else self.policy.lifetime
-            native = getattr(self._extension.Lifetime, lifetime.name)
-            unit = self.core.add_unit(plan.name, [sharded.index for sharded in sharded_parameters], native)
+            indices = [sharded.index for sharded in sharded_parameters]
+            unit = self.core.add_unit(plan.name, indices, self._lifetimes[lifetime])
             self._unit_of_parameter += [unit] * len(sharded_parameters)
             self._masters.append([sharded.master for sharded in sharded_parameters])
             self._unit_of_master |= dict.fromkeys(self._masters[unit], unit)
@@ -231,26 +248,29 @@ class Runtime:
         if self.config.cuda_graphs:  # see [Note: CUDA graphs]
             torch._dynamo.mark_static_address(sharded.source, guard=False)
 
-    def _add(self, name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> ShardedParameter:
+    def _add(
+        self, name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None, rows: Tensor | None = None
+    ) -> ShardedParameter:
         config = self.config
         floating = parameter.is_floating_point()
         dtype = compute_dtype if compute_dtype is not None and floating else parameter.dtype
         refuse_hooks(name, parameter)
-        master = make_master(parameter, self.mesh, self.device, config.master_dtype)
+        master = make_master(parameter, self.mesh, self.device, config.master_dtype, rows)
         grad_dtype, explicit = _grad_dtype(parameter, dtype)
         if explicit:
             master.grad_dtype = grad_dtype
         handle = torch.zeros(1, dtype=torch.float64)
         assert isinstance(master, DTensor)
+        local, trained = master.to_local().detach(), trained_dtype(parameter.dtype, config.master_dtype)
         index = self.core.add_parameter(
             name,
             list(parameter.shape),
             dtype,
             grad_dtype,
             config.reduce_dtype if floating else None,
-            grad_dtype if explicit else master.dtype,
+            grad_dtype if explicit else trained,
             master,
-            master.to_local().detach(),
+            local,
             handle,
         )
         sharded = ShardedParameter(
@@ -265,12 +285,15 @@ class Runtime:
             core=self.core,
             reads=self.reads,
             step_state=self.step_state,
-            never_used=self._extension.never_used,
+            never_used=self._never_used,
+            local=local,
+            trained_dtype=trained,
             dtype=parameter.dtype,
+            original=TensorWeakRef(parameter),
             grad_dtype=getattr(parameter, "grad_dtype", parameter.dtype),
         )
         keep_hooks(parameter, master)
-        adopt_master(master, weakref.ref(sharded))
+        adopt_master(master, sharded)
         self.sharded_parameters.append(sharded)
         return sharded
 
@@ -290,7 +313,7 @@ class Runtime:
         for sharded in self.sharded_parameters:
             size, numel = sharded.source.element_size(), math.prod(sharded.size)
             summed = size if sum_dtype is None or not sharded.source.is_floating_point() else sum_dtype.itemsize
-            shard = numel // self.mesh.size() * sharded.master.element_size()
+            shard = numel // self.mesh.size() * sharded.trained_dtype.itemsize
             total += (size + summed) * numel + 2 * shard if sharded.master.requires_grad else size * numel
         return total
 

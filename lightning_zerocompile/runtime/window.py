@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from lightning_zerocompile.runtime.runtime import Runtime
 Gathers = Literal["auto", "window", "use"]
 
 _TOPIC = "window"  # of the messages
-_RUNS = "runs of a window"  # of those after a failure
+_GATHERED = "gathered in a window"  # of those after a failure
 _SHARE_OF_FREE_MEMORY = 0.5  # what "auto" may fill with gathered parameters; the rest is for activations to come
 
 
@@ -40,7 +40,7 @@ class Windows:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._core = runtime, runtime.core
         self._messages, self._consistency = runtime.messages, runtime.comparisons
-        self._apart: dict[int, list[Any]] = {}  # what was gathered in windows that failed, see [Note: ranks apart]
+        self._apart: dict[int, str] = {}  # what was gathered when a window failed, see [Note: ranks apart]
         self._world = runtime.mesh.size()
         self._gathers_at_use = runtime.policy.lifetime is Lifetime.USE
         self._number = 0
@@ -52,17 +52,17 @@ class Windows:
     def open(self, gather: Gathers, max_bytes: int | None, accumulate_dtype: torch.dtype | None) -> Iterator[None]:
         """See :meth:`ZeroCompileStrategy.coalesce_grad_reduction`."""
         self._check(gather, max_bytes, accumulate_dtype)
+        self.meet_again()
         self._number += 1
         held = self._gathers_at_use and self._holds(gather, accumulate_dtype)
         waiting = set(self._core.frozen_gradients())  # of an accumulation that goes on when they are trained again
         self.is_open = True
         self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
         self._core.set_deferred(True)
-        before = self._core.stats().backwards
+        before, gathers = self._core.stats().backwards, self._core.started()[0]
         apart = self._gathers_at_use and not held
         self._consistency.in_window(0 if max_bytes is None else self._number)
         self._messages.check = self._check_others
-        self._core.log_runs(apart)
         raised = True
         try:
             if held:
@@ -90,7 +90,7 @@ class Windows:
                 self._core.let_go(raised)
         mine = {}  # what ranks that run different numbers of backwards must not differ in
         if apart:
-            mine["gathers"] = len(self._core.logged_runs())
+            mine["gathers"] = self._core.started()[0] - gathers
         if max_bytes is not None:
             mine["backwards"] = self._core.stats().backwards - before
         try:
@@ -118,34 +118,35 @@ class Windows:
 
     def _end_checks(self) -> None:
         self._messages.check = lambda: None
-        self._core.log_runs(False)
 
     def _come_apart(self, apart: bool) -> None:
-        """This rank leaves a window by an exception: before its next gather it meets the others."""
+        """This rank leaves a window by an exception: before its next gather it compares what all have gathered."""
         if not apart or self._world == 1:
             return
-        runs = json.dumps(self._core.logged_runs())
-        self._apart[self._number] = json.loads(runs)
-        self._messages.tell_numbered(_RUNS, self._number, runs)
+        self._apart[self._number] = self._core.gathered_so_far()
+        self._messages.tell_numbered(_GATHERED, self._number, self._apart[self._number])
         self._core.come_apart(self.meet_again)
 
     def meet_again(self) -> None:
-        """Takes part in the gathers that other ranks have started in a window which this one left earlier."""
+        """Compares what the ranks had gathered when they left earlier windows by exceptions.
+
+        Raises:
+            CommunicationError: not the same, so their next gathers would not match; now and at each call.
+        """
         for number, mine in list(self._apart.items()):
-            doing = f"has left window {number} of `coalesce_grad_reduction` by an exception and gathers again"
-            heard = self._messages.ask_numbered(_RUNS, number)
-            everyone = [mine]
-            for rank, message in heard.items():
-                if message is None:
+            doing = f"has left window {number} of `coalesce_grad_reduction` by an exception and goes on"
+            heard = self._messages.ask_numbered(_GATHERED, number, what=f"what ranks had gathered in window {number}")
+            for rank, theirs in heard.items():
+                if theirs is None:
                     raise self._messages.silent(rank, doing)
-                everyone.append(json.loads(message))
-            longest = max(everyone, key=len)
-            if any(longest[: len(runs)] != runs for runs in everyone):
-                raise CommunicationError(
-                    f"zerocompile: rank {dist.get_rank()} {doing}, but in that window the ranks had gathered different "
-                    "parameters, so they cannot go on together. Train on from the last checkpoint (`ckpt_path=`)."
-                )
-            self._core.catch_up(longest[len(mine) :])
+                if theirs != mine:
+                    error = CommunicationError(
+                        f"zerocompile: rank {dist.get_rank()} {doing}, but in that window it had made {mine}, and rank "
+                        f"{rank} {theirs}: the next ones would not match. Let all ranks fail at the same place, open "
+                        "the window with gather='window', or train on from the last checkpoint (`ckpt_path=`)."
+                    )
+                    error.explained = True  # nobody is gone
+                    raise error
             del self._apart[number]
 
     def _failed(self, rank: int, error: str) -> CommunicationError:
@@ -185,11 +186,11 @@ class Windows:
         """Raises if a rank is not at this window's end, or came to it in another way."""
         if self._world == 1:
             return
-        where = f"at the end of window {self._number} of `coalesce_grad_reduction`"
-        for rank, message in self._messages.exchange_numbered(_TOPIC, self._number, json.dumps(mine)).items():
+        what = f"the end of window {self._number} of `coalesce_grad_reduction`"
+        for rank, message in self._messages.exchange_numbered(_TOPIC, self._number, json.dumps(mine), what).items():
             if message is None:
                 raise CommunicationError(
-                    f"zerocompile: rank {dist.get_rank()} is {where}, but rank {rank} has not come to it within "
+                    f"zerocompile: rank {dist.get_rank()} is at {what}, but rank {rank} has not come to it within "
                     f"{self._runtime.config.timeout}. Every rank must open the window in the same step; rank {rank} "
                     "did not, died or hangs."
                 )
@@ -198,7 +199,7 @@ class Windows:
                 raise self._failed(rank, theirs["error"])
             if theirs != mine:
                 raise CommunicationError(
-                    f"zerocompile: {where} rank {dist.get_rank()} has {mine}, rank {rank} has {theirs}. With "
+                    f"zerocompile: at {what} rank {dist.get_rank()} has {mine}, rank {rank} has {theirs}. With "
                     "parameters gathered at each use (stage 3), or with `max_bytes`, all ranks must run the same "
                     "forwards and backwards inside it; use gather='window', or stage 1 or 2, without `max_bytes`."
                 )

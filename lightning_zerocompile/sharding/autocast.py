@@ -4,7 +4,7 @@
 in every frame, compiled or not. The ``forward`` of its subclass (see [Note: class swap]) asks for the cast instead, and
 autocast finds nothing left to do. Nobody else sees that value; whatever else reads ``module.weight`` gets the float32
 parameter. Which parameters are gathered in low precision follows from what was asked for: see [Note: low gathers] in
-csrc/layout.cpp.
+csrc/low_gathers.cpp.
 
 A graph drops a read that it only takes ``dtype`` or ``shape`` from, where eager code gathers. So a graph that reads a
 parameter both ways asks for the full value only (compile/passes/unify_casts.py), or one rank would not know what
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.sharding.module_swap import BASE, INPUTS, PARAMETERS, TRACED, ClassCache
-from lightning_zerocompile.sharding.parameter import ShardedParameter
+from lightning_zerocompile.sharding.parameter import Core, ShardedParameter
 
 CAST = TRACED + "cast:"  # + name: the source of the traced gather of the cast, an empty tensor of its dtype
 STEPS = 2  # training steps that are watched before the ranks agree
@@ -106,7 +106,7 @@ class Casts:
         dtype: autocast's; ``None``: there is no autocast.
     """
 
-    def __init__(self, classes: ClassCache, core: Any, messages: Messages, dtype: torch.dtype | None) -> None:
+    def __init__(self, classes: ClassCache, core: Core, messages: Messages, dtype: torch.dtype | None) -> None:
         self._classes, self._core, self._messages, self._dtype = classes, core, messages, dtype
         self._sources: dict[torch.device, Tensor] = {}
         self._places: dict[int, tuple[nn.Module, str]] = {}

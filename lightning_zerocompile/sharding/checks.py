@@ -18,33 +18,30 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.sharding.parameter import FUNCTORCH
+from lightning_zerocompile.sharding.pretrained import SOURCES, source_of
 from lightning_zerocompile.sharding.sharded import refuse_left
 from lightning_zerocompile.sharding.unsharded import master_of
 
 
-def check_module(module: pl.LightningModule) -> None:
-    """Raises if the module was compiled already.
+def check_module(module: nn.Module) -> None:
+    """Raises if the module, or a part of it, was compiled in place.
 
     Raises:
         MisconfigurationException: names the module and the remedy.
     """
     for name, inner in module.named_modules():
-        check_not_compiled(name, inner)
-
-
-def check_not_compiled(name: str, module: nn.Module) -> None:
-    """:func:`check_module` of one module; ``name``: "" for the LightningModule."""
-    if is_compiled(module):
-        what = f"The module `{name}`" if name else "The LightningModule"
-        raise MisconfigurationException(
-            f"{what} was compiled by torch.compile. `strategy='zerocompile'` compiles the model itself: pass the "
-            "module as it is, and options through ZeroCompileStrategy(compile=..., mode=..., options=...)."
-        )
+        if is_compiled(inner):
+            what = f"The module `{name}`" if name else "The LightningModule"
+            raise MisconfigurationException(
+                f"{what} was compiled by torch.compile. `strategy='zerocompile'` compiles the model itself: pass the "
+                "module as it is, and options through ZeroCompileStrategy(compile=..., mode=..., options=...)."
+            )
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of a user's pass or function: of one process
@@ -83,8 +80,14 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
         RuntimeError: names the setting that differs, or the first parameter or buffer, and the rank; or the model has
             no parameters.
     """
-    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
-    buffers = [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
+    loaded = {  # where values come from decides whether rank 0 sends them
+        f"{path}.{name}" if path else name: source.name
+        for path, inner in model.named_modules()
+        for name, source in inner.__dict__.get(SOURCES, {}).items()
+        if source_of(inner, name) is not None
+    }
+    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad, loaded.get(n)) for n, p in model.named_parameters()]
+    buffers = [(n, tuple(b.shape), str(b.dtype), False, None) for n, b in model.named_buffers()]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (dict(settings), mine + buffers))
     differences = _differences([theirs for theirs, _ in everyone])
@@ -222,12 +225,11 @@ def is_compiled(module: nn.Module) -> bool:
         isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
         or module._compiled_call_impl is not None
         or compiled_forward is not None
-        or getattr(module, "_compiler_ctx", None) is not None
     )
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raises if a parameter is a shard that no strategy manages.
+    """Raises if a parameter is a shard that no strategy manages, or holds more than the numbers of a plain tensor.
 
     Raises:
         RuntimeError: names the parameter and the remedy.
@@ -235,3 +237,16 @@ def check_whole(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             refuse_left(name)
+        if is_lazy(parameter):
+            continue
+        kind = type(parameter)
+        plain_functions = (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)
+        own_functions = kind.__torch_function__ not in plain_functions
+        own_dispatch = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        if own_functions or own_dispatch or kind.__module__.partition(".")[0] == "bitsandbytes":
+            raise RuntimeError(
+                f"Parameter `{name}` is a {kind.__module__}.{kind.__qualname__}: what it means (scales, packed "
+                "numbers) is not in its rows, so it cannot be sharded by rows and gathered. Load it unquantised: a "
+                "frozen parameter costs its own bytes (bfloat16: two), divided by the number of ranks. Or use "
+                "strategy='ddp'."
+            )

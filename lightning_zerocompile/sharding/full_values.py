@@ -29,8 +29,11 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor
             return local.clone()
     if len(placements) == 1 and isinstance(placements[0], Partial):
         return _reduced(local, placements[0], value)
-    if local.device.type != "cpu" or len(placements) != 1 or type(placements[0]) is not Shard:
+    if len(placements) != 1 or type(placements[0]) is not Shard:
         return DTensor.full_tensor(value).detach()
+    place = local.device
+    if group is None:  # `cpu()` moves a shard to where its ranks may have no backend
+        local = local.to(value.device_mesh.device_type)
     dim, group = placements[0].dim % value.ndim, group or value.device_mesh.get_group()
     size, world = value.shape[dim], dist.get_world_size(group)
     most = -(-size // world)
@@ -39,7 +42,8 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor
     parts = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(parts, padded, group=group)
     starts = [min(rank * most, size) for rank in range(world + 1)]
-    return torch.cat([part.narrow(dim, 0, b - a) for part, (a, b) in zip(parts, pairwise(starts), strict=True)], dim)
+    whole = torch.cat([part.narrow(dim, 0, b - a) for part, (a, b) in zip(parts, pairwise(starts), strict=True)], dim)
+    return whole.to(place)
 
 
 def _reduced(local: Tensor, placement: Partial, value: DTensor) -> Tensor:

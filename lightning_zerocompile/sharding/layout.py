@@ -13,24 +13,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 
-def rows_of(length: int, rank: int, world: int) -> tuple[int, int]:
-    """First row and number of rows of a rank: ``torch.chunk``'s rule, so a late rank may have none."""
-    rows = -(-length // world)
-    first = min(rank * rows, length)
-    return first, min(rows, length - first)
-
-
 def placements_of(size: tuple[int, ...]) -> tuple[Placement]:
     """Rows are sharded; a 0-dim parameter is replicated."""
     return (Shard(0),) if size else (Replicate(),)
 
 
 def local_part(full: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of ``full``, as a copy."""
+    """This rank's rows of ``full``, as a copy; a late rank may have none."""
     if full.dim() == 0:
         return full.detach().clone()
-    first, rows = rows_of(full.shape[0], mesh.get_local_rank(), mesh.size())
-    return full.detach()[first : first + rows].clone(memory_format=torch.contiguous_format)
+    rows, first = Shard.local_shard_size_and_offset(full.shape[0], mesh.size(), mesh.get_local_rank())
+    return full.detach().narrow(0, first, rows).clone(memory_format=torch.contiguous_format)
 
 
 def as_dtensor(local: Tensor, size: torch.Size | tuple[int, ...], mesh: DeviceMesh) -> DTensor:
@@ -70,20 +63,37 @@ def sharded_if_full(value: Any, master: Tensor) -> Any:
     return value
 
 
+def trained_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dtype:
+    """What a parameter of ``dtype`` is kept in for the optimizer."""
+    wider = master_dtype is not None and dtype.is_floating_point and dtype.itemsize < master_dtype.itemsize
+    return master_dtype if wider and master_dtype is not None else dtype
+
+
 def make_master(
-    parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, master_dtype: torch.dtype | None
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    device: torch.device,
+    master_dtype: torch.dtype | None,
+    rows: Tensor | None = None,
 ) -> nn.Parameter:
     """The sharded master of a full parameter, from rank 0's values (as DDP broadcasts them).
 
-    Low-precision floating-point values are kept in ``master_dtype``; others keep their dtype.
+    Low-precision floating-point values are kept in ``master_dtype``, unless the parameter is frozen (see
+    [Note: frozen parameters] in parameter.py); others keep their dtype.
+
+    Args:
+        rows: the values of this rank, [<=rows, ...], which then count instead of the parameter's; nothing is broadcast.
     """
-    full = parameter.detach().to(device, copy=True).contiguous()
-    if mesh.size() > 1:
-        dist.broadcast(full, group=mesh.get_group(), group_src=0)
-    local = local_part(full, mesh)
-    if master_dtype is not None and local.is_floating_point() and local.dtype.itemsize < master_dtype.itemsize:
-        local = local.to(master_dtype)
-    master = nn.Parameter(as_dtensor(local, tuple(full.shape), mesh), requires_grad=parameter.requires_grad)
+    if rows is None:
+        full = parameter.detach().to(device, copy=True).contiguous()
+        if mesh.size() > 1:
+            dist.broadcast(full, group=mesh.get_group(), group_src=0)
+        local = local_part(full, mesh)
+    else:
+        local = rows.to(device, parameter.dtype).contiguous()
+    if parameter.requires_grad:
+        local = local.to(trained_dtype(parameter.dtype, master_dtype))
+    master = nn.Parameter(as_dtensor(local, tuple(parameter.shape), mesh), requires_grad=parameter.requires_grad)
     # nn.Parameter cannot make one of this class: it insists that detach does, too
     master.__dict__.update(parameter.__dict__)
     return master

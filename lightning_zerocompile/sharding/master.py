@@ -16,8 +16,9 @@ Neither appears in traced code.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_zerocompile.sharding import random_numbers
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.sharded import Sharded, leave, watch
+
+if TYPE_CHECKING:
+    from lightning_zerocompile.sharding.parameter import ShardedParameter
 
 PARAMETER = "_zerocompile_parameter"
 
@@ -46,10 +50,10 @@ _DESCRIBING = frozenset(  # answered by the shard's DTensor
     "dim_order", "register_post_accumulate_grad_hook"
     }
 )  # fmt: skip
-_IN_PLACE = frozenset(
+_IN_PLACE = frozenset(  # of the module ``operator``; as methods with underscores round them
     {
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
-    "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__"
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
+    "irshift", "setitem"
     }
 )  # fmt: skip
 
@@ -145,11 +149,11 @@ def index_of(master: Tensor) -> int:
     return sharded.index  # type: ignore[no-any-return]
 
 
-def adopt_master(master: Tensor, sharded: Any) -> None:
-    """Makes a DTensor the master that the weak reference ``sharded`` leads to."""
+def adopt_master(master: Tensor, sharded: ShardedParameter) -> None:
+    """Makes a DTensor the master of ``sharded``, which it does not keep alive."""
     master.__class__ = Master  # type: ignore[assignment, unused-ignore]
-    master.__dict__[PARAMETER] = sharded
-    watch(master, sharded().reads)
+    master.__dict__[PARAMETER] = weakref.ref(sharded)
+    watch(master, sharded.reads)
 
 
 def release_master(master: Tensor) -> None:
@@ -184,20 +188,25 @@ _HOOK = (
 )
 
 
-def _parameter_of(arguments: Any) -> Any:
+def _parameter_of(arguments: Any) -> ShardedParameter | None:
     """The parameter of the first master in the arguments; None: there is none, or its strategy was torn down."""
     for leaf in tree_leaves(arguments):
         if isinstance(leaf, Master):
-            return leaf.__dict__[PARAMETER]()
+            sharded: ShardedParameter | None = leaf.__dict__[PARAMETER]()
+            return sharded
     return None
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function or method of this name writes to its first argument: torch's convention, and Python's."""
+    return name.strip("_") in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the operation writes to in place; None: nothing."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
-    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return args[0] if in_place and args else None
+    return args[0] if is_in_place(name) and args else None
 
 
 def _whole(value: Any) -> Any:
@@ -217,8 +226,8 @@ def refuse_hook(master: Tensor, *_: Any, **__: Any) -> NoReturn:
 
 def _get_data(master: Tensor) -> Tensor:
     data: Tensor = Tensor.data.__get__(master)  # type: ignore[attr-defined]
-    sharded = master.__dict__[PARAMETER]
-    if sharded() is not None:
+    sharded: ShardedParameter | None = master.__dict__[PARAMETER]()
+    if sharded is not None:
         adopt_master(data, sharded)
     return data
 
@@ -255,6 +264,9 @@ def bind_gradient(master: Tensor, grad: Tensor | None) -> None:
 def set_data(master: Tensor, value: Tensor) -> None:
     """``p.data = value`` copies: the memory stays the strategy's."""
     sharded = _parameter_of(master)
+    if sharded is None:  # an ordinary parameter again
+        Tensor.data.__set__(master, value)  # type: ignore[attr-defined]
+        return
     if tuple(value.shape) != tuple(master.shape) or value.dtype != master.dtype:
         raise RuntimeError(
             f"Parameter `{sharded.name}` has shape {tuple(master.shape)} and is kept in {master.dtype}; its `data` was "
@@ -295,7 +307,7 @@ def _backward(*args: Any, **kwargs: Any) -> Any:
     return torch.autograd.backward(*args, **kwargs)
 
 
-def refuse_input(sharded: Any) -> NoReturn:
+def refuse_input(sharded: ShardedParameter) -> NoReturn:
     """Raises for the parameter of ``sharded`` among the inputs of a backward."""
     raise RuntimeError(
         f"`backward(inputs=...)` with parameter `{sharded.name}`: choose what is trained by `requires_grad_` instead."
@@ -304,8 +316,8 @@ def refuse_input(sharded: Any) -> NoReturn:
 
 def _iterate(master: Tensor) -> Iterable[Tensor]:
     sharded = _parameter_of(master)
-    value = sharded.read(master) if sharded is not None and sharded.step_state.in_step else master
-    return iter(value.unbind(0))
+    value = sharded.read(master) if sharded is not None and sharded.step_state.in_step else None
+    return iter((master if value is None else value).unbind(0))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
-from torch import nn
+from torch import Tensor, nn
+
+from lightning_zerocompile.sharding.pretrained import forget_sources, source_of
 
 
 class Places:
@@ -16,6 +18,7 @@ class Places:
     [Note: meta device] A model that was built on the meta device is initialised module by module, when the unit of
     its first parameter is sharded: so no more than that unit is ever whole. A module initialises its own parameters
     and buffers (``reset_parameters``), or the model around it does (``_init_weights``, Hugging Face's convention).
+    Parameters that `load_pretrained` has found in a folder are read from there instead.
 
     Args:
         model: with ordinary parameters.
@@ -31,6 +34,8 @@ class Places:
                 if parameter is not None:
                     self._places.setdefault(names[parameter], []).append((module, local_name))
         self._name_at = {place: name for name, places in self._places.items() for place in places}
+        found = {name: source_of(*places[0]) for name, places in self._places.items()}
+        self._sources = {name: source for name, source in found.items() if source is not None}
 
     def of(self, name: str) -> list[tuple[nn.Module, str]]:
         """Every ``(module, local name)`` that holds the parameter."""
@@ -53,6 +58,18 @@ class Places:
                 raise RuntimeError(f"Parameter `{name}` is still on the meta device after its module initialised it.")
         return parameter
 
+    def rows(self, name: str, rank: int, world: int) -> tuple[nn.Parameter, Tensor] | None:
+        """A parameter on the meta device and one rank's rows of its pretrained value, on the CPU; None: it has none.
+
+        See [Note: pretrained weights].
+        """
+        source = self._sources.get(name)
+        module, local_name = self._places[name][0]
+        parameter = module._parameters[local_name]
+        if source is None or parameter is None:
+            return None
+        return parameter, source.rows(rank, world)
+
     def check(self) -> None:
         """Before anything is changed: whether every parameter on the meta device can be initialised.
 
@@ -61,7 +78,7 @@ class Places:
         """
         for name, [(module, local_name), *_] in self._places.items():
             parameter = module._parameters[local_name]
-            if parameter is not None and parameter.is_meta:
+            if parameter is not None and parameter.is_meta and name not in self._sources:
                 self._initializer_of(module, f"Parameter `{name}`")
 
     def finish(self) -> None:
@@ -69,6 +86,7 @@ class Places:
         for name, module in self._model.named_modules():
             if any(b is not None and b.is_meta for b in module._buffers.values()):
                 self._initialize(module, f"A buffer of `{name}`")
+        forget_sources(self._model)
 
     def _initialize(self, module: nn.Module, what: str) -> None:
         initialize = self._initializer_of(module, what)

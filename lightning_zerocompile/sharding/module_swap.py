@@ -8,6 +8,7 @@ never compiled as a frame of its own (``skip_code``), or its gather would hide i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from lightning_zerocompile.sharding.master import (
     keep_hooks,
     release_master,
 )
-from lightning_zerocompile.sharding.parameter import ShardedParameter
+from lightning_zerocompile.sharding.parameter import Core, ShardedParameter
 from lightning_zerocompile.sharding.sharded import refuse_left
 
 REGION = "_zerocompile_region"
@@ -57,15 +58,61 @@ def _property(name: str) -> property:
 
 def _refuse_copy(self: nn.Module, *_: Any) -> NoReturn:
     raise RuntimeError(
-        f"A sharded {type(self).__name__} cannot be copied or pickled: this rank holds only its shard. Copy its full "
-        "`state_dict` (`strategy.lightning_module_state_dict()`), or the module after `fit`, when it is whole again."
+        f"A sharded {type(self).__name__} cannot be pickled or copied by `copy.copy`: this rank holds only its shard. "
+        "`copy.deepcopy`, on all ranks, makes a whole copy; or take its full `state_dict` "
+        "(`strategy.lightning_module_state_dict()`), or the module after `fit`, when it is whole again."
     )
+
+
+def _copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """``copy.deepcopy``: an ordinary module with full parameters, on every rank's device; collective.
+
+    [Note: copies] ``memo`` is deepcopy's own table of what is copied already, by ``id``. Each master's copy is put
+    there first, so that whatever refers to it (a tied module, a list) finds the same full parameter.
+
+    Raises:
+        RuntimeError: another rank does not copy it.
+    """
+    found = [sharded for module in modules_of(self) for sharded in module.__dict__.get(PARAMETERS, {}).values()]
+    found = [sharded for sharded in found if id(sharded.master) not in memo]
+    if found:
+        reads = found[0].reads
+        reads.compare(f"a copy of a sharded {type(self).__name__} with {len(found)} parameters")
+        found[0].core.write_back()
+        with reads.alike(), torch.no_grad(), as_plain_tensors():
+            for sharded in found:
+                value = sharded.master.detach()
+                whole = full_value(value) if isinstance(value, DTensor) else value
+                whole = whole.to(sharded.dtype).clone()
+                memo[id(sharded.master)] = nn.Parameter(whole, requires_grad=sharded.master.requires_grad)
+    base = getattr(type(self), BASE)
+    state: Any = object.__reduce_ex__(self, 4)[2]  # what the class gives to a copy
+    state = {name: value for name, value in state.items() if not name.startswith("_zerocompile")}
+    copied: nn.Module = base.__new__(base)
+    memo[id(self)] = copied
+    copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call, unused-ignore]
+    if (inputs := self.__dict__.get(INPUTS)) is not None:
+        del copied._forward_pre_hooks[inputs.id], copied._forward_pre_hooks_with_kwargs[inputs.id]
+    if isinstance(copied, nn.RNNBase):
+        copied._flat_weights = [getattr(copied, name, None) for name in copied._flat_weights_names]
+    return copied
+
+
+def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
+    """What ``named_parameters`` yields under this name: torch asks the attribute, which is the gathered value."""
+    path, _, name = target.rpartition(".")
+    module = self.get_submodule(path)
+    if name in module.__dict__.get(PARAMETERS, ()) and (parameter := module._parameters.get(name)) is not None:
+        return parameter
+    base: Any = getattr(type(self), BASE)
+    return base.get_parameter(self, target)  # type: ignore[no-any-return]
 
 
 def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
     """Full tensors load into the shards at any time: each rank takes its rows."""
     for name, sharded in self.__dict__[PARAMETERS].items():
         if prefix + name in state_dict:
+            sharded.widen_for(state_dict[prefix + name])
             state_dict[prefix + name] = sharded_if_full(state_dict[prefix + name], sharded.master)
     base: Any = getattr(type(self), BASE)
     base._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
@@ -105,7 +152,8 @@ class ClassCache:
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
-            "__deepcopy__": _refuse_copy,
+            "__deepcopy__": _copy,
+            "get_parameter": _get_parameter,
             "__reduce_ex__": _refuse_copy,
         }
         if names:
@@ -157,6 +205,13 @@ def install(classes: ClassCache, module: nn.Module, name: str, sharded: ShardedP
     module.__dict__.setdefault(PARAMETERS, {})[name] = sharded
     module.__dict__[TRACED + name] = sharded.traced()
     classes.swap(module, frozenset(module.__dict__[PARAMETERS]))
+
+
+def swap_others(classes: ClassCache, model: nn.Module) -> None:
+    """Modules that hold sharded ones know it, too: what they are asked for the whole of, they give whole."""
+    for module in modules_of(model):
+        if not hasattr(type(module), BASE) and any(PARAMETERS in inner.__dict__ for inner in modules_of(module)):
+            classes.swap(module, frozenset())
 
 
 def refresh(modules: Iterable[nn.Module]) -> bool:
@@ -233,7 +288,7 @@ def _path(model: nn.Module, module: nn.Module, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def owner_of(model: nn.Module) -> Any:
+def owner_of(model: nn.Module) -> Core | None:
     """The C++ runtime that the model is sharded by; None: by none."""
     sharded_parameters = (
         sharded for module in model.modules() for sharded in module.__dict__.get(PARAMETERS, {}).values()
@@ -259,7 +314,7 @@ def _check_own(path: str, module: nn.Module, *_: Any) -> None:
             refuse_left(f"{path}.{name}" if path else name)
 
 
-def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[Tensor, Tensor]:
     """Makes the model an ordinary module with full parameters on the CPU; collective over the shard group.
 
     Each parameter gets the dtype back that it had, whatever the optimizer kept it in. On a device no more than one
@@ -268,6 +323,9 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
     Args:
         model: a sharded one.
         group: of the same ranks, on the CPU; it communicates instead of the shard group.
+
+    Returns:
+        The whole parameters, by their masters. One that somebody has held all the time is the same object as before.
     """
     full: dict[ShardedParameter, nn.Parameter] = {}
     for module in model.modules():
@@ -275,9 +333,7 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
             if sharded not in full:
                 value = sharded.master.detach()
                 whole = full_value(value, group) if isinstance(value, DTensor) else value
-                full[sharded] = nn.Parameter(
-                    whole.to(sharded.dtype).to("cpu"), requires_grad=sharded.master.requires_grad
-                )
+                full[sharded] = _whole_parameter(sharded, whole.to(sharded.dtype).to("cpu"))
                 attributes = {  # what users have put on the parameter, and nothing of ours
                     name: value
                     for name, value in vars(sharded.master).items()
@@ -291,6 +347,16 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
         for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
             module._parameters[name] = full[sharded]
     restore_classes(model)
+    return {sharded.master: parameter for sharded, parameter in full.items()}
+
+
+def _whole_parameter(sharded: ShardedParameter, value: Tensor) -> nn.Parameter:
+    """``value`` as the object that the parameter was before, if somebody still holds it: an optimizer, a list."""
+    original, requires_grad = sharded.original(), sharded.master.requires_grad
+    if type(original) is not nn.Parameter or original.is_meta or original.dtype != value.dtype:
+        return nn.Parameter(value, requires_grad=requires_grad)
+    original.data, original.grad, original.requires_grad = value, None, requires_grad
+    return original
 
 
 def restore_classes(model: nn.Module) -> None:
@@ -317,12 +383,15 @@ def remove_regions(model: nn.Module) -> None:
             inputs.remove()
 
 
-def make_whole(model: nn.Module) -> None:
-    """Unshards the model by whichever engine it is sharded; collective."""
-    owner_of(model).write_back()
+def make_whole(model: nn.Module) -> dict[Tensor, Tensor]:
+    """Unshards the model by whichever engine it is sharded; collective. Returns the parameters by their masters."""
+    owner = owner_of(model)
+    if owner is not None:
+        owner.write_back()
     remove_regions(model)
-    unshard_parameters(model)
+    parameters = unshard_parameters(model)
     model.cpu()
+    return parameters
 
 
 def take_over(model: nn.Module) -> None:

@@ -1,16 +1,24 @@
-"""One parameter of the model: its master, and how module code reads its full value."""
+"""One parameter of the model: its master, and how module code reads its full value.
+
+[Note: frozen parameters] A parameter that is frozen when the model is sharded is updated by no optimizer, so its shard
+stays in the parameter's own dtype. It becomes a master where it is first read as one that requires grad: in the next
+step, before any gradient of it can be. The shard is widened in place, which changes no value, so what is gathered stays
+what it is; optimizers, states and the C++ runtime know the same objects as before. It stays wide when it is frozen
+again.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
 from lightning_zerocompile.ranks.consistency import Reads
 from lightning_zerocompile.sharding.layout import over_local, shard_like
@@ -26,6 +34,33 @@ FUNCTORCH = (
     "it full values: `with strategy.full_parameters(module, writeback=False) as values:` and inside "
     "`torch.func.functional_call(module, values, ...)`."
 )
+
+
+class Unbound(Protocol):
+    """What the gradient is of a master that has none bound: "REDUCED", "SUM" or "EARLY"."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Core(Protocol):
+    """What this room asks of the C++ runtime, see ``runtime/core.pyi``; a ``parameter`` is an ``index``."""
+
+    def read(self, parameter: int, handle: Tensor, requires_grad: bool, cast: torch.dtype | None = None) -> Tensor: ...
+
+    def unbound_gradient(self, parameter: int, waiting: bool, /) -> tuple[Tensor, Unbound] | None: ...
+
+    def bound(self, parameter: int, outer: Tensor, local: Tensor, /) -> None: ...
+
+    def drop_gradient(self, parameter: int, /) -> None: ...
+
+    def drop_waiting(self, parameter: int, /) -> None: ...
+
+    def write_back(self) -> None: ...
+
+    def asked(self) -> str: ...
+
+    def gather_low(self, parameters: Sequence[int], dtype: torch.dtype, /) -> None: ...
 
 
 @dataclass
@@ -51,14 +86,17 @@ class ShardedParameter:
     handle: Tensor  # [1] float64 on CPU, requires grad; its value is the identity
     frozen_handle: Tensor  # the same identity, requires no grad
     use_grad_dtype: torch.dtype | None  # what each use's gradient is cast to; None: it stays as it is produced
-    core: Any  # the C++ runtime
+    core: Core  # the C++ runtime
     reads: Reads  # compares the ranks before a number of it is read
     step_state: StepState
     never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
+    local: Tensor  # the master's rows, [<=rows, ...]: the object that the runtime gathers from
+    trained_dtype: torch.dtype  # of the master while it is trained
     dtype: torch.dtype  # of the parameter before it was sharded, and again when it is whole
+    original: TensorWeakRef  # the parameter that was there; gone, unless somebody else holds it
     grad_dtype: torch.dtype | None  # likewise; ``None``: of each gradient's own
 
-    def read(self, current: nn.Parameter | None, cast: torch.dtype | None = None) -> Tensor | None:
+    def read(self, current: Tensor | None, cast: torch.dtype | None = None) -> Tensor | None:
         """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``).
 
         ``cast``: in that dtype, for code that computes with nothing else and hands it to nobody.
@@ -69,7 +107,9 @@ class ShardedParameter:
             raise RuntimeError(FUNCTORCH.format(f"parameter `{self.name}`"))
         with as_plain_tensors():
             requires_grad = self.master.requires_grad
-        value: Tensor = self.core.read(self.index, self.handle, requires_grad, cast)
+        if requires_grad:
+            self.widen()
+        value = self.core.read(self.index, self.handle, requires_grad, cast)
         if cast is not None:
             return value
         watched = requires_grad and self.step_state.depth == 0
@@ -77,8 +117,34 @@ class ShardedParameter:
 
     def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...], torch.dtype | None]:
         """What the compiler sees: a handle that requires grad exactly when the parameter does now."""
+        if self.master.requires_grad:
+            self.widen()
         handle = self.handle if self.master.requires_grad else self.frozen_handle
         return self.source, handle, self.size, self.use_grad_dtype
+
+    def widen(self) -> None:
+        """Makes the shard of a parameter that was frozen a master, see [Note: frozen parameters]."""
+        if self.local.dtype == self.trained_dtype:
+            return
+        with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
+            if self.local.is_cuda:  # a gather that is on its way reads the memory that is let go here
+                torch.cuda.synchronize(self.local.device)
+            self.local.data = self.local.to(self.trained_dtype)
+            wide = over_local(self.local.detach(), self.master)  # what is written to it counts as a write to `local`
+            master: Any = self.master
+            master.data = wide  # of a wrapper this is its dtype; what is inside follows
+            master._local_tensor, master._spec = wide._local_tensor, wide._spec
+
+    def widen_for(self, value: Any) -> None:
+        """:meth:`widen` if the shard could not hold what is loaded, ``value``, to the bit; alike on all ranks."""
+        narrow = self.local.dtype
+        if narrow == self.trained_dtype or not isinstance(value, Tensor) or not value.is_floating_point():
+            return
+        if value.dtype.itemsize > narrow.itemsize:
+            # of a shard other ranks may find something else
+            exact = not isinstance(value, DTensor) and torch.equal(value.to(narrow).to(value.dtype), value)
+            if not exact:
+                self.widen()
 
     def require_grad(self, value: bool) -> None:
         """Freezes or unfreezes the parameter, from the next forward on."""

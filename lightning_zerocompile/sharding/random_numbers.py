@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from lightning_zerocompile.sharding.parameter import ShardedParameter
 
 _IN_PLACE = frozenset(
     {"normal_", "uniform_", "random_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"}
@@ -34,7 +37,7 @@ def scheme(name: str, caller: FrameType) -> str:
     return caller.f_code.co_name.removeprefix("_no_grad_")
 
 
-def refuse(name: str, sharded: Any) -> None:
+def refuse(name: str, sharded: ShardedParameter | None) -> None:
     """Raises for a shard that would be drawn on its own.
 
     Raises:
@@ -51,7 +54,7 @@ def draw(
     func: Any,
     name: str,
     masters: Sequence[Tensor],
-    sharded: Any,
+    sharded: ShardedParameter | None,
     whole: Callable[[Any], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

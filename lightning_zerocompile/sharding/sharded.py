@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
@@ -25,6 +26,14 @@ from lightning_zerocompile.sharding.full_values import full_value
 
 if TYPE_CHECKING:
     from lightning_zerocompile.ranks.consistency import Reads
+
+# [Note: dispatch of subclasses] Before torch 2.13 an operator of a DTensor goes straight to DTensor's code in C++, even
+# if its class overrides ``__torch_dispatch__``. What torch asks first is its registry of rules, by operator and class.
+# So each operator of torch's has a rule for our classes there. It calls the override, which hands DTensor's code plain
+# DTensors of the same parts.
+_BY_RULES = TorchVersion(torch.__version__) < "2.13"
+_LIBRARY: Any = torch.library.Library  # untyped
+_RULES = _LIBRARY("aten", "FRAGMENT") if _BY_RULES else None  # they go when it goes
 
 _READS = "_zerocompile_reads"  # compares; None: the strategy is gone
 _ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when it is made zero in place
@@ -40,6 +49,8 @@ _MAKES = frozenset(
     "new_empty", "new_full", "new_empty_strided", "copy_", "fill_", "zero_"
     }
 )  # fmt: skip
+_UNKNOWN = ("Sharding propagation failed", "does not have a sharding strategy")  # how DTensor says so
+_COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", "isclose"})
 _NEEDS_ELEMENTS = frozenset({"max", "min", "amax", "amin", "aminmax", "norm", "linalg_vector_norm", "_foreach_norm"})
 
 _LEFT = (
@@ -48,20 +59,25 @@ _LEFT = (
     "checkpoint: `trainer.fit(model, ckpt_path=...)`."
 )
 _SAVE = (
-    "`with strategy.full_parameters(module) as values:` (on all ranks) gives full values by name, for rank 0 to "
-    "write; `strategy.lightning_module_state_dict()` (on all ranks) gives the full state dict on rank 0; "
-    "`trainer.save_checkpoint(path)` (on all ranks) writes a checkpoint. After `fit` the module is whole again."
+    "`with strategy.full_state_dict(module):` (entered on all ranks) lets rank 0 save what calls `state_dict()`: "
+    "`if trainer.is_global_zero: module.save_pretrained(path)`; `with strategy.full_parameters(module) as values:` "
+    "gives full values by name; `trainer.save_checkpoint(path)` (on all ranks) writes a checkpoint. After `fit` the "
+    "module is whole again."
 )
 
 
 class Sharded(DTensor):
     """A DTensor whose numbers are those of the whole value, see [Note: numbers]."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _add_rules(cls)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override, unused-ignore]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        dispatch: Any = super().__torch_dispatch__
+        dispatch: Any = _dispatch_plain if _BY_RULES else super().__torch_dispatch__
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, Sharded)]
@@ -83,9 +99,13 @@ class Sharded(DTensor):
         try:
             result = dispatch(func, types, args, kwargs)
         except RuntimeError as error:
-            if left is None or "mixed torch.Tensor and DTensor" not in str(error):
+            mixed = "mixed torch.Tensor and DTensor" in str(error)
+            if mixed and left is not None:
+                raise RuntimeError(_LEFT.format(left)) from error
+            unknown = any(text in str(error) for text in _UNKNOWN) or (mixed and name in _COMPARES)
+            if not unknown or reads is None or reads.all_alike or func._schema.is_mutable:
                 raise
-            raise RuntimeError(_LEFT.format(left)) from error
+            return _of_whole_values(func, name, args, kwargs, ours[0])
         if name in ("zero_", "_foreach_zero_"):
             for leaf in tree_leaves(args[0]):
                 call = leaf.__dict__.get(_ZEROED)
@@ -134,6 +154,23 @@ class Sharded(DTensor):
         return repr(self)
 
     @override
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override, unused-ignore]
+        """No collective: one rank may print alone. So it says of which part the numbers are."""
+        placement, mesh = self.placements[0], self.device_mesh
+        if mesh.size() == 1 or isinstance(placement, Replicate):
+            return repr(self._local_tensor.detach())
+        what, rank = f"of shape {tuple(self.shape)}", f"rank {mesh.get_local_rank()} of {mesh.size()}"
+        if isinstance(placement, Shard):
+            length = self.shape[placement.dim]
+            first = min(mesh.get_local_rank() * -(-length // mesh.size()), length)
+            rows = f"{first}:{first + self._local_tensor.shape[placement.dim]}"
+            part = f"holds [{', '.join([':'] * placement.dim + [rows])}] of it"
+        else:
+            part = "holds this part of it, before the reduction"
+        text = repr(self._local_tensor.detach())
+        return f"<sharded {what}: {rank} {part}: {text}; `full_tensor()`, on all ranks, gives all>"
+
+    @override
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         if self.requires_grad and torch.is_grad_enabled():
             _compare(self, "full_tensor")
@@ -158,6 +195,37 @@ class Sharded(DTensor):
         if self.device_mesh.size() > 1:
             raise RuntimeError(f"{_what(self)} was to be pickled (`torch.save`): of it this rank holds a part. {_SAVE}")
         return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _add_rules(cls: type[Sharded]) -> None:
+    """See [Note: dispatch of subclasses]."""
+    if _RULES is None:
+        return
+
+    def rule(kind: type[Sharded], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return kind.__torch_dispatch__(func, types, args, kwargs)
+
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::"):
+            torch.library.register_torch_dispatch(name, cls, rule, lib=_RULES)
+
+
+_add_rules(Sharded)
+
+
+def _dispatch_plain(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    plain = tree_map(_plain, (args, kwargs))
+    result = func(*plain[0], **plain[1])
+    for leaf, other in zip(tree_leaves((args, kwargs)), tree_leaves(plain), strict=True):
+        if leaf is not other:
+            leaf._spec = other._spec  # such as `squeeze_` changes
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Sharded):
+        return value
+    return DTensor(value._local_tensor, value._spec, requires_grad=False)  # type: ignore[no-untyped-call, call-arg, unused-ignore]
 
 
 def as_sharded(value: Any, reads: Reads | None, left: str | None = None) -> Any:
@@ -205,6 +273,33 @@ def _whole(value: Any, what: str) -> Any:
     _compare(value, what)
     with torch.no_grad(), _dispatched():
         return full_value(value)
+
+
+def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharded) -> Any:
+    """What an operation that DTensor does not know gives, on every rank: computed from whole values.
+
+    Among sharded tensors the result is a Sharded, to be mixed with others; otherwise an ordinary tensor.
+    """
+    reads, mesh = first.__dict__.get(_READS), first.device_mesh
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, Sharded) or not isinstance(value, DTensor):
+            return _whole(value, name)
+        with torch.no_grad(), _dispatched():
+            return full_value(value)
+
+    args, kwargs = tree_map(whole, (args, kwargs))
+    result = func(*args, **kwargs)
+    if not all(isinstance(leaf, DTensor) for leaf in leaves):
+        return result
+
+    def spread(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return as_sharded(DTensor.from_local(value, mesh, [Replicate()], run_check=False), reads)
+
+    return tree_map(spread, result)
 
 
 def _replicated(value: Any) -> Any:
@@ -267,6 +362,5 @@ def _refuse_address(value: DTensor) -> None:
     if caller.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
         raise RuntimeError(
             f"`{caller}` asks for the memory of {_what(value)} (to write a file?): this rank holds a part of it, a "
-            f"DTensor. {_SAVE} `model.save_pretrained(path, state_dict=values)` and safetensors' `save_file(values, "
-            "path)` take such full values."
+            f"DTensor. {_SAVE} safetensors' `save_file(values, path)` takes such full values."
         )

@@ -7,7 +7,7 @@ Operations on it cost nothing extra: it is intercepted by attributes only. What 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from lightning_zerocompile.sharding.master import (
     set_data,
 )
 
+if TYPE_CHECKING:
+    from lightning_zerocompile.sharding.parameter import ShardedParameter
+
 
 class Unsharded(Tensor):
     """A full value that eager code read from a module, see [Note: masters]."""
@@ -31,7 +34,10 @@ class Unsharded(Tensor):
 
     @property  # type: ignore[override, misc, unused-ignore]
     def requires_grad(self) -> bool:
-        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        if torch._guards.TracingContext.try_get() is not None:  # Dynamo describes an input: this tensor itself
+            return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        with as_plain_tensors():  # the parameter's, also under `no_grad`
+            return self.__dict__[PARAMETER].master.requires_grad  # type: ignore[no-any-return]
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -109,7 +115,7 @@ class Watched(Unsharded):
 skip_code(Watched.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
 
 
-def as_unsharded(value: Tensor, sharded: Any, watched: bool = False) -> Tensor:
+def as_unsharded(value: Tensor, sharded: ShardedParameter, watched: bool = False) -> Tensor:
     """``value``, fresh from the runtime, as the parameter of ``sharded``."""
     value.__dict__[PARAMETER] = sharded
     value.__class__ = Watched if watched else Unsharded

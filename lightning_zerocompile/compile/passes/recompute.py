@@ -35,6 +35,29 @@ def tag_recompute(graph: fx.Graph) -> int:
     return len(recomputed)
 
 
+def save_random(graph: fx.Graph) -> int:
+    """Tags what draws random numbers in place, so that it is not drawn anew in backward; returns how many nodes.
+
+    [Note: activation budget] Below a budget of 1 torch's partitioner takes anything for recomputation, dropout's mask,
+    too, which would be another one. It leaves nodes that are ``MUST_SAVE`` out of its choice.
+    """
+    tagged = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and _draws(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta.setdefault("ac_graph_id", 0)
+            tagged += 1
+    return tagged
+
+
+def _draws(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = (argument.name for argument in node.target._schema.arguments)
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return bool(given.get("dropout_p") != 0)  # attention without dropout draws nothing
+
+
 _SOURCE = get_hash_for_files((__file__,))  # now: the file may change while this process runs the code it has
 
 
@@ -43,6 +66,16 @@ class TagRecompute(CustomGraphPass):  # type: ignore[misc, unused-ignore]
 
     def __call__(self, graph: fx.Graph) -> None:
         tag_recompute(graph)
+
+    def uuid(self) -> bytes:
+        return _SOURCE
+
+
+class SaveRandom(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+    """:func:`save_random` as an Inductor pass."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        save_random(graph)
 
     def uuid(self) -> bytes:
         return _SOURCE

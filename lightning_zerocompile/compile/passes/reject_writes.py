@@ -6,7 +6,6 @@ view of it is told by storage: Dynamo has run each operation on tensors without 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,16 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from lightning_zerocompile.sharding.master import is_in_place
 from lightning_zerocompile.sharding.unsharded import Unsharded
-
-_IN_PLACE_FUNCTIONS = {
-    operator.iadd,
-    operator.isub,
-    operator.imul,
-    operator.itruediv,
-    operator.imatmul,
-    operator.setitem,
-}
 
 
 def reject_writes(module: fx.GraphModule) -> None:
@@ -97,8 +88,7 @@ def _written(node: fx.Node) -> list[Any]:
     """What the node writes to in place."""
     name = _name(node)
     written: list[Any] = [node.kwargs.get("out")]
-    in_place = node.target in _IN_PLACE_FUNCTIONS or (name.endswith("_") and not name.endswith("__"))
-    if node.args and (in_place or node.kwargs.get("inplace")):
+    if node.args and (is_in_place(name) or node.kwargs.get("inplace")):
         written.append(node.args[0])  # torch._foreach_mul_ takes lists
     if name in ("embedding", "embedding_bag"):
         arguments = dict(zip(("input", "weight", "", "max_norm"), node.args, strict=False)) | node.kwargs

@@ -1,0 +1,239 @@
+"""What the strategies of the Trainer and of Fabric share: the engine of a run, from its set-up to its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zerocompile.checkpoint.checkpoints import dist_broadcast
+from lightning_zerocompile.checkpoint.export import export
+from lightning_zerocompile.compile.backend import CompileStats
+from lightning_zerocompile.config import Config
+from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.runtime.runtime import EagerReads, Stats
+from lightning_zerocompile.runtime.window import Gathers
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a run has done since its set-up."""
+
+    stats: Stats
+    compile_stats: CompileStats
+    eager_reads: dict[str, EagerReads]
+
+
+class EngineOwner:
+    """A strategy's sharded model, what users call on it, and what stays of a run that has ended.
+
+    Args:
+        config: the strategy's options.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._engine: Engine | None = None
+        self._last: Statistics | None = None  # of the run that has ended
+
+    @property
+    def engine(self) -> Engine:
+        """The sharded model. Raises RuntimeError before ``setup`` and after the model was made whole again."""
+        if self._engine is None:
+            raise RuntimeError(self._not_sharded)
+        return self._engine
+
+    _not_sharded = "The model is not sharded: this works between the Trainer's `setup` and its `teardown`."
+
+    @property
+    def messages(self) -> Messages | None:
+        """What this rank tells the others through the store while the model is sharded."""
+        return None if self._engine is None else self._engine.runtime.messages
+
+    def _meet(self, what: str) -> None:
+        """Before ``what``, a collective that blocks in torch: all ranks come here, or this one raises."""
+        if self._engine is not None:
+            self._engine.runtime.meetings.meet(what)
+
+    def _use(self, engine: Engine | None) -> None:
+        """Takes a new engine, or lets go of the one that has ended."""
+        self._engine = engine
+
+    def _close(self, failed: bool = False) -> None:
+        """Makes the module an ordinary one again; collective.
+
+        Args:
+            failed: ranks may be out of step: the module is made whole where they can, see [Note: rescue], and
+                otherwise stays in shards.
+        """
+        if self._engine is None:
+            return
+        engine, self._last = self._engine, self.statistics
+        whole = False
+        try:
+            if not failed:
+                engine.unshard()
+                whole = True
+            elif self.config.unshard_after_fit:
+                whole = engine.rescue()
+        finally:
+            try:
+                if not whole:
+                    engine.abandon()
+            finally:
+                self._use(None)
+
+    @contextmanager
+    def coalesce_grad_reduction(
+        self,
+        gather: Gathers = "auto",
+        max_bytes: int | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> Iterator[None]:
+        """Any number of backwards inside, one reduction when it closes: every unit is reduced once.
+
+        Gradients from before the window are kept and added to. While it is open this rank holds up to one full gradient
+        of the model. Every rank must open the window in the same step; at stages 1 and 2, and at stage 3 with
+        ``gather="window"``, ranks may run different numbers of backwards inside, without ``max_bytes``. An exception
+        drops the window's gradients without communication (with those of an unfinished accumulation that they were
+        added to) and is raised again. Inside, ``zero_grad()`` drops what waits; ``p.grad`` is what it was before, or,
+        if that was None, this rank's own full sum, ``[*p.shape]``. Source: DeepSpeed PR 7992.
+
+        Args:
+            gather: at stage 3, ``"window"`` gathers every parameter once for all forwards and backwards inside (and
+                holds the whole model meanwhile), ``"use"`` gathers each at each use as outside, ``"auto"`` (default)
+                is ``"window"`` if parameters, gradients and an optimizer's moments fit in half of what is free on every
+                rank; decided in the first window.
+            max_bytes: of full gradients that wait; when a backward leaves more, the largest units are reduced then,
+                and bound when the window closes.
+            accumulate_dtype: ``None``: gradients are summed in their own dtype; ``torch.float32``: in fp32. They are
+                communicated in ``reduce_dtype``, or in their own.
+
+        Raises:
+            RuntimeError: windows are nested, an accumulation is open, an optimizer steps or clips inside one, a
+                parameter with a waiting gradient was frozen, or (where it closes) a rank did not open it, failed
+                inside it, or would have met other collectives.
+            ValueError: an argument is outside what it allows.
+        """
+        with self.engine.windows.open(gather, max_bytes, accumulate_dtype):
+            yield
+
+    @contextmanager
+    def full_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> Iterator[dict[str, Tensor]]:
+        """The full values of the module's parameters, by name; all ranks must enter.
+
+        Inside, the modules compute with what is written to the values, while ``parameters()``, optimizers and
+        checkpoints keep the values that the parameters had. After an exception nothing that was written counts.
+
+        Args:
+            module: a part of the model; default: all of it.
+            writeback: whether what is written to the values in place becomes the parameters' value on exit. Every
+                rank must write the same.
+
+        Raises:
+            RuntimeError: parameters of another, open ``full_parameters`` are asked for (or others that are gathered
+                with them); an optimizer steps inside.
+        """
+        with self.engine.full_parameters(module or self.engine.model, writeback) as values:
+            yield values
+
+    @contextmanager
+    def full_state_dict(self, module: nn.Module | None = None) -> Iterator[dict[str, Any]]:
+        """For rank 0 to save a model in the middle of a run, by whatever calls ``state_dict()``; all ranks must enter.
+
+        Inside, ``state_dict()`` of the module and of its parts gives full values on rank 0: on the CPU, of the moment
+        of entry, in the dtypes that the module has after the fit. So ``save_pretrained`` and ``push_to_hub``
+        (transformers, PEFT, sentence-transformers), ``torch.save`` and safetensors work there. One parameter at a time
+        is gathered; the model trains on as it was. Yields the module's state dict on rank 0, ``{}`` on the others.
+
+        Args:
+            module: a part of the model; default: all of it.
+
+        Raises:
+            RuntimeError: another rank does not enter; or, inside, ``state_dict()`` is called on another rank than 0.
+        """
+        with self.engine.full_state_dict(module or self.engine.model) as state:
+            yield state
+
+    def full_gradients(self, module: nn.Module | None = None) -> dict[str, Tensor]:
+        """The full gradients of the module's parameters, by name, as copies; all ranks must ask.
+
+        They are reduced: the mean over all ranks, as under DDP. Parameters without a gradient are left out.
+
+        Args:
+            module: a part of the model; default: all of it.
+
+        Raises:
+            RuntimeError: inside ``coalesce_grad_reduction``, where they are not reduced yet; another rank does not ask.
+        """
+        return self.engine.full_gradients(module or self.engine.model)
+
+    # ---- statistics ----
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        module: nn.Module | None = None,
+        dtype: torch.dtype | None = None,
+        max_file_bytes: int = 5 * 10**9,
+    ) -> None:
+        """Writes a folder that Hugging Face's ``from_pretrained`` and :func:`load_pretrained` read; all ranks call it.
+
+        No rank holds the whole model: each gathers and writes files of its own. Model files that are in the folder are
+        replaced when the new ones are complete. Once ``fit`` has ended and the module is an ordinary one, its own
+        ``save_pretrained`` does it.
+
+        Args:
+            folder: on a filesystem that all ranks see; rank 0's counts.
+            module: a part of the model, usually the Hugging Face model, whose ``config`` is written, too; default: all.
+            dtype: of floating-point tensors in the files; ``None``: what each had before it was sharded.
+            max_file_bytes: files are no larger, except for one with a single tensor; a rank holds up to two.
+
+        Raises:
+            RuntimeError: a rank could not write, or the model is not sharded now.
+            ValueError: ``dtype`` or ``max_file_bytes`` is outside what it allows.
+        """
+        if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes <= 0:
+            raise ValueError(f"`max_file_bytes={max_file_bytes!r}` must be a positive number of bytes.")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"`dtype={dtype!r}` must be a floating-point torch.dtype or None.")
+        self.engine.runtime.pass_mark("an export")
+        self.engine.apply_writes()
+        export(module or self.engine.model, Path(dist_broadcast(os.fspath(folder))), dtype, max_file_bytes)
+
+    @property
+    def stats(self) -> Stats:
+        """What the runtime has done since set-up, or did in the run that has ended; a snapshot."""
+        return self.statistics.stats
+
+    @property
+    def compile_stats(self) -> CompileStats:
+        """Graphs compiled since set-up, or in the run that has ended; a snapshot."""
+        return self.statistics.compile_stats
+
+    @property
+    def eager_reads(self) -> dict[str, EagerReads]:
+        """What code outside compiled graphs has read, by unit (a block, or the first parameter of a group): how often,
+        and how many gathers and bytes the unit took in all. After the run, what it was at its end."""
+        return self.statistics.eager_reads
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of the run that goes on, or of the last one.
+
+        Raises:
+            AttributeError: there was none, so that ``hasattr`` works.
+        """
+        if self._engine is not None:
+            runtime, compiled = self._engine.runtime, replace(self._engine.regions.stats)
+            return Statistics(runtime.stats(), compiled, runtime.eager_reads())
+        if self._last is None:
+            raise AttributeError("There are no statistics yet: the strategy counts from the Trainer's `setup` on.")
+        return self._last

@@ -1,0 +1,363 @@
+"""The strategy of Lightning Fabric: its calls in the order of a plain loop, each delegating to the same engine."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
+from lightning.fabric.utilities.types import _PATH
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
+from lightning_zerocompile.config import Config, takes_options
+from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.engine_owner import EngineOwner
+from lightning_zerocompile.plugins.fabric_precision import (
+    autocast_dtype,
+    compute_dtype,
+    convert_plugin,
+    scaled_step,
+    unscale,
+)
+from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
+from lightning_zerocompile.ranks.errors import in_phases
+from lightning_zerocompile.sharding.checks import check_module
+from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.meta_init import place
+
+# what an error of communication calls the method that it came out of
+_PHASES = {
+    "setup_module": "the set-up of the module",
+    "setup_optimizer": "the set-up of an optimizer",
+    "backward": "backward",
+    "optimizer_step": "the optimizer's step",
+    "clip_gradients_norm": "clipping",
+    "clip_gradients_value": "clipping",
+    "save_checkpoint": "a checkpoint: saving",
+    "load_checkpoint": "a checkpoint: loading",
+    "barrier": "a barrier",
+    "broadcast": "a broadcast",
+    "all_gather": "all_gather",
+    "all_reduce": "all_reduce",
+    "teardown": "the teardown",
+}
+_NAMES = "fabric_names"  # in a directory of shards: under which keys the user saved the module and the optimizers
+
+
+class _ShardedForward(nn.Module):
+    """What Fabric calls: the user's module, in a step of the engine."""
+
+    def __init__(self, module: nn.Module, strategy: ZeroCompileFabricStrategy) -> None:
+        super().__init__()
+        self.module = module
+        self._strategy = weakref.ref(strategy)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore] # of `fabric.setup(torch.compile(module))`
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        strategy = self._strategy()
+        engine = None if strategy is None else strategy._engine
+        with nullcontext() if engine is None else engine.forward():  # None: the module was made whole
+            return self.module(*args, **kwargs)
+
+
+class _BackwardSync(_BackwardSyncControl):
+    def __init__(self, strategy: ZeroCompileFabricStrategy) -> None:
+        self._strategy = weakref.ref(strategy)
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        strategy = self._strategy()
+        return strategy.engine.accumulation() if enabled and strategy is not None else nullcontext()
+
+
+@in_phases(_PHASES)
+class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
+    """Trains one module in a plain loop with ZeRO stage 1, 2 or 3; torch.compile places the communication.
+
+    Its arguments are the options of :class:`~lightning_zerocompile.config.Config`, and those that Fabric's strategies
+    have in common. ``fabric.setup`` shards the module; :meth:`unshard` makes it an ordinary one again.
+    """
+
+    _not_sharded = "The model is not sharded: this works after `fabric.setup` or `fabric.setup_module`."
+
+    @takes_options
+    def __init__(
+        self,
+        config: Config,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        EngineOwner.__init__(self, config)
+        DDPStrategy.__init__(
+            self,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,  # Fabric looks whether there is one
+            precision=precision,
+            process_group_backend=config.process_group_backend,
+            timeout=config.timeout,
+        )
+        self._backward_sync_control = _BackwardSync(self)
+        self._sharded = config.state_dict_type == "sharded"
+        self._checkpoints = Checkpoints(self._sharded, config.full_param_optimizers, config.timeout, checkpoint_io)
+        self._optimizers: list[Optimizer] = []
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers the names; again (a reload) the newest class counts."""
+        for name, stage in (("zerocompile", 3), *((f"zerocompile_stage_{stage}", stage) for stage in (1, 2, 3))):
+            description = f"ZeRO stage {stage} by torch.compile"
+            strategy_registry.register(name, cls, description=description, override=True, stage=stage)
+
+    # ---- before anything is set up ----
+
+    @property
+    @override
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self._precision = convert_plugin(precision)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return self._checkpoints.io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoints.io = io
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type not in ("cpu", "cuda"):
+            raise RuntimeError(
+                f"`strategy='zerocompile'` runs on CPU (gloo) and CUDA (NCCL), not on {self.root_device.type!r}. Use "
+                "accelerator='cpu' or accelerator='cuda'."
+            )
+        super().setup_environment()
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Parameters are made on the CPU, so that no device holds the whole model, or with ``empty_init`` on the meta
+        device, from which ``setup`` initialises them unit by unit."""
+        stack = ExitStack()
+        stack.enter_context(self.precision.module_init_context())
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        return stack
+
+    # ---- set-up ----
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: ``setup_module`` moves each parameter when it is sharded."""
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        """Shards the module.
+
+        Raises:
+            RuntimeError: a module is sharded already, or the ranks hold different ones.
+            MisconfigurationException: a precision, a plugin or a compiled part is not supported.
+        """
+        if self._engine is not None:
+            raise RuntimeError(
+                "`strategy='zerocompile'` shards one module, and one is set up already. Put the modules into one "
+                "(`torch.nn.ModuleDict`) and set that up, or call `fabric.strategy.unshard()` first."
+            )
+        check_module(module)
+        self._checkpoints.check_plugin()
+        dtype = compute_dtype(self.precision, self.config.param_dtype)
+        settings = {"`Fabric(precision=)`": repr(self.precision.precision)}
+        autocast, backend = autocast_dtype(self.precision), self._get_process_group_backend()
+        self._use(Engine(module, self.root_device, self.config, dtype, backend, autocast, settings))
+        place(module, self.root_device)
+        self._checkpoints.attach(module)
+        atexit.register(_abandon, weakref.ref(self.engine))  # before Lightning destroys the process group, see rule 9
+        return _ShardedForward(module, self)
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Lets the engine step the optimizer.
+
+        Raises:
+            RuntimeError: no module is set up; the optimizer holds other parameters than its.
+        """
+        return self._attach([optimizer])[0]
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        return self.setup_module(module), self._attach(optimizers), scheduler
+
+    def _attach(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        self.engine.attach_optimizers([*self._optimizers, *optimizers])
+        self._optimizers += optimizers
+        return optimizers
+
+    # ---- a step ----
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        self.engine.before_backward(tensor)
+        super().backward(tensor, module, *args, **kwargs)
+        self.engine.after_backward()
+
+    @override
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+        self._prepare_clipping(optimizer)
+        with self.engine.runtime.reads.alike():
+            norm = torch.nn.utils.clip_grad_norm_(self.precision.main_params(optimizer), *args, **kwargs)
+        return full_value(norm) if isinstance(norm, DTensor) else norm
+
+    @override
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        self._prepare_clipping(optimizer)
+        with self.engine.runtime.reads.alike():
+            torch.nn.utils.clip_grad_value_(self.precision.main_params(optimizer), clip_value=clip_val)
+
+    def _prepare_clipping(self, optimizer: Optimizer) -> None:
+        self.engine.reduce_pending("Clipping")
+        if self._scaler is not None:
+            unscale(self.engine, self._scaler, optimizer)
+
+    @property
+    def _scaler(self) -> ShardedGradScaler | None:
+        scaler = getattr(self.precision, "scaler", None)
+        return scaler if isinstance(scaler, ShardedGradScaler) and scaler.is_enabled() else None
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] = lambda: None, **kwargs: Any) -> Any:
+        if self._scaler is not None:
+            return scaled_step(self.engine, self._scaler, optimizer, closure)
+        return self.engine.step(optimizer, closure, **kwargs)
+
+    # ---- state ----
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Of the sharded module: its shards, or full values on the CPU of rank 0 and nothing on the others."""
+        inner = _inner(module)
+        if self._engine is None or inner is not self._engine.model:
+            return super().get_module_state_dict(inner)
+        self._engine.runtime.pass_mark("a checkpoint")
+        self._engine.apply_writes()
+        return self._checkpoints.model_state(inner)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Of the sharded module's optimizer: as :meth:`get_module_state_dict`."""
+        if self._engine is None or optimizer not in self._optimizers:
+            return super().get_optimizer_state(optimizer)
+        return self._checkpoints.optimizer_state(optimizer)
+
+    @override
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        _inner(module).load_state_dict(state_dict, strict=strict)
+
+    @override
+    def save_checkpoint(
+        self, path: _PATH, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
+    ) -> None:
+        """One file as DDP's, or a directory to which all ranks write (``state_dict_type="sharded"``).
+
+        Raises:
+            ValueError: a directory was asked for, and the state does not hold the module.
+        """
+        converted = self._convert_stateful_objects_in_state(state, filter or {})
+        if self._sharded:
+            converted = self._for_directory(state, converted)
+        self._checkpoints.save(converted, path, storage_options)
+
+    def _for_directory(self, state: dict[str, Any], converted: dict[str, Any]) -> dict[str, Any]:
+        """The dictionary that :mod:`checkpoint.directory` writes, with the user's keys beside it."""
+        modules = [key for key, value in state.items() if _inner(value) is self.engine.model]
+        if len(modules) != 1:
+            raise ValueError(
+                f"state_dict_type='sharded' saves the module that was set up: the state must hold it once, and holds "
+                f"it {len(modules)} times. Use state_dict_type='full' for anything else."
+            )
+        optimizers = [key for key, value in state.items() if value in self._optimizers]
+        rest = {key: value for key, value in converted.items() if key not in (modules[0], *optimizers)}
+        return {
+            "state_dict": converted[modules[0]],
+            "optimizer_states": [converted[key] for key in optimizers],
+            _NAMES: {"module": modules[0], "optimizers": optimizers, "rest": rest},
+        }
+
+    @override
+    def load_checkpoint(
+        self, path: _PATH, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        module = nn.Module() if self._engine is None else self._engine.model
+        loaded = self._checkpoints.read(path, weights_only, module, with_optimizers=True)
+        if isinstance(names := loaded.get(_NAMES), dict):
+            states = dict(zip(names["optimizers"], loaded.get("optimizer_states", []), strict=True))
+            loaded = {names["module"]: loaded["state_dict"], **states, **names["rest"]}
+        if not state:
+            return loaded
+        if not isinstance(state, dict):
+            self._restore(state, loaded, strict)
+            return {}
+        _validate_keys_for_strict_loading(state.keys(), loaded.keys(), strict=strict)
+        for key in [key for key in state if key in loaded]:
+            value = loaded.pop(key)
+            if not self._restore(state[key], value, strict):
+                state[key] = value
+        return loaded
+
+    def _restore(self, thing: Any, value: Any, strict: bool) -> bool:
+        """Loads ``value`` into an object that has a state; returns whether it has."""
+        if isinstance(thing, nn.Module):
+            self.load_module_state_dict(thing, value, strict)
+        elif isinstance(thing, Optimizer) and thing in self._optimizers:
+            self._checkpoints.load_optimizers([thing], [value])
+        elif hasattr(thing, "load_state_dict"):
+            thing.load_state_dict(value)
+        else:
+            return False
+        return True
+
+    # ---- the end ----
+
+    def unshard(self) -> None:
+        """Makes the module an ordinary one with full parameters, on the CPU; collective."""
+        self._close()
+        self._optimizers = []
+
+    @override
+    def teardown(self) -> None:
+        self._close()
+        self._checkpoints.finish()
+        super().teardown()
+
+
+def _inner(module: Any) -> Any:
+    return module.module if isinstance(module, _ShardedForward) else module
+
+
+def _abandon(engine: weakref.ref[Engine]) -> None:
+    """At the end of the process, if the module is still sharded."""
+    left = engine()
+    if left is not None and left.manages(left.model):
+        left.abandon()

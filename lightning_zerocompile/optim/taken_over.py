@@ -1,0 +1,123 @@
+"""Optimizers that were made before the model was sharded: they are given its masters, and afterwards its parameters.
+
+[Note: optimizers made elsewhere] An optimizer that was made in ``__init__``, or before ``fit``, holds the parameters
+that the model had then. Each is known by the object: its master takes its place in the group, and its state becomes
+that of the master, of which each rank keeps its rows. Under DDP such an optimizer goes on with the same parameters
+after the run. So when the model is made whole it is given the whole parameters, and its whole state, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_zerocompile.optim.supported import masters_of
+from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.layout import shard_like
+from lightning_zerocompile.sharding.unsharded import master_of
+
+
+def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Tensor], whole: bool) -> bool:
+    """Puts masters where the optimizer holds the model's parameters, or gathered values of them, with their state.
+
+    Args:
+        number: of the optimizer, for messages.
+        optimizer: what it holds beside that stays as it is.
+        masters: by the parameters that the model had before it was sharded.
+        whole: whether state of another shape than its parameter's is on every rank, see [Note: whole values].
+
+    Returns:
+        Whether it held parameters from before, see [Note: optimizers made elsewhere].
+
+    Raises:
+        RuntimeError: it holds a parameter twice.
+        ValueError: see :func:`sharded_states`.
+    """
+    before = masters_of(optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = [masters.get(p, master_of(p)) for p in group["params"]]
+    after = masters_of(optimizer)
+    if len(set(after)) < len(after):
+        raise RuntimeError(
+            f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter more than once: from `parameters()` "
+            "and as a module's attribute. Give it to the optimizer once."
+        )
+    moved = [(old, new) for old, new in zip(before, after, strict=True) if old is not new and old in optimizer.state]
+    states = sharded_states([(new, optimizer.state[old]) for old, new in moved], whole)
+    for (old, new), state in zip(moved, states, strict=True):
+        del optimizer.state[old]
+        optimizer.state[new] = state
+    return any(p in masters for p in before)
+
+
+def give_back(
+    optimizers: Iterable[Optimizer], parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Puts the whole parameters where the optimizers hold masters, with their whole state, on the CPU; collective.
+
+    Args:
+        optimizers: alike on all ranks.
+        parameters: by the masters that they have replaced.
+        group: of the same ranks, on the CPU; it communicates instead of the shard group.
+    """
+    for optimizer in optimizers:
+        for held in optimizer.param_groups:
+            for position, master in enumerate(held["params"]):
+                if master not in parameters:
+                    continue
+                held["params"][position] = parameters[master]
+                state = optimizer.state.pop(master, None)
+                if state is not None:
+                    optimizer.state[parameters[master]] = {name: _whole(kept, group) for name, kept in state.items()}
+
+
+def _whole(kept: Any, group: dist.ProcessGroup | None) -> Any:
+    if not isinstance(kept, Tensor):
+        return kept
+    if isinstance(kept, DTensor):
+        own = kept.device_mesh.device_type  # Lightning has moved states to the CPU
+        there: Any = kept if group is not None or kept.device.type == own else kept.to(own)
+        return full_value(there, group).cpu()
+    return kept.detach().cpu()
+
+
+def sharded_states(states: Sequence[tuple[Tensor, Mapping[str, Any]]], whole: bool) -> list[dict[str, Any]]:
+    """Full states of parameters as those of their masters: each rank takes its rows. Counters stay as they are.
+
+    Args:
+        states: masters, and the full state of each, the same on all ranks.
+        whole: whether state of another shape than its parameter's is on every rank, see [Note: whole values].
+
+    Raises:
+        ValueError: a state tensor has neither its parameter's shape nor one element, and ``whole`` is false.
+    """
+    moments = {name for master, state in states for name, kept in state.items() if _is_moment(kept, master)}
+    return [
+        {name: _sharded_state(name, kept, master, name in moments, whole) for name, kept in state.items()}
+        for master, state in states
+    ]
+
+
+def _is_moment(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and parameter.dim() > 0
+
+
+def _sharded_state(name: str, value: Any, parameter: Tensor, moment: bool, whole: bool) -> Any:
+    """``moment``: other parameters' entries of this name have their shape; a 0-dim value alone may be a counter.
+    ``whole``: what has another shape than its parameter is on every rank."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    if value.shape == parameter.shape and (moment or parameter.dim() > 0):
+        return shard_like(value, parameter, dtype=value.dtype)
+    if value.numel() == 1 or whole:
+        return value
+    raise ValueError(
+        f"The optimizer state `{name}` has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}: it is "
+        "not elementwise and cannot be sharded with its parameter. If the optimizer treats each parameter on its own, "
+        "name its class in ZeroCompileStrategy(full_param_optimizers=[...])."
+    )

@@ -1,0 +1,338 @@
+"""What one rank holds at each moment of a step, at one stage: the schedule of the run, over the events of a trace.
+
+[Note: predicted memory] Activations are the trace's. Masters, optimizer states, gathered values, full gradients and
+reduced ones follow from the units and from what README.md says of each stage. Two transports differ. On a device the
+full gradients of two units are alive at most. Gloo's reductions end with the backward, and it copies what it sends: all
+full gradients are there at the end of a backward, and once more as gloo's copies. Not counted: what is outside of
+torch's allocator (NCCL's buffers, the CUDA context, the mapped buffers of copies between GPUs) and its fragmentation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_zerocompile.plan.optimizers import OptimizerBytes, local_size, master_dtype_of
+from lightning_zerocompile.plan.trace import Event, Trace
+from lightning_zerocompile.sharding.plan import UnitPlan
+
+_REDUCTIONS_IN_FLIGHT = 2  # on a device: `retire(2)` in csrc/reduce.cpp
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on rank 0, which has the most rows.
+
+    Attributes:
+        masters: shards, in the dtype that the optimizer updates.
+        states: of optimizers.
+        resident: full parameters that stay gathered from one step to the next.
+        buffers, batch: of the module, and of the batch.
+        activations: that the forward keeps for the backward.
+        gathered: most full parameters at any time (with ``resident``).
+        gradients: most full gradients at any time, with the transport's copies.
+        reduced: gradients of the shards, from backward to step.
+        between_steps, after_forward, after_backward: all that is alive at these points.
+        forward_peak, backward_peak, step_peak: the most in each phase.
+    """
+
+    masters: int
+    states: int
+    resident: int
+    buffers: int
+    batch: int
+    activations: int
+    gathered: int
+    gradients: int
+    reduced: int
+    between_steps: int
+    after_forward: int
+    after_backward: int
+    forward_peak: int
+    backward_peak: int
+    step_peak: int
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return max(self.forward_peak, self.backward_peak, self.step_peak)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one step on one rank, as ``strategy.stats`` counts them: results of gathers, inputs of reductions.
+
+    Attributes:
+        forward, backward: of gathers in the forward (or after the optimizer) and in the backward.
+        reductions: of gradients.
+    """
+
+    forward: int
+    backward: int
+    reductions: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward + self.reductions
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """One unit on one rank.
+
+    Attributes:
+        gathered: its full parameters, padded to whole rows for each rank.
+        gradient: its full gradients, as they are communicated.
+        masters, reduced: of rank 0's rows.
+        trainable: its parameters that have gradients.
+    """
+
+    name: str
+    gathered: int
+    gradient: int
+    masters: int
+    reduced: int
+    trainable: frozenset[str]
+
+
+def unit_bytes(
+    module: nn.Module,
+    units: Sequence[UnitPlan],
+    world: int,
+    dtype: torch.dtype | None,
+    master_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None = None,
+) -> list[UnitBytes]:
+    """The units' bytes for ``world`` ranks.
+
+    Args:
+        module: whose parameters the units name.
+        dtype: what floating-point parameters are gathered in; ``None``: their own.
+        master_dtype, reduce_dtype: the strategy's.
+    """
+    parameters = dict(module.named_parameters())
+    result = []
+    for unit in units:
+        gathered = gradient = masters = reduced = 0
+        trainable = set()
+        for name in unit.parameters:
+            parameter = parameters[name]
+            floating = parameter.is_floating_point()
+            kept = dtype if dtype is not None and floating else parameter.dtype
+            rows = math.prod(local_size(parameter.shape, world))
+            padded = rows * world if parameter.dim() else 1
+            own = master_dtype_of(parameter.dtype, master_dtype)
+            gathered += padded * kept.itemsize
+            masters += rows * own.itemsize
+            if parameter.requires_grad:
+                trainable.add(name)
+                gradient += padded * (reduce_dtype if reduce_dtype is not None and floating else kept).itemsize
+                reduced += rows * own.itemsize
+        result.append(UnitBytes(unit.name, gathered, gradient, masters, reduced, frozenset(trainable)))
+    return result
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one stage runs.
+
+    Attributes:
+        stage: of ZeRO.
+        kept: units that stay gathered between steps at stage 3 (at stages 1 and 2 all do).
+        prefetch: the strategy's.
+        gloo: whether the ranks talk through gloo, see [Note: predicted memory].
+        accumulates: whether full gradients of earlier backwards wait for the last one.
+    """
+
+    stage: int
+    kept: frozenset[str] = frozenset()
+    prefetch: int = 1
+    gloo: bool = False
+    accumulates: bool = False
+
+
+def units_of_modules(units: Sequence[UnitPlan], modules: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """For each module that a trace names, the units of its parameters."""
+    found = {}
+    for module in modules:
+        inside = f"{module}." if module else ""
+        blocks = [unit for unit in units if unit.block is not None and unit.name == module]
+        own = [u for u in units if any(_is_direct(name, inside) for name in u.parameters)]
+        found[module] = tuple(unit.name for unit in blocks or own)
+    return found
+
+
+def _is_direct(parameter: str, prefix: str) -> bool:
+    return parameter.startswith(prefix) and "." not in parameter[len(prefix) :]
+
+
+def simulate(
+    plans: Sequence[UnitPlan],
+    units: Sequence[UnitBytes],
+    optimizer: OptimizerBytes,
+    trace: Trace | None,
+    schedule: Schedule,
+    buffers: int = 0,
+) -> tuple[Memory, Traffic]:
+    """Memory and traffic of a step that is not the first.
+
+    Args:
+        plans, units: of the module, in the same order.
+        optimizer: what its states need.
+        trace: of the step; ``None``: activations are not known and not counted, and each unit is used once in forward
+            and once in backward.
+        schedule: how the stage runs.
+        buffers: bytes of the module's buffers.
+    """
+    events = trace.events if trace is not None else _plain_events(units)
+    of_module = units_of_modules(plans, [e.name for e in events if e.kind == "use"]) if trace is not None else {}
+    run = _Run(units, schedule, events, {name: of_module.get(name, (name,)) for name in {e.name for e in events}})
+    run.go()
+    resident = run.resident
+    masters, reduced = sum(u.masters for u in units), sum(u.reduced for u in units)
+    batch = trace.batch_bytes if trace is not None else 0
+    between = masters + optimizer.states + resident + buffers
+    base = masters + optimizer.states + buffers + batch
+    staging = run.staging_after_step() if schedule.gloo else 0
+    memory = Memory(
+        masters=masters,
+        states=optimizer.states,
+        resident=resident,
+        buffers=buffers,
+        batch=batch,
+        activations=trace.saved if trace is not None else 0,
+        gathered=run.most_gathered,
+        gradients=run.most_gradients,
+        reduced=reduced,
+        between_steps=between,
+        after_forward=base + run.after_forward,
+        after_backward=between + batch + reduced,
+        forward_peak=base + run.forward_peak,
+        backward_peak=base + run.backward_peak,
+        step_peak=between + max(reduced, staging) + optimizer.temporary,
+    )
+    return memory, run.traffic()
+
+
+def _plain_events(units: Sequence[UnitBytes]) -> tuple[Event, ...]:
+    forward = [Event("use", unit.name, False, 0, 0) for unit in units]
+    backward = []
+    for unit in reversed(units):
+        backward.append(Event("use", unit.name, True, 0, 0))
+        backward += [Event("grad", name, True, 0, 0) for name in sorted(unit.trainable)]
+    return (*forward, Event("loss", "", False, 0, 0), *backward, Event("end", "", True, 0, 0))
+
+
+class _Run:
+    """One step at one stage: what is gathered and which gradients are alive, from event to event."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitBytes],
+        schedule: Schedule,
+        events: Sequence[Event],
+        of_module: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        self._units = {unit.name: unit for unit in units}
+        self._schedule, self._events = schedule, events
+        self._uses = [
+            (position, name)
+            for position, event in enumerate(events)
+            if event.kind == "use"
+            for name in of_module[event.name]
+        ]
+        self._back_from = next(n for n, event in enumerate(events) if event.kind == "loss")
+        stays = schedule.stage < 3
+        self._resident = {name for name in self._units if stays or name in schedule.kept}
+        self.resident = sum(self._units[name].gathered for name in self._resident)
+        self._gathered: list[str] = []  # of those that live for one use
+        self._waiting = {unit.name: set(unit.trainable) for unit in units}
+        self._owner = {name: unit.name for unit in units for name in unit.trainable}
+        self._full: dict[str, int] = {}  # full gradients by unit, with the transport's copies
+        self._order: list[str] = []
+        self._reduced = 0
+        self._passing = 0  # beside what is gathered, until the next unit is used
+        self._forth = self._back = 0
+        self.most_gathered, self.most_gradients = self.resident, 0
+        self.after_forward = self.forward_peak = self.backward_peak = 0
+
+    def go(self) -> None:
+        accumulated = sum(u.gradient for u in self._units.values()) if self._schedule.accumulates else 0
+        back = False
+        for position, event in enumerate(self._events):
+            held = self._held(accumulated) + self._passing
+            if event.kind == "use":
+                for name in [name for at, name in self._uses if at == position]:
+                    self._use(name, event.back, position)
+            elif event.kind == "grad" and event.name in self._owner:
+                self._grad(event.name)
+            # what was made between the last event and this one was there beside what the stage held at either
+            most = max(held, self._held(accumulated) + self._passing) + event.live
+            if back:
+                self.backward_peak = max(self.backward_peak, most)
+            else:
+                self.forward_peak = max(self.forward_peak, most)
+            if event.kind == "loss":
+                back = True
+                self.after_forward = self._held(accumulated) + event.now
+        for unit in self._units.values():  # zeros, or another rank's gradients
+            if self._waiting[unit.name] and self._schedule.gloo:
+                self._reduce(unit)
+        last = self._events[-1].now
+        self.backward_peak = max(self.backward_peak, self._held(accumulated) + last)
+
+    def _held(self, accumulated: int) -> int:
+        gathered = self.resident + sum(self._units[name].gathered for name in self._gathered)
+        gradients = max(sum(self._full.values()), accumulated)
+        self.most_gathered = max(self.most_gathered, gathered)
+        self.most_gradients = max(self.most_gradients, gradients)
+        return gathered + gradients + self._reduced
+
+    def _use(self, name: str, back: bool, position: int) -> None:
+        if name in self._resident:
+            return
+        later = [(at, other) for at, other in self._uses if at > position and other != name]
+        following = [other for at, other in later if (at > self._back_from) is (position > self._back_from)]
+        ahead = list(dict.fromkeys(o for o in following if o not in self._resident))[: self._schedule.prefetch]
+        new = [other for other in (name, *ahead) if other not in self._gathered]
+        size = sum(self._units[other].gathered for other in new)
+        self._forth, self._back = self._forth + size * (not back), self._back + size * back
+        left = [other for other in self._gathered if other not in (name, *ahead)]
+        if self._schedule.gloo:  # what it has copied, and what it has not let go of yet
+            copies = size + sum(self._units[other].masters for other in new)
+            self._passing = copies + sum(self._units[other].gathered for other in left)
+        self._gathered = [name, *ahead]
+
+    def _grad(self, parameter: str) -> None:
+        unit = self._units[self._owner[parameter]]
+        waiting = self._waiting[unit.name]
+        waiting.discard(parameter)
+        share = unit.gradient * (len(unit.trainable) - len(waiting)) // len(unit.trainable)
+        self._full[unit.name] = max(share, self._full.get(unit.name, 0))
+        if not waiting:
+            self._reduce(unit)
+
+    def _reduce(self, unit: UnitBytes) -> None:
+        self._waiting[unit.name] = set()
+        self._reduced += unit.reduced
+        if self._schedule.gloo:
+            self._full[unit.name] = 2 * unit.gradient
+            return
+        self._full[unit.name] = unit.gradient
+        self._order.append(unit.name)
+        for done in self._order[:-_REDUCTIONS_IN_FLIGHT]:
+            self._full.pop(done, None)
+
+    def staging_after_step(self) -> int:
+        """Gloo's copies of what is gathered while the optimizer steps (results, and this rank's part of them), and the
+        gradients of the unit that is updated."""
+        largest = max((self._units[name].gradient for name in self._resident), default=0)
+        return largest + sum(self._units[name].gathered + self._units[name].masters for name in self._resident)
+
+    def traffic(self) -> Traffic:
+        reductions = sum(unit.gradient for unit in self._units.values())
+        return Traffic(self.resident + self._forth, self._back, reductions)

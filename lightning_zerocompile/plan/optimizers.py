@@ -1,0 +1,152 @@
+"""What optimizers keep and need on one rank, found by steps on tensors without data."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.distributed.tensor import Shard
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.optim import Optimizer
+
+from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
+from lightning_zerocompile.plan.trace import Live, PlanError, fake_copy, fake_mode
+from lightning_zerocompile.sharding.plan import UnitPlan
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """On rank 0, which has the most rows.
+
+    Attributes:
+        states: that stay from step to step. Counters (0-dim) are left out: they are on the CPU.
+        temporary: the most that the update of one unit makes and frees again.
+        names: of the optimizers' classes.
+    """
+
+    states: int
+    temporary: int
+    names: tuple[str, ...]
+
+
+def local_size(size: Sequence[int], world: int) -> tuple[int, ...]:
+    """Of a parameter of this size, what rank 0 has: its rows, or all of a 0-dim one."""
+    return (Shard.local_shard_size_and_offset(size[0], world, 0)[0], *size[1:]) if len(size) else ()
+
+
+def master_dtype_of(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dtype:
+    """What a parameter of ``dtype`` is kept in for the optimizer, as ``make_master`` decides it."""
+    wider = master_dtype is not None and dtype.is_floating_point and dtype.itemsize < master_dtype.itemsize
+    return master_dtype if wider and master_dtype is not None else dtype
+
+
+def optimizer_bytes(
+    module: nn.Module,
+    units: Sequence[UnitPlan],
+    world: int,
+    master_dtype: torch.dtype | None,
+    full_param_optimizers: Sequence[str] = (),
+    optimizer: Callable[[Any], Any] | None = None,
+) -> OptimizerBytes:
+    """Steps twice, unit by unit, on rank 0's rows of parameters without data.
+
+    Args:
+        module: whose ``configure_optimizers`` counts.
+        units: of the module.
+        world: number of ranks.
+        master_dtype, full_param_optimizers: the strategy's.
+        optimizer: makes the optimizer of parameters instead of ``configure_optimizers``.
+
+    Raises:
+        PlanError: the optimizers cannot be made or cannot step.
+    """
+    mode = fake_mode()
+    made = fake_copy(module, mode, None)
+    states = temporary = 0
+    seen: dict[Any, tuple[int, int]] = {}
+    with mode, torch.no_grad():
+        optimizers = _optimizers_of(made, optimizer)
+        unit_of = {name: unit.name for unit in units for name in unit.parameters}
+        names = {parameter: name for name, parameter in made.named_parameters()}
+        for one in optimizers:
+            whole = sees_whole_values(one, full_param_optimizers)
+            for number, group in enumerate(one.param_groups):
+                by_unit: dict[str, list[Tensor]] = defaultdict(list)
+                for parameter in group["params"]:
+                    if parameter in names and parameter.requires_grad:
+                        by_unit[unit_of[names[parameter]]].append(parameter)
+                for parameters in by_unit.values():
+                    key = (one, number, tuple((tuple(p.shape), p.dtype) for p in parameters))
+                    if key not in seen:
+                        seen[key] = _step(one, group, parameters, world, master_dtype, whole)
+                    states += seen[key][0]
+                    temporary = max(temporary, seen[key][1])
+    return OptimizerBytes(states, temporary, tuple(type(one).__name__ for one in optimizers))
+
+
+def _optimizers_of(module: nn.Module, optimizer: Callable[[Any], Any] | None) -> list[Optimizer]:
+    try:
+        if optimizer is not None:
+            return [optimizer([p for p in module.parameters() if p.requires_grad])]
+        configured: Any = module.configure_optimizers()  # type: ignore[operator]
+        return [] if configured is None else list(_configure_optimizers(configured)[0])
+    except Exception as error:  # the user's code
+        raise PlanError(
+            f"The optimizers of {type(module).__name__} cannot be made for a plan: {type(error).__name__}: {error} "
+            "Pass `optimizer=`, a function that makes one of parameters, such as torch.optim.AdamW."
+        ) from error
+
+
+def _step(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    world: int,
+    master_dtype: torch.dtype | None,
+    whole: bool,
+) -> tuple[int, int]:
+    """Bytes of states that stay on rank 0, and of temporaries, of the update of one unit's parameters."""
+    values = []
+    for parameter in parameters:
+        size = tuple(parameter.shape) if whole else local_size(parameter.shape, world)
+        values.append(nn.Parameter(torch.empty(size, dtype=master_dtype_of(parameter.dtype, master_dtype))))
+    trial = object.__new__(type(optimizer))
+    trial.__dict__.update(vars(optimizer), param_groups=[{**group, "params": values}], state=defaultdict(dict))
+    for parameter, value in zip(parameters, values, strict=True):
+        for name, kept in optimizer.state.get(parameter, {}).items():  # of a constructor that makes it
+            shaped = isinstance(kept, Tensor) and kept.shape == parameter.shape
+            trial.state[value][name] = torch.empty_like(value, dtype=kept.dtype) if shaped else kept
+        value.grad = torch.empty_like(value)
+    live = Live([*values, *(value.grad for value in values if value.grad is not None)])
+    step = plain_step(trial)
+    temporary = 0
+    try:
+        with live:
+            for _ in range(2):  # the first makes the states
+                before = live.now
+                live.take_most()
+                step()
+                temporary = live.take_most() - before
+    except (DataDependentOutputException, GuardOnDataDependentSymNode):
+        temporary = 2 * max(value.nbytes for value in values)  # its update looks at numbers; the states are there
+    except Exception as error:  # the optimizer's own
+        raise PlanError(
+            f"{type(optimizer).__name__} does not step on parameters without data, so its memory is not known: "
+            f"{type(error).__name__}: {error} Pass `optimizer=`, a function that makes one with the same states."
+        ) from error
+    states = 0
+    for value in values:
+        for kept in trial.state.get(value, {}).values():
+            if isinstance(kept, Tensor) and kept.dim() > 0:
+                split = whole and kept.shape == value.shape
+                size = local_size(kept.shape, world) if split else tuple(kept.shape)
+                states += torch.Size(size).numel() * kept.dtype.itemsize
+    if whole:  # gathered and freed again, one unit at a time
+        temporary += sum(2 * value.nbytes for value in values)
+    return states, temporary

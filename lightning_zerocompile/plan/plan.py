@@ -1,0 +1,312 @@
+"""The plan of a run: its units, and for each stage memory, communication and time, before anything is allocated.
+
+Where the figures come from: memory from [Note: predicted memory], FLOPs from the traced step, and the time of a step
+from the rates that are given: each phase takes the longer of its compute and its communication, which overlap, and
+beside that the first gather and the last reduction, which have nothing to hide behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zerocompile.config import Config
+from lightning_zerocompile.plan.memory import Memory, Schedule, Traffic, UnitBytes, simulate, unit_bytes
+from lightning_zerocompile.plan.optimizers import optimizer_bytes
+from lightning_zerocompile.plan.trace import PlanError, Step, Trace, trace_step, training_step
+from lightning_zerocompile.sharding.plan import check_names, plan_units
+
+STAGES = (1, 2, 3)
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run has, for each rank; ``None`` is not known, and what depends on it is left out.
+
+    Attributes:
+        memory: bytes that the device has for the run.
+        bandwidth: bytes a second that a rank sends, and receives, in a collective of all ranks.
+        flops: FLOP a second that the model's matrix products reach.
+        gloo: whether the ranks are CPU processes.
+
+    Raises:
+        PlanError: one of them is not positive.
+    """
+
+    memory: int | None = None
+    bandwidth: float | None = None
+    flops: float | None = None
+    gloo: bool = False
+
+    def __post_init__(self) -> None:
+        for name, unit in (("memory", "bytes"), ("bandwidth", "bytes a second"), ("flops", "FLOP a second")):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not value > 0):
+                raise PlanError(f"`{name}={value!r}` must be a positive number of {unit}, or None where it is unknown.")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage.
+
+    Attributes:
+        stage: of ZeRO.
+        memory, traffic: of a rank in one step.
+        seconds: of one step; ``None``: a rate or the batch is not known.
+        fits: whether the peak fits in the machine's memory; ``None``: one of the two is not known.
+    """
+
+    stage: int
+    memory: Memory
+    traffic: Traffic
+    seconds: float | None
+    fits: bool | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need, by stage.
+
+    Attributes:
+        module: the name of its class.
+        world_size: number of ranks.
+        parameters: elements of all parameters.
+        units: gathered and reduced together, in order.
+        optimizers: names of their classes.
+        flops: of one step on one rank; ``None``: there was no batch.
+        stages: in order.
+        machine: that it was made for.
+        notes: what the figures leave out, a sentence each.
+    """
+
+    module: str
+    world_size: int
+    parameters: int
+    units: tuple[UnitBytes, ...]
+    optimizers: tuple[str, ...]
+    flops: int | None
+    stages: tuple[StagePlan, ...]
+    machine: Machine
+    notes: tuple[str, ...]
+
+    def as_json(self) -> str:
+        """All figures, in bytes, seconds and FLOP; each stage's ``memory`` has its ``peak``, too."""
+        plain = dataclasses.asdict(self)
+        for unit in plain["units"]:
+            unit["trainable"] = sorted(unit["trainable"])
+        for made, stage in zip(plain["stages"], self.stages, strict=True):
+            made["memory"]["peak"] = stage.memory.peak
+            made["traffic"]["total"] = stage.traffic.total
+        return json.dumps(plain, indent=2)
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def fastest(self) -> StagePlan | None:
+        """The stage to take: of those that fit (where that is not known: of all) the one that takes the least time, if
+        that is known; among equal ones that which moves least, then that with the lowest peak. ``None``: none fits."""
+        fitting = [stage for stage in self.stages if stage.fits is not False]
+        known = all(stage.seconds is not None for stage in fitting)
+
+        def cost(stage: StagePlan) -> tuple[float, int, int, int]:
+            seconds = stage.seconds if known and stage.seconds is not None else 0.0
+            return seconds, stage.traffic.total, stage.memory.peak, stage.stage
+
+        return min(fitting, key=cost, default=None)
+
+
+def make_plan(
+    module: nn.Module,
+    batch: Any = None,
+    *,
+    world_size: int,
+    config: Config | None = None,
+    machine: Machine | None = None,
+    compute_dtype: torch.dtype | None = None,
+    autocast_dtype: torch.dtype | None = None,
+    stages: Sequence[int] = STAGES,
+    accumulate: int = 1,
+    step: Step | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+) -> Plan:
+    """Plans a run. Nothing is allocated, sent or changed; the module may be on meta, and no other rank is needed.
+
+    Args:
+        module: as the user made it, not sharded.
+        batch: of one rank, as ``training_step`` gets it. ``None``: activations and FLOPs are not known.
+        world_size: number of ranks.
+        config: the strategy's options; its stage does not count.
+        machine: what each rank has.
+        compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
+        autocast_dtype: of the autocast of the steps; ``None``: there is none.
+        stages: to plan.
+        accumulate: backwards for each step of the optimizer.
+        step: ``(module, batch) -> loss`` instead of ``training_step``.
+        optimizer: makes the optimizer of parameters instead of ``configure_optimizers``.
+
+    Raises:
+        PlanError: the world size is none, the model has no parameters, the step does not take the batch, or the
+            optimizers cannot be made; the message says what to do.
+        ValueError: a name in ``keep_gathered`` is of nothing in the model.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise PlanError(f"`world_size={world_size!r}` must be a number of ranks, 1 or more.")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise PlanError(f"`accumulate={accumulate!r}` must be a number of backwards, 1 or more.")
+    unknown = [stage for stage in stages if stage not in STAGES]
+    if unknown or not stages:
+        raise PlanError(f"`stages={tuple(stages)!r}` must be some of {STAGES}.")
+    if next(module.parameters(), None) is None:
+        raise PlanError(
+            f"{type(module).__name__} has no parameters. Make its layers in `__init__`, or call `configure_model` "
+            "first."
+        )
+    config, machine = config or Config(), machine or Machine()
+    check_names(module, config.keep_gathered)
+    one_graph = config.compile == "model"
+    units = plan_units(module, config.unit_bytes, compute_dtype, config.keep_gathered, join_blocks=one_graph)
+    sizes = unit_bytes(module, units, world_size, compute_dtype, config.master_dtype, config.reduce_dtype)
+    optimizers = optimizer_bytes(
+        module, units, world_size, config.master_dtype, config.full_param_optimizers, optimizer
+    )
+    notes, trace = [], None
+    if batch is None:
+        notes.append("There was no batch: activations are not in these figures.")
+    else:
+        blocks = [unit.name for unit in units if unit.block is not None]
+        compiled = config.backend if config.compile == "blocks" else False
+        trace = trace_step(
+            module,
+            batch,
+            blocks,
+            compute_dtype,
+            autocast_dtype,
+            compiled,
+            step or training_step,
+        )
+        notes += [f"`{name}` was traced as eager code, since {reason}" for name, reason in trace.eager.items()]
+        if one_graph:
+            notes.append("With compile='model' activations are those of eager code, which keeps more.")
+    if autocast_dtype is not None:
+        notes.append(
+            "At stage 3 the run gathers the weights of linear layers as autocast's cast; here they count whole."
+        )
+    if config.memory_budget is not None:
+        notes.append("`memory_budget` is spent on what is free at the peak; units that it keeps are not in stage 3.")
+    if not machine.gloo:
+        notes.append("Not counted: the CUDA context, NCCL's buffers, the allocator's fragmentation; allow some GiB.")
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    kept = frozenset(unit.name for unit in units if unit.kept)
+    made = []
+    for stage in stages:
+        defers = accumulate > 1 and (stage == 1 or config.defer_grad_sync)
+        schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers)
+        memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
+        traffic = _accumulated(traffic, stage, accumulate, defers)
+        seconds = _seconds(trace, traffic, sizes, world_size, accumulate, machine)
+        fits = None if machine.memory is None else memory.peak <= machine.memory
+        fits = None if batch is None and fits else fits  # activations may not
+        made.append(StagePlan(stage, memory, traffic, seconds, fits))
+    return Plan(
+        type(module).__name__,
+        world_size,
+        sum(parameter.numel() for parameter in module.parameters()),
+        tuple(sizes),
+        optimizers.names,
+        None if trace is None else accumulate * (trace.forward_flops + trace.backward_flops),
+        tuple(made),
+        machine,
+        tuple(notes),
+    )
+
+
+def _accumulated(traffic: Traffic, stage: int, backwards: int, defers: bool) -> Traffic:
+    """Of several backwards: values that live for a step are gathered once, and what is deferred is reduced once."""
+    gathers = backwards if stage == 3 else 1
+    reductions = traffic.reductions * (1 if defers else backwards)
+    return Traffic(traffic.forward * gathers, traffic.backward * gathers, reductions)
+
+
+def _seconds(
+    trace: Trace | None, traffic: Traffic, units: Sequence[UnitBytes], world: int, accumulate: int, machine: Machine
+) -> float | None:
+    if trace is None or machine.flops is None or (machine.bandwidth is None and world > 1):
+        return None
+    moved = (world - 1) / world / machine.bandwidth if machine.bandwidth is not None else 0.0
+    forward = max(accumulate * trace.forward_flops / machine.flops, traffic.forward * moved)
+    back = max(accumulate * trace.backward_flops / machine.flops, (traffic.backward + traffic.reductions) * moved)
+    exposed = (units[0].gathered + units[0].gradient) * moved if units else 0.0
+    return forward + back + exposed
+
+
+def in_units(count: float | None) -> str:
+    """A number of bytes for people; of ``None``: a question mark."""
+    if count is None:
+        return "?"
+    for unit, size in (("GiB", _GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+_ROWS: tuple[tuple[str, Callable[[StagePlan], str]], ...] = (
+    ("masters", lambda s: in_units(s.memory.masters)),
+    ("optimizer states", lambda s: in_units(s.memory.states)),
+    ("gathered parameters, at most", lambda s: in_units(s.memory.gathered)),
+    ("activations for the backward", lambda s: in_units(s.memory.activations)),
+    ("full gradients, at most", lambda s: in_units(s.memory.gradients)),
+    ("reduced gradients", lambda s: in_units(s.memory.reduced)),
+    ("between steps", lambda s: in_units(s.memory.between_steps)),
+    ("peak of the forward", lambda s: in_units(s.memory.forward_peak)),
+    ("peak of the backward", lambda s: in_units(s.memory.backward_peak)),
+    ("peak of the optimizer's step", lambda s: in_units(s.memory.step_peak)),
+    ("peak", lambda s: in_units(s.memory.peak)),
+    ("gathered in a step", lambda s: in_units(s.traffic.forward + s.traffic.backward)),
+    ("reduced in a step", lambda s: in_units(s.traffic.reductions)),
+    ("seconds a step", lambda s: "?" if s.seconds is None else f"{s.seconds:.3f}"),
+    ("fits", lambda s: {None: "?", True: "yes", False: "no"}[s.fits]),
+)
+
+
+def table(plan: Plan) -> str:
+    """The plan for people."""
+    cells = [["of one rank", *(f"stage {stage.stage}" for stage in plan.stages)]]
+    cells += [[name, *(show(stage) for stage in plan.stages)] for name, show in _ROWS]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = [
+        "  ".join(c.rjust(w) if n else c.ljust(w) for n, (c, w) in enumerate(zip(r, widths, strict=True)))
+        for r in cells
+    ]
+    largest = max(plan.units, key=lambda unit: unit.gathered)
+    head = [
+        f"{plan.module}: {plan.parameters:,} parameters in {len(plan.units)} units (the largest, `{largest.name}`: "
+        f"{in_units(largest.gathered)}), {', '.join(plan.optimizers) or 'no optimizer'}, {plan.world_size} ranks",
+        f"memory of a rank: {in_units(plan.machine.memory)}; FLOP a step: "
+        + ("?" if plan.flops is None else f"{plan.flops:.3g}"),
+    ]
+    fastest = plan.fastest()
+    foot = [choice(plan, fastest), *plan.notes]
+    return "\n".join([*head, "", lines[0], "-" * len(lines[0]), *lines[1:], "", *foot])
+
+
+def choice(plan: Plan, chosen: StagePlan | None) -> str:
+    """One line that says which stage to take, and why."""
+    if chosen is None:
+        least = min(plan.stages, key=lambda s: s.memory.peak)
+        return (
+            f"No stage fits: stage {least.stage} needs {in_units(least.memory.peak)} of "
+            f"{in_units(plan.machine.memory)}. Use more ranks, a smaller batch or activation checkpointing."
+        )
+    why = f"it moves {in_units(chosen.traffic.total)} a step and its peak is {in_units(chosen.memory.peak)}"
+    if plan.machine.memory is not None:
+        why += f" of {in_units(plan.machine.memory)}"
+    misfits = [str(stage.stage) for stage in plan.stages if stage.fits is False]
+    without = f"; stages that do not fit: {', '.join(misfits)}" if misfits else ""
+    return f"Stage {chosen.stage} is the one to take: {why}{without}."

@@ -1,0 +1,421 @@
+"""One training step on tensors without data: when parameters are used, when gradients come, what lives meanwhile.
+
+[Note: fake step] The module is copied with parameters that have no data (``FakeTensorMode``), so a model of any size is
+traced on any machine, without a device. The step's forward and backward are run on the copy. A dispatch mode below
+them counts the bytes of every storage that an operator makes until it is freed; parameters and their gradients are left
+out, since how long these live is the stage's choice and not the model's. A compiled block is partitioned as
+torch.compile does it (the min-cut partitioner), so what it saves for its backward is what the run saves. Its
+temporaries are those of a graph that runs operator by operator, which Inductor's fused kernels partly avoid.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_zerocompile.sharding.plan import signature
+
+Step = Callable[[Any, Any], Any]  # (module, batch) -> loss
+
+
+class PlanError(RuntimeError):
+    """A plan cannot be made; the message says of what, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a stage reacts to.
+
+    Attributes:
+        kind: ``"use"``: a module that holds parameters begins (in forward, or in backward: ``back``); ``"grad"``: the
+            gradient of a parameter is there; ``"loss"``: forward has ended; ``"end"``: backward has.
+        name: of the block, or of the parameters' module; of the parameter.
+        live: most bytes of activations at any time since the event before.
+        now: bytes of activations at the event.
+    """
+
+    kind: Literal["use", "grad", "loss", "end"]
+    name: str
+    back: bool
+    live: int
+    now: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one step of the module does, on one rank, in the order in which it does it.
+
+    Attributes:
+        events: of the step.
+        forward_flops, backward_flops: matrix products and convolutions, a multiplication and an addition each counted;
+            recomputed ones belong to the backward.
+        batch_bytes: of the batch's tensors.
+        eager: compiled blocks that were traced as eager code, with the reason.
+    """
+
+    events: tuple[Event, ...]
+    forward_flops: int
+    backward_flops: int
+    batch_bytes: int
+    eager: dict[str, str]
+
+    @property
+    def saved(self) -> int:
+        """Bytes that the forward keeps for the backward."""
+        return next(event.now for event in self.events if event.kind == "loss")
+
+
+_ATEN = torch.ops.aten
+_SAME_FLOPS = {  # attention of CPUs, which torch's registry of FLOPs does not have
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Counts the bytes of storages that operators make while it is active, until they are freed, and the FLOPs.
+
+    Args:
+        known: tensors whose storages do not count.
+    """
+
+    def __init__(self, known: Sequence[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.now = self.most = self.flops = 0
+        self._known: Any = WeakIdKeyDictionary()
+        self._paused = False
+        for tensor in known:
+            self._known[tensor.untyped_storage()] = True
+
+    def take_most(self) -> int:
+        """The most since it was asked for last."""
+        most, self.most = self.most, self.now
+        return most
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is made inside does not count."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        count = flop_registry.get(_SAME_FLOPS.get(packet, packet))
+        if count is not None and not self._paused:
+            self.flops += int(count(*args, **(kwargs or {}), out_val=result))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._add(value.untyped_storage())
+        return result
+
+    def _add(self, storage: Any) -> None:
+        if storage in self._known:
+            return
+        self._known[storage] = True
+        if self._paused:
+            return
+        size = int(storage.nbytes())
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._drop, size)
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
+
+
+def fake_mode() -> FakeTensorMode:
+    """Where a plan's tensors live; numbers that are read off them are unknown ones, as for torch.compile."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
+    """The module with parameters and buffers that have no data.
+
+    Args:
+        module: on any device, possibly on meta; it is not changed.
+        mode: of the copy's tensors.
+        dtype: of floating-point parameters; ``None``: their own.
+
+    Raises:
+        PlanError: the module cannot be copied.
+    """
+    memo: dict[int, Any] = {}  # deepcopy's own protocol: what stands for an object, by its id
+    with mode:
+        for parameter in module.parameters():
+            kept = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            made = torch.empty(parameter.shape, dtype=kept, device="cpu")
+            memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        for buffer in module.buffers():
+            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    trainer = module.__dict__.get("_trainer")
+    if trainer is not None:  # also a submodule's
+        memo[id(trainer)] = None
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:  # whatever a member of the user's raises
+        raise PlanError(
+            f"{type(module).__name__} cannot be planned, since it cannot be copied: {error}. Keep what cannot be "
+            "copied (open files, locks, generators) outside of the module, or make it in `setup`."
+        ) from error
+
+
+def training_step(module: Any, batch: Any) -> Any:
+    """The loss of ``training_step``, as Lightning finds it.
+
+    Raises:
+        PlanError: the module makes its backwards itself.
+    """
+    if not getattr(module, "automatic_optimization", True):
+        raise PlanError(
+            f"{type(module).__name__} runs its backwards itself (`automatic_optimization = False`), which needs a "
+            "Trainer. Pass `step=`, a function of (module, batch) that returns the loss of one backward."
+        )
+    result = module.training_step(*([batch, 0] if _takes_index(module.training_step) else [batch]))
+    return result["loss"] if isinstance(result, dict) else result
+
+
+def _takes_index(method: Callable[..., Any]) -> bool:
+    parameters = list(inspect.signature(method).parameters.values())
+    return len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def trace_step(
+    module: nn.Module,
+    batch: Any,
+    blocks: Sequence[str],
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    compiled: str | bool = "inductor",
+    step: Step = training_step,
+) -> Trace:
+    """Runs one step without data, see [Note: fake step].
+
+    Args:
+        module: a LightningModule, or what ``step`` takes.
+        batch: as the step gets it, of any device; tensors of it may be on meta.
+        blocks: names of the repeated blocks.
+        dtype: what floating-point parameters are gathered in; ``None``: their own.
+        autocast: of the step; ``None``: there is none.
+        compiled: the backend that compiles the blocks, or False.
+        step: ``(module, batch) -> loss``.
+
+    Raises:
+        PlanError: the step does not take the batch, needs a Trainer, or asks for numbers that only data has.
+    """
+    mode = fake_mode()
+    made = fake_copy(module, mode, dtype)
+    batch = _fake_batch(batch, mode, dtype)
+    recorder = _Recorder(made, blocks, compiled, mode)
+    context: AbstractContextManager[Any] = nullcontext()
+    if autocast is not None:
+        context = torch.autocast("cpu", dtype=autocast)
+    made.train()
+    try:
+        with warnings.catch_warnings(), torch.enable_grad(), mode, recorder.live:
+            warnings.simplefilter("ignore")  # of `self.log` without a Trainer
+            with context:
+                loss = step(made, batch)
+            if not isinstance(loss, Tensor):
+                raise PlanError(
+                    f"The step of {type(module).__name__} returned {type(loss).__name__} for this batch, not a loss."
+                )
+            recorder.note("loss", "", back=False)
+            forward_flops = recorder.live.flops
+            loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+            del loss
+            recorder.note("end", "", back=True)
+    except PlanError:
+        raise
+    except Exception as error:  # the user's code, or torch's of it
+        raise PlanError(_explain(module, batch, error)) from error
+    finally:
+        recorder.close()
+    return Trace(
+        tuple(recorder.events),
+        forward_flops,
+        recorder.live.flops - forward_flops,
+        sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)),
+        recorder.eager,
+    )
+
+
+def _explain(module: nn.Module, batch: Any, error: Exception) -> str:
+    shapes = apply_to_collection(batch, Tensor, lambda t: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}")
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    what = f"One step of {type(module).__name__} on a batch of {shapes} failed: {type(error).__name__}: {text}"
+    if "not attached to a `Trainer`" in str(error):
+        return f"{what} Pass `step=`, a function of (module, batch) that returns the loss without the Trainer."
+    if "DataDependent" in type(error).__name__ or "UserError" in type(error).__name__:
+        return (
+            f"{what} The step looks at numbers in a tensor (`.item()`, `if tensor:`), which a plan does not have. Pass "
+            "`step=`, a function of (module, batch) that returns the loss without them."
+        )
+    return f"{what} Is it a batch as `training_step` gets it? Another loss can be passed as `step=`."
+
+
+def _fake_batch(batch: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
+    def fake(tensor: Tensor) -> Tensor:
+        floating = dtype is not None and tensor.is_floating_point()
+        with mode:
+            return torch.empty(tensor.shape, dtype=dtype if floating else tensor.dtype, device="cpu")
+
+    return apply_to_collection(batch, Tensor, fake)
+
+
+class _Recorder:
+    """Notes the events of a step by hooks on the copy's modules and parameters."""
+
+    def __init__(self, module: nn.Module, blocks: Sequence[str], compiled: str | bool, mode: FakeTensorMode) -> None:
+        self.live = Live([*module.parameters(), *module.buffers()])
+        self.events: list[Event] = []
+        self.eager: dict[str, str] = {}
+        self._mode = mode
+        self._decompositions = select_decomp_table() if compiled == "inductor" else None
+        self._graphs: dict[Any, Callable[..., Any]] = {}
+        self._removers: list[Any] = []
+        inside = tuple(f"{name}." for name in blocks)
+        for name, child in module.named_modules():
+            if name in blocks or (not name.startswith(inside or ("\0",)) and child._parameters):
+                self._watch(name, child)
+            if name in blocks and compiled:
+                self._compile(name, child)
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                hook = self._gradient_hook(name)
+                self._removers.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call, unused-ignore]
+
+    def note(self, kind: Literal["use", "grad", "loss", "end"], name: str, back: bool) -> None:
+        gc.collect(1)  # tensors without data are in cycles, real ones are not
+        self.events.append(Event(kind, name, back, self.live.take_most(), self.live.now))
+
+    def close(self) -> None:
+        for remover in self._removers:
+            remover.remove()
+
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            parameter.grad = None  # its memory is the stage's
+            self.note("grad", name, back=True)
+
+        return hook
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        def before(*_: Any) -> None:
+            self.note("use", name, back=torch._C._current_graph_task_id() != -1)
+
+        def backward(_: Tensor) -> None:
+            self.note("use", name, back=True)
+
+        def after(_: nn.Module, args: Any, result: Any) -> None:
+            for value in tree_leaves(result):
+                if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+                    value.register_hook(backward)  # type: ignore[no-untyped-call]
+                    break
+
+        self._removers.append(module.register_forward_pre_hook(before))
+        if not isinstance(module, nn.Embedding):  # its backward does not read its weight
+            self._removers.append(module.register_forward_hook(after))
+
+    def _compile(self, name: str, block: nn.Module) -> None:
+        """Partitions the block's graph as torch.compile would; equal blocks with equal inputs share it."""
+        forward: Callable[..., Any] = block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or name in self.eager:
+                return forward(*args, **kwargs)
+            tensors = dict(block.named_parameters()) | dict(block.named_buffers())
+            leaves, spec = tree_flatten((args, kwargs))
+            shapes = tuple(_shape(leaf) for leaf in leaves)
+            key = (signature(block), spec, shapes, torch.is_autocast_enabled("cpu"))
+            if key not in self._graphs:
+                try:
+                    self._graphs[key] = self._partitioned(block, forward, (tensors, args, kwargs))
+                except Exception as error:  # torch's, of code that it cannot trace: the run would break the graph there
+                    self.eager[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                    return forward(*args, **kwargs)
+            return self._graphs[key](tensors, args, kwargs)
+
+        block.forward = run
+
+    def _partitioned(
+        self, block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        def function(tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+            inner = _Forward(block, forward)
+            named = {f"block.{name}": tensor for name, tensor in tensors.items()}
+            return torch.func.functional_call(inner, named, args, kwargs)
+
+        graph: Callable[..., Any] = aot_function(
+            function,
+            _boxed,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=self._decompositions,
+        )
+        with self.live.paused(), _no_saved_tensor_hooks():  # its first call makes it
+            graph(*inputs)
+        return graph
+
+
+@contextmanager
+def _no_saved_tensor_hooks() -> Iterator[None]:
+    """Without those of a checkpoint, which would take what is traced for a part of its frame."""
+    hooks = torch._C._autograd
+    popped = []
+    while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:
+        popped.append(top)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(popped):
+            hooks._push_saved_tensors_default_hooks(*pair)
+
+
+class _Forward(nn.Module):
+    def __init__(self, block: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block, self.run = block, run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+def _boxed(gm: fx.GraphModule, example_inputs: Any) -> Callable[[list[Any]], Any]:
+    gm.graph.set_codegen(_BoxedCodeGen())  # so that the graph frees its inputs as it uses them
+    gm.recompile()
+    run = gm.forward
+
+    def boxed(args: list[Any]) -> Any:
+        return run(args)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+def _shape(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value

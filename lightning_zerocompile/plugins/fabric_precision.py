@@ -1,0 +1,91 @@
+"""Fabric's precisions for sharded modules: what is gathered is cast, the masters stay as they are.
+
+`32-true`, `64-true`, `bf16-mixed` and `16-mixed` are Fabric's; `bf16-true` and `16-true` compute in half precision on
+float32 masters, and `16-true` scales no loss, as under Fabric's other strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
+from lightning_zerocompile.plugins.precision import cast_buffers
+
+
+class FabricHalfPrecision(HalfPrecision):
+    """``bf16-true`` and ``16-true``: buffers and inputs are cast; of parameters, what is gathered."""
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        cast_buffers(module, self._desired_input_dtype)
+        return module
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+def convert_plugin(plugin: Precision | None) -> Precision | None:
+    """Ours for one of Fabric's; others are returned as they are and judged in :func:`compute_dtype`."""
+    if type(plugin) is HalfPrecision:
+        return FabricHalfPrecision(plugin.precision)
+    if type(plugin) is MixedPrecision and plugin.scaler is not None:
+        plugin.scaler = ShardedGradScaler.like(plugin.scaler)
+    return plugin
+
+
+def compute_dtype(plugin: Precision, param_dtype: torch.dtype | None) -> torch.dtype | None:
+    """What floating-point parameters are gathered in; ``None``: their own dtype.
+
+    Raises:
+        MisconfigurationException: the precision is not supported, or contradicts ``param_dtype``.
+    """
+    if type(plugin) not in (Precision, DoublePrecision, MixedPrecision) and not isinstance(plugin, FabricHalfPrecision):
+        raise MisconfigurationException(
+            f"`strategy='zerocompile'` does not support the precision plugin {type(plugin).__name__}: it does not know "
+            "that parameters and gradients are sharded. Use Fabric's precision '32-true', '64-true', 'bf16-true', "
+            "'16-true', 'bf16-mixed' or '16-mixed'."
+        )
+    fixed = plugin._desired_input_dtype if isinstance(plugin, FabricHalfPrecision) else None
+    if fixed is not None and param_dtype not in (None, fixed):
+        raise MisconfigurationException(
+            f"precision={plugin.precision!r} computes in {fixed} but `param_dtype={param_dtype}` asks for another "
+            "dtype; leave one of the two at its default."
+        )
+    return fixed or param_dtype
+
+
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """What autocast computes in during a step; ``None``: there is no autocast."""
+    return plugin._desired_input_dtype if isinstance(plugin, MixedPrecision) else None
+
+
+def unscale(engine: Engine, scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Makes the gradients ready and unscales them, once for each step: clipping needs that before the step."""
+    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        engine.steps.before(optimizer)
+        scaler.unscale_(optimizer)
+
+
+def scaled_step(engine: Engine, scaler: ShardedGradScaler, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    """A step that all ranks skip if the gradients of one have overflowed. Returns what ``closure`` does."""
+    result = closure()
+    unscale(engine, scaler, optimizer)
+    if scaler.skips(optimizer):
+        engine.steps.skip(optimizer)
+    else:
+        engine.step(optimizer, lambda: None)
+    scaler.update()
+    return result

@@ -1,0 +1,68 @@
+"""Where all ranks come together before a collective that blocks: there a rank that comes alone can still raise.
+
+Lightning's collectives (a barrier, a broadcast, the reduction of a logged value) and those of checkpoints block inside
+torch, and gloo has no way to end them before `timeout`. So on the CPU each of them is preceded by a small all-reduce
+that this rank waits for itself: see [Note: ranks that wait for each other]. On devices a collective would wait for what
+is queued there, so nothing is done.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+
+import torch
+import torch.distributed as dist
+
+from lightning_zerocompile.ranks.messages import CommunicationError, Messages
+from lightning_zerocompile.ranks.waits import REMEDY
+
+STREAM = "meeting"
+_LOOK = 1.0  # seconds between two looks at the other ranks
+_PAUSE = 2e-3
+
+
+class Meetings:
+    """Meetings of all ranks.
+
+    Args:
+        messages: the conversation of these ranks.
+        group: of the same ranks, used by nothing else; None: nothing is done.
+    """
+
+    def __init__(self, messages: Messages, group: dist.ProcessGroup | None) -> None:
+        self._messages, self._group = messages, group
+        self.count = 0  # of those that were begun
+
+    def meet(self, what: str) -> None:
+        """Before ``what``, which all ranks must come to.
+
+        Raises:
+            CommunicationError: another rank has come to something else, waits for this one in something else, or is
+                gone.
+        """
+        if self._group is None or dist.get_world_size(self._group) == 1:
+            return
+        self.count += 1
+        number = self.count
+        kind = zlib.crc32(what.encode())
+        largest = torch.tensor([kind, -kind])
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        start = looked = time.monotonic()
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - looked >= _LOOK:
+                looked = now
+                self._messages.look(what, STREAM, number)
+            if now - start > _PAUSE:
+                time.sleep(_PAUSE)
+        work.wait()
+        if largest.tolist() != [kind, -kind]:
+            raise self._apart(number, what)
+
+    def _apart(self, number: int, what: str) -> CommunicationError:
+        heard = self._messages.exchange_numbered(STREAM, number, what + self._messages.where())
+        places = "; ".join(f"rank {rank} is in {theirs or 'something else'}" for rank, theirs in heard.items())
+        error = CommunicationError(f"zerocompile: the ranks have come to different things: {places}. {REMEDY}")
+        error.explained = True  # nobody is gone
+        return error

@@ -1,0 +1,176 @@
+"""Ranks that wait for each other in different things, so that none of them can go on.
+
+[Note: ranks that wait for each other] A rank that alone reads a weight at stage 3, saves or generates waits in a gather
+for the others, and they wait for it in something else. So a rank that has waited for a second tells the first one, over
+the connection of [Note: liveness], what it waits for and how much it has started of each stream of collectives, and
+tells it again every second while the wait lasts. The first rank knows from that who depends on whom. A rank that says
+nothing computes, compiles, loads or saves: it may go on, and so may whoever waits for it alone. What remains is a knot.
+It counts when every rank in it has repeated the same report: then all of them were waiting at one moment, so nothing
+that is still to come could have ended a wait. Then each of them raises, and says where all of them stand. In the normal
+path, where waits are short, nothing is said.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+import torch.distributed as dist
+
+DIRECT = "direct"  # the stream of collectives that torch.distributed runs for others: their order is not known here
+_STALE = 5.0  # seconds after which a report that was not repeated counts no more
+_REPEATS = 2  # how often each report of a knot is heard again
+_REPEATS_DIRECT = 10  # with direct collectives in it, which may be on their way for long
+_NAMED = 16  # groups of ranks that a message names
+
+REMEDY = (
+    "What communicates must run on every rank, in the same order: at stage 3 whatever reads, prints or runs the "
+    "model's parameters; at every stage a checkpoint, `sync_dist=True`, `strategy.full_parameters`, collectives. Do it "
+    "on all ranks, not under `rank_zero_only` or `if trainer.is_global_zero`. For work of one rank let all ranks take "
+    "full values, `with strategy.full_parameters(module) as values:`, and one use them; generate with "
+    "`synced_gpus=True`; give all ranks equally many batches; or use stage 1 or 2."
+)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What one rank waits for.
+
+    Attributes:
+        stream: of collectives ("gather", "reduction", "meeting"), "message", or ``DIRECT``.
+        number: of the collective in its stream, from 1.
+        what: for the message, with where in the training it is.
+        on: of a message: the ranks that have not told theirs.
+        started: by stream, how many collectives this rank has started.
+    """
+
+    stream: str
+    number: int
+    what: str
+    on: Sequence[int]
+    started: Mapping[str, int]
+
+    def line(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def knot(waits: Mapping[int, Wait], ranks: Sequence[int]) -> set[int]:
+    """The ranks that cannot go on, whatever happens elsewhere.
+
+    Args:
+        waits: by rank, of those that wait; the others may go on.
+        ranks: all of them.
+    """
+    direct = {rank for rank, wait in waits.items() if wait.stream == DIRECT}
+    if direct and len(waits) == len(ranks):  # what these wait for is not known: they stand if everyone else does
+        stuck = _stuck({rank: wait for rank, wait in waits.items() if rank not in direct}, waits, free=set())
+        if stuck and stuck | direct == waits.keys():
+            return stuck | direct
+    ours = {rank: wait for rank, wait in waits.items() if rank not in direct}
+    return _stuck(ours, ours, free=set(ranks) - ours.keys())
+
+
+def _stuck(waits: Mapping[int, Wait], known: Mapping[int, Wait], free: set[int]) -> set[int]:
+    """Of the ranks that wait, those that depend on one that is not ``free``; ``known``: who says what it started."""
+    blockers: dict[tuple[str, int, tuple[int, ...]], set[int]] = {}
+    key_of = {rank: (wait.stream, wait.number, tuple(wait.on)) for rank, wait in waits.items()}
+    for key in set(key_of.values()):
+        stream, number, on = key
+        blockers[key] = set(on) or {r for r, wait in known.items() if wait.started.get(stream, 0) < number}
+    while True:
+        held = {key for key, ranks in blockers.items() if ranks - free}
+        stuck = {rank for rank, key in key_of.items() if key in held}
+        if not key_of.keys() - stuck - free:
+            return stuck
+        free = free | (key_of.keys() - stuck)
+
+
+class Jury:
+    """The first rank's: hears the reports and finds knots.
+
+    Args:
+        ranks: all of them.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._lines: dict[int, tuple[str, float]] = {}  # by rank, and when it was heard last
+        self._suspects: dict[int, str] = {}
+        self._repeats: Counter[int] = Counter()
+
+    def hear(self, rank: int, line: str) -> None:
+        """A rank waits; ``line`` is :meth:`Wait.line`."""
+        self._lines[rank] = line, time.monotonic()
+        suspected = self._suspects.get(rank)
+        if suspected == line:
+            self._repeats[rank] += 1
+        elif suspected is not None:  # it has gone on
+            self._suspects = {}
+
+    def verdict(self) -> dict[int, str]:
+        """The reports of ranks that wait for each other, by rank; empty while none are known to do so."""
+        oldest = time.monotonic() - _STALE
+        self._lines = {rank: said for rank, said in self._lines.items() if said[1] >= oldest}
+        waits = {rank: Wait(**json.loads(line)) for rank, (line, _) in self._lines.items()}
+        suspects = {rank: self._lines[rank][0] for rank in knot(waits, self._ranks)}
+        if suspects != self._suspects:
+            self._suspects = suspects
+            self._repeats.clear()
+        direct = any(waits[rank].stream == DIRECT for rank in suspects)
+        needed = _REPEATS_DIRECT if direct else _REPEATS
+        if not suspects or any(self._repeats[rank] < needed for rank in suspects):
+            return {}
+        self._lines, self._suspects = {}, {}
+        return suspects
+
+
+def explain_knot(lines: Mapping[int, str]) -> str:
+    """The message for all ranks of a knot."""
+    ranks_at: dict[str, list[int]] = {}
+    for rank in sorted(lines):
+        ranks_at.setdefault(json.loads(lines[rank])["what"], []).append(rank)
+    places = [f"{_names(ranks)} in {what}" for what, ranks in ranks_at.items()]
+    more = ["..."] if len(places) > _NAMED else []
+    return f"zerocompile: ranks wait for each other: {'; '.join(places[:_NAMED] + more)}. {REMEDY}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} waits"
+    shown = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
+    return f"ranks {shown} wait"
+
+
+class DirectCollectives:
+    """Whether the main thread stands in a blocking collective that Lightning or the user runs by torch.distributed.
+
+    Those of the CPU block inside one call. The frame is compared as an object: in another call it is another one.
+    """
+
+    def __init__(self) -> None:
+        self._file = dist.distributed_c10d.__file__
+        self._frame: FrameType | None = None
+        self._number = 0
+
+    def look(self) -> tuple[int, str] | None:
+        """The number and the name of the call that this thread stood in at the last look, too; called once a second."""
+        ident = threading.main_thread().ident
+        frame = None if ident is None else sys._current_frames().get(ident)
+        if frame is None or frame.f_code.co_filename != self._file:
+            self._frame = None
+            return None
+        if frame is not self._frame:
+            self._frame = frame
+            self._number += 1
+            return None
+        outer: FrameType | None = frame
+        while outer is not None and "torch/distributed" in outer.f_code.co_filename:
+            outer = outer.f_back
+        place = "" if outer is None else f", called by {outer.f_code.co_filename}:{outer.f_lineno}"
+        return self._number, f"torch.distributed.{frame.f_code.co_name}{place}"
