@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_zerocompile.runtime import build
-from tests import harness
 from tests.smoke import is_smoke
+from tests.support import harness
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,1 +1,1 @@
-"""Random models and random step programs, run sharded and by plain torch; see tests/dist/test_fuzz.py."""
+"""Random models and random step programs, run sharded and by plain torch; see tests/dist/training/test_fuzz.py."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 import tempfile
 
-from tests.fuzz import known, program, run
-from tests.harness import RankError, Ranks
+from tests.fuzz import known, program
+from tests.fuzz.check import wrong
+from tests.support.harness import Ranks
 
 
 def main() -> None:
@@ -18,13 +19,8 @@ def main() -> None:
     for one in given or [found.program for found in known.FOUND]:
         print(program.brief(one))
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                wrong = ranks.run(run.body, one, folder, timeout=60)
-                lines = [f"rank {rank}: {line}" for rank, own in enumerate(wrong) for line in own]
-            except RankError as error:
-                ranks.close(kill=True)
-                lines = [str(error)]
-        print("\n".join(f"    {line}" for line in lines) or "    right", flush=True)
+            text = wrong(ranks, one, folder)
+        print("\n".join(f"    {line}" for line in text.splitlines()) or "    right", flush=True)
     ranks.close(kill=True)
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.sharding.full_values import full_value
-from tests import models
 from tests.fuzz import nets, reference
 from tests.fuzz.nets import Boom
 from tests.fuzz.play import Note, Side, make_optimizers
 from tests.fuzz.program import Clip, Program, Step, Window
+from tests.support import models
 
 TOLERANCE = 2e-6  # of the larger of 1 and the largest number beside it
 _TIMEOUT = timedelta(seconds=20)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests import engines, models
-from tests.harness import Worlds
+from tests.support import engines, models
+from tests.support.harness import Worlds
 
 pytestmark = pytest.mark.gpu
 

@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.engine import Engine
-from tests import engines, models
-from tests.dist.test_coalesce import STAGES
-from tests.harness import Ranks
+from tests.support import engines, models
+from tests.support.harness import Ranks
+from tests.support.parity import STAGES
 
 pytestmark = pytest.mark.gpu
 STEPS = 6

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.sharding.full_values import full_value
-from tests.harness import Worlds
+from tests.support.harness import Worlds
 
 pytestmark = pytest.mark.gpu
 # 16 MiB, many blocks of threads with a rest; fewer rows than some worlds have; rows that no world divides, at addresses

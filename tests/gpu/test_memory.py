@@ -1,4 +1,4 @@
-"""On GPUs: live bytes at the end of each phase, and the peak, are what the formula in tests/memory.py says."""
+"""On GPUs: live bytes at the end of each phase, and the peak, are what the formula in tests/support/memory.py says."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
-from tests.harness import Worlds
-from tests.memory import Formula, Stack
+from tests.support.harness import Worlds
+from tests.support.memory import Formula, Stack
 
 pytestmark = pytest.mark.gpu
 WIDTH, BLOCKS, ROWS = 2048, 32, 512

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
-from tests.harness import Worlds
+from tests.support.harness import Worlds
 
 pytestmark = pytest.mark.gpu
 WIDTH, ROWS = 4096, 8192

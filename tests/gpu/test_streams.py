@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests import engines, models
-from tests.harness import Ranks, Worlds
+from tests.support import engines, models
+from tests.support.harness import Ranks, Worlds
 
 pytestmark = pytest.mark.gpu
 WIDTH, TIMEOUT, LR = 256, timedelta(seconds=60), 0.01

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,16 +219,25 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0a0+git1234567", "2.13.0+cpu"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0a0+git1234567", "2.15.0+cpu"])
 def test_supported_torch(version: str) -> None:
-    runtime_build.check_torch_version(version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runtime_build.check_torch_version(version)
 
 
-@pytest.mark.parametrize("version", ["2.10.2", "1.13.1", "2.14.0.dev20260101+cpu", "3.0.0", "unknown"])
+@pytest.mark.parametrize("version", ["2.16.0.dev20270101+cpu", "3.0.0"])
+def test_newer_torch_is_tried(version: str) -> None:
+    with pytest.warns(UserWarning, match=re.escape(f"torch {version} is newer")) as caught:
+        runtime_build.check_torch_version(version)
+    assert "pip install 'torch>=2.11,<2.16'" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("version", ["2.10.2", "1.13.1", "unknown"])
 def test_unsupported_torch(version: str) -> None:
     with pytest.raises(ExtensionBuildError, match=re.escape(f"torch {version} is installed")) as caught:
         runtime_build.check_torch_version(version)
-    assert "pip install 'torch>=2.11,<2.14'" in str(caught.value)
+    assert "pip install 'torch>=2.11,<2.16'" in str(caught.value)
 
 
 def test_load_checks_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,16 +57,15 @@ def _checkpoint(model: Model, sharded: bool, value: int) -> dict[str, Any]:
 
 
 def _save(sharded: bool, value: int, path: Path, background: bool = False) -> None:
-    io = AsyncCheckpointIO(AtomicCheckpointIO()) if background else AtomicCheckpointIO()
-    checkpoints = Checkpoints(sharded)
-    checkpoints.save(io, _checkpoint(Model(), sharded, value), path, None)
-    checkpoints.finish(io)
+    checkpoints = Checkpoints(sharded, io=AsyncCheckpointIO() if background else None)
+    checkpoints.save(_checkpoint(Model(), sharded, value), path, None)
+    checkpoints.finish()
 
 
 def _load(path: Path) -> int:
     """The value that the checkpoint was saved with; it must be the same in all parts."""
     model = Model()
-    checkpoint = Checkpoints(True).load(AtomicCheckpointIO(), path, None, model, True)
+    checkpoint = Checkpoints(True).load(path, None, model, True)
     weight, state = checkpoint["state_dict"]["weight"], checkpoint["optimizer_states"][0]
     entry, value = state["state"]["weight"], checkpoint["mine"]
     whole = weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -12,23 +12,54 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_gradcache_equals_one_backward(stage: int) -> None:
-    """Cached chunks give the parameters of one large backward, with no more reductions."""
-    options = ["--compile=none", "--steps=3", "--batch=12", "--chunk=5", "--dim=16", "--devices=2", f"--stage={stage}"]
-    options.append(f"--data={ROOT / 'lightning_zerocompile'}")
+def _run(example: str, options: list[str]) -> str:
+    """What the example prints, on the CPU."""
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples/gradcache.py"), *options],
+        [sys.executable, str(ROOT / "examples" / example), *options],
         capture_output=True, text=True, timeout=240, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = {line[:14].strip(): line[31:].split() for line in done.stdout.splitlines() if "->" in line}
+    return done.stdout
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_gradcache_equals_one_backward(stage: int) -> None:
+    """Cached chunks give the parameters of one large backward, with no more reductions."""
+    options = ["--compile=none", "--steps=3", "--batch=12", "--chunk=5", "--dim=16", "--devices=2", f"--stage={stage}"]
+    options.append(f"--data={ROOT / 'lightning_zerocompile'}")
+    printed = _run("gradcache.py", options)
+    rows = {line[:14].strip(): line[31:].split() for line in printed.splitlines() if "->" in line}
     chunks, whole = rows["chunks of 5"], rows["one backward"]
     assert 0 < float(chunks[1]) <= float(whole[1])  # reductions
     assert stage == 1 or float(chunks[2]) <= float(whole[2])  # gathers
-    assert float(done.stdout.rsplit(":", 1)[1]) <= 1e-6
+    assert float(printed.rsplit(":", 1)[1]) <= 1e-6
+
+
+def test_a_plain_loop_has_the_losses_of_ddp() -> None:
+    """examples/fabric_loop.py, with Fabric's DDP and with stage 3."""
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    losses = []
+    for option in ("--strategy=ddp", "--eager"):
+        command = [sys.executable, str(ROOT / "examples/fabric_loop.py"), "--steps=2", option]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses.append([float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")])
+    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_an_adapter_that_is_saved_midway(tmp_path: Path) -> None:
+    """LoRA with gradient checkpointing: what rank 0 saved at the last step has the trained model's loss."""
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    printed = _run("huggingface.py", ["--steps=4", "--every=2", f"--folder={tmp_path}"])
+    assert "with the adapter that rank 0 saved" in printed and (tmp_path / "adapter_config.json").exists()

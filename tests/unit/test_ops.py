@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_zerocompile.runtime.ops import flatten, unflatten
 from lightning_zerocompile.sharding.full_values import full_value
-from tests import engines, models
-from tests.harness import Worlds
+from tests.support import engines, models
+from tests.support.harness import Worlds
 
 
 def _parameters(engine: Any, count: int = 2) -> list[Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_zerocompile.sharding.plan import find_blocks, plan_units
-from tests import architectures, models
+from tests.support import architectures, models
 
 LARGE = 2**40
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_zerocompile
 from lightning_zerocompile import ZeroCompileStrategy
@@ -42,7 +44,7 @@ def test_name_selects_the_stage(name: str, stage: int) -> None:
     strategy = L.Trainer(strategy=name, **QUIET).strategy
     assert type(strategy) is ZeroCompileStrategy
     assert strategy.config.stage == stage
-    assert strategy.is_distributed
+    assert isinstance(strategy, DDPStrategy)  # Lightning asks for it: samplers, compiled modules
 
 
 def test_names_are_case_insensitive_as_lightnings_are() -> None:
@@ -150,3 +152,29 @@ def test_command_line() -> None:
     for printed, expected in zip(_python(CLI, *LINES).splitlines(), LINES.values(), strict=True):
         assert printed.startswith("ZeroCompileStrategy")
         assert all(part in printed for part in expected)
+
+
+YAML = """
+import sys
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+cli = LightningCLI(BoringModel, run=False, save_config_callback=None)
+print(type(cli.trainer.strategy).__name__, cli.trainer.strategy.config)
+"""
+
+
+@needs_jsonargparse
+def test_yaml_without_an_import(tmp_path: Path) -> None:
+    """User code imports nothing; `--print_config` shows every option, and the help of the class explains it."""
+    path = tmp_path / "run.yaml"
+    line = "{class_path: lightning_zerocompile.ZeroCompileStrategy, init_args: {stage: 2, compile: false}}"
+    path.write_text(f"trainer: {{accelerator: cpu, logger: false, strategy: {line}}}\n")
+    printed = _python(YAML, "--config", str(path))
+    assert printed.startswith("ZeroCompileStrategy Config(stage=2, compile=False")
+    options = list(inspect.signature(ZeroCompileStrategy).parameters)
+    config = _python(YAML, "--config", str(path), "--print_config")
+    assert [option for option in options if f"      {option}:" not in config] == []
+    shown = " ".join(_python(YAML, "--trainer.strategy.help", "lightning_zerocompile.ZeroCompileStrategy").split())
+    described = re.findall(r"--trainer\.strategy\.(\w+) [^ ]+(?:, [^ ]+ [^ ]+)? (?!\(type)", shown)
+    ours = options[: options.index("accelerator")]  # the others are those of Lightning's strategies
+    assert [option for option in ours if option not in described] == []

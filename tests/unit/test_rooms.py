@@ -13,8 +13,9 @@ ROOMS = (
     "build",
     "consolidate",
     "strategy",
-    "sharding_strategy",
-    "processes",
+    "fabric_strategy",
+    "engine_owner",
+    "plan",
     "plugins",
     "engine",
     "checkpoint",
@@ -69,3 +70,19 @@ def test_every_room_says_what_it_is_for() -> None:
         if (PACKAGE / room).is_dir():
             assert ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())), room
             assert f"`{room}/`" in readme, room
+
+
+def test_tests_import_from_support() -> None:
+    """What two test files need is in tests/support: none imports from another."""
+    tests = Path(__file__).parents[1]
+    wrong = []
+    for path in tests.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests":
+                modules = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "tests" else []
+                for module in modules or [str(node.module)]:
+                    file = tests.parent / module.replace(".", "/")
+                    there = file.is_dir() or file.with_suffix(".py").exists()
+                    if not there or module.split(".")[1] in ("dist", "gpu", "unit"):
+                        wrong.append(f"{path.relative_to(tests)} imports {module}")
+    assert wrong == []

@@ -1,0 +1,131 @@
+"""Less is saved for the backward, and the same is computed: by the partitioner's budget, and by checkpointed blocks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support import engines, models
+from tests.support.harness import on_ranks
+from tests.support.parity import AOT, EAGER
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """Draws random numbers in the middle, which its backward must not draw again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, WIDTH]
+        hidden = torch.sin(F.gelu(self.up(self.norm(x))))
+        return x + torch.tanh(self.down(F.dropout(hidden, 0.3, self.training)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(models.VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, models.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length]
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _saved_by_graphs(loss: Tensor) -> int:
+    """Bytes that compiled graphs hold for their backward."""
+    seen, waiting, storages = set(), [loss.grad_fn], {}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CompiledFunction" in type(node).__name__:
+            for tensor in node.saved_tensors:  # type: ignore[attr-defined]
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        waiting += [following for following, _ in node.next_functions]
+    return sum(storages.values())
+
+
+def _train(model: nn.Module, stage: int, **options: Any) -> tuple[nn.Module, int, Any]:
+    """The model after three steps, bytes that its blocks saved in the last one, and the runtime's counts."""
+    model, saved = copy.deepcopy(model), [0]
+    torch.manual_seed(5 + models.rank())
+    with engines.engine(model, stage, **options) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach_optimizers([optimizer])
+        core, storages = engine.runtime.core, dict[int, int]()
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.dim() == 3:  # an activation
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return core.pack(tensor)
+
+        for number in range(3):
+            batch = models.Batches(models.rank())[number]
+
+            def loss(batch: Tensor = batch) -> Tensor:
+                storages.clear()
+                if options["compile"] is False:
+                    with torch.autograd.graph.saved_tensors_hooks(pack, core.unpack):
+                        value = engines.token_loss(model, batch)
+                    saved[0] = sum(storages.values())
+                else:
+                    value = engines.token_loss(model, batch)
+                    saved[0] = _saved_by_graphs(value)
+                return value
+
+            engines.step(engine, optimizer, loss)
+        stats = engine.runtime.stats()
+    return model, saved[0], stats
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@on_ranks(2)
+def test_budget(stage: int) -> None:
+    model = Net()
+    whole, most, stats = _train(model, stage, **AOT)
+    last = most
+    for budget in (1, 0.5, 0):
+        less, saved, other = _train(model, stage, activation_budget=budget, **AOT)
+        assert models.deviation(less, whole) == 0.0
+        assert (other.gathers, other.gather_bytes, other.reductions) == (
+            stats.gathers,
+            stats.gather_bytes,
+            stats.reductions,
+        )
+        assert saved == most if budget == 1 else saved < last, (budget, saved, last)
+        last = saved
+    assert torch._functorch.config.activation_memory_budget == 1.0  # it is not the process's
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("options", [EAGER, pytest.param(AOT, marks=pytest.mark.long)], ids=["eager", "aot_eager"])
+@on_ranks(2)
+def test_checkpointed_blocks(stage: int, options: dict[str, Any]) -> None:
+    model = Net()
+    whole, most, stats = _train(model, stage, **options)
+    less, saved, other = _train(model, stage, activation_checkpointing="blocks", **options)
+    assert models.deviation(less, whole) == 0.0
+    assert (other.gathers, other.reductions) == (stats.gathers, stats.reductions)
+    if options["compile"] is False:
+        assert saved < 0.5 * most
+
+
+@on_ranks(2)
+def test_a_model_without_blocks() -> None:
+    with pytest.raises(RuntimeError, match=r"Sequential has no repeated blocks.*activation_budget"):
+        engines.make_engine(nn.Sequential(nn.Linear(3, 3)), 3, compile=False, activation_checkpointing="blocks")

@@ -1,0 +1,170 @@
+"""Stage 3 where ranks use different modules: an error on every rank, or units that stay gathered."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zerocompile import ZeroCompileStrategy
+from tests.support import engines, models
+from tests.support.harness import Ranks, Worlds, on_ranks
+from tests.support.models import Routed
+
+
+def _other_units() -> None:
+    class Reordered(models.Module):
+        def loss(self, batch: Tensor) -> Tensor:
+            layers = list(self.model.layers)
+            x = self.model.embedding(batch[:, :-1])
+            for layer in layers if models.rank() == 0 else layers[::-1]:
+                x = layer(x)
+            return self.model.head(x).square().mean()
+
+    models.train(Reordered(), ZeroCompileStrategy(stage=3, compile=False), steps=1)
+
+
+def test_ranks_that_gather_different_units_raise(ranks: Ranks) -> None:
+    """No hang: every rank names the unit, the number of the gather and the remedy."""
+    text = ranks.expect_error(_other_units, timeout=60)
+    assert text.count("gather number") >= 2 and "layers.0" in text
+    assert "keep_gathered" in text and "stage 1 or 2" in text
+
+
+def _known_routes() -> None:
+    """All ranks have gone both ways together; then they part."""
+    model, data = Routed(), models.Batches(models.rank())
+    with engines.engine(model, 3, compile=False) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach_optimizers([optimizer])
+        for route in ([0, 1], [0, 2], [0, 1], [0, 2], [0, 1 + models.rank()]):
+            model.route = route
+            engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+
+
+def test_ranks_that_part_on_known_ways_raise(ranks: Ranks) -> None:
+    """Each succession of units is known, so equal sizes would mix in silence: the ways are compared again."""
+    text = ranks.expect_error(_known_routes, timeout=60)
+    assert text.count("gather number") >= 2 and "`layers." in text
+
+
+def _compared() -> list[int]:
+    """How often the ranks have compared their gathers, after each of some steps with evaluations between them."""
+    model, data = Routed(), models.Batches(models.rank())
+    model.route = [0, 1, 2, 3]
+    counts = []
+    with engines.compiled_here(models.rank() == 0), engines.engine(model, 3) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach_optimizers([optimizer])
+        exchange, calls = engine.runtime.messages.exchange, []
+
+        def counted(topic: str, *message: Any) -> Any:
+            calls.extend([topic] if topic.startswith("gather/") else [])
+            return exchange(topic, *message)
+
+        engine.runtime.messages.exchange = counted  # type: ignore[method-assign]
+        for _ in range(4):
+            engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+            for _ in range(2):
+                with engine.evaluation_step(), torch.no_grad():
+                    model(data[1][:, :-1])
+            counts.append(len(calls))
+    return counts
+
+
+def test_nothing_is_compared_in_a_steady_state(ranks: Ranks) -> None:
+    """Also with one rank compiled and one eager, and with evaluations between the steps."""
+    first, second = ranks.run(_compared)
+    assert first == second
+    assert first[0] > 0 and first[-1] == first[1]
+
+
+def _more_forwards(where: str, folder: str) -> None:
+    class Uneven(models.Module):
+        def train_dataloader(self) -> Any:
+            return models.Batches(models.rank(), 2)
+
+        def val_dataloader(self) -> Any:
+            return models.Batches(models.rank(), 2 + (where == "validation" and models.rank() == 1))
+
+        def validation_step(self, batch: Tensor) -> None:
+            for _ in range(1 + (where == "generation" and models.rank() == 1)):
+                self.loss(batch)
+
+    strategy = ZeroCompileStrategy(stage=3, compile=False, timeout=timedelta(seconds=10))
+    try:
+        models.make_trainer(strategy, max_epochs=2, num_sanity_val_steps=0, limit_val_batches=1.0).fit(Uneven())
+    except RuntimeError as error:
+        Path(folder, str(models.rank())).write_text(str(error))
+        os._exit(1)  # as a job ends: Lightning's own collectives would wait for this rank
+
+
+FOUND = {
+    "validation": ("came there at",),
+    "generation": ("ranks wait for each other", "came there at"),
+}
+
+
+@pytest.mark.parametrize("where", ["validation", pytest.param("generation", marks=pytest.mark.long)])
+def test_ranks_with_more_forwards_raise(all_worlds: Worlds, where: str, tmp_path: Path) -> None:
+    """One batch or one forward more on one rank: no gather meets another one, and some rank says what is wrong.
+    (With unequal numbers of training batches Lightning's own broadcast in each step waits, as under DDP.)"""
+    ranks = all_worlds.fresh(2)
+    try:
+        ranks.expect_error(_more_forwards, where, str(tmp_path), timeout=60)
+    finally:
+        ranks.close(kill=True)
+    texts = [file.read_text() for file in tmp_path.iterdir()]
+    found = [text for text in texts if any(words in text for words in FOUND[where])]
+    assert any("rank 1" in text and "rank 0" in text for text in found), texts
+
+
+ROUTES = [[[0, 1, 2], [2, 0]], [[3], [1, 3]], [[], [0, 1, 2, 3]], [[3, 2, 1, 0], [0, 1, 2, 3]], [[1], []]]  # step, rank
+
+
+@pytest.mark.parametrize("scope", ["eager", "blocks"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_ranks_may_drop_different_layers(stage: int, scope: str) -> None:
+    """Stages 1 and 2 as they are; stage 3 keeps the layers gathered and shards the rest."""
+    model, twin = Routed(), Routed()
+    twin.load_state_dict(model.state_dict())
+    data = models.Batches(models.rank())
+    keep = ("layers",) if stage == 3 else ()
+    options = {"compile": scope if scope != "eager" else False, "keep_gathered": keep}
+    with engines.engine(model, stage, **options) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        for number, routes in enumerate(ROUTES):
+            model.route = routes[models.rank()]
+            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
+        sharded = engine.runtime.core.resident_units()
+        gathers = engine.runtime.stats().gathers
+    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
+    for number, routes in enumerate(ROUTES):
+        optimizer.zero_grad()
+        for rank in range(models.world()):
+            twin.route = routes[rank]
+            (engines.token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
+        optimizer.step()
+    assert models.deviation(model, twin) <= 1e-6 and gathers > 0
+    assert sharded == []
+
+
+def _unknown_name() -> str:
+    try:
+        engines.make_engine(Routed(), 3, compile=False, keep_gathered=("layers", "vision"))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@on_ranks(2)
+def test_unknown_name() -> None:
+    message = _unknown_name()
+    assert "`vision`" in message and "embedding, layers, head" in message

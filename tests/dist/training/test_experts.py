@@ -1,0 +1,113 @@
+"""A mixture of experts outside of repeated blocks, and loops that the data ends: what the frames' cases rest on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import engines, graph_breaks, models
+from tests.support.harness import Ranks, on_ranks
+
+
+class Once(nn.Module):
+    """Experts that stand alone: each of their parameters is gathered where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Embedding(models.VOCABULARY, graph_breaks.WIDTH)
+        self.moe = graph_breaks.Experts()
+        self.head = nn.Linear(graph_breaks.WIDTH, models.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.moe(self.front(tokens)))  # type: ignore[no-any-return]
+
+
+def _alone(stage: int, **options: Any) -> tuple[float, list[str]]:
+    model, twin = Once(), Once()
+    twin.load_state_dict(model.state_dict())
+    twin.to(models.device())
+    for rank in range(models.world()):
+        twin.moe.rank = rank
+        (engines.token_loss(twin, models.Batches(rank)[0]) / models.world()).backward()
+    unused = [name for name, p in twin.named_parameters() if p.grad is None]
+    for p in twin.parameters():
+        if p.grad is not None:
+            p.data.sub_(p.grad, alpha=0.5)
+    with engines.engine(model, stage, compile=False, unit_bytes=1, **options) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        with engine.training_step():
+            engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[0]))
+        none = [name for name, p in model.named_parameters() if p.grad is None]
+        optimizer.step()
+    assert none == unused
+    return models.deviation(model, twin), none
+
+
+@pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {}), (3, {"keep_gathered": ("moe.experts",)})])
+def test_experts_outside_of_blocks(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
+    """An expert without tokens keeps `grad=None`; one that a single rank uses is trained by it."""
+    for deviation, none in ranks.run(_alone, stage, **options):
+        assert deviation <= 1e-6
+        assert none == ["moe.experts.3.weight", "moe.experts.3.bias"]
+
+
+def test_experts_outside_of_blocks_raise_at_stage_3(ranks: Ranks) -> None:
+    """Ranks that gather different experts are told so, and what to do."""
+    message = ranks.expect_error(_alone, 3)
+    assert "moe.experts.2" in message and "keep_gathered" in message
+
+
+@on_ranks(2)
+def test_the_loop_breaks_sometimes() -> None:
+    """How many loops of the frames' case ran at all, and to their end."""
+    model, counts = models.Whole(graph_breaks.Net(graph_breaks.Loop)), [0, 0]
+
+    def count(which: int) -> Any:
+        def hook(*_: Any) -> None:
+            counts[which] += 1
+
+        return hook
+
+    for module in model.modules():
+        if isinstance(module, graph_breaks.Loop):
+            module.register_forward_hook(count(0))
+            module.experts[-1].register_forward_hook(count(1))
+    for rank in range(models.world()):
+        for number in range(3):
+            engines.token_loss(model, models.Batches(rank)[number].cpu())
+    assert 0 < counts[1] < counts[0]
+
+
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+@on_ranks(2)
+def test_no_collective_while_compiling(scope: Any) -> None:
+    """Ranks compile at different steps, so compiling must not communicate."""
+    # How many frames were compiled, and what the compilations gathered or reduced.
+    model = models.Whole(graph_breaks.Net(graph_breaks.Disabled))
+    compile_frame = torch._dynamo.convert_frame._compile
+    moved: list[int] = []
+    with pytest.MonkeyPatch.context() as patch, engines.engine(model, 3, compile=scope) as engine:
+
+        def collectives() -> int:
+            stats = engine.runtime.stats()
+            return stats.gathers + stats.reductions
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            before = collectives()
+            try:
+                return compile_frame(*args, **kwargs)
+            finally:
+                moved.append(collectives() - before)
+
+        patch.setattr(torch._dynamo.convert_frame, "_compile", spy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        for number in range(2):
+            batch = models.Batches(models.rank())[number][:, : 3 + number]
+            engines.step(engine, optimizer, lambda batch=batch: engines.token_loss(model, batch))
+        assert collectives() > 0
+    assert len(moved) >= 3 and set(moved) == {0}

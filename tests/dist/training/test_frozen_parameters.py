@@ -1,0 +1,178 @@
+"""Frozen parameters cost their own bytes, and become masters without losing a bit when they are unfrozen."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from lightning_zerocompile import ZeroCompileStrategy
+from tests.support import engines, models
+from tests.support.harness import Ranks, on_ranks
+from tests.support.parity import AOT, EAGER
+
+
+def _half() -> nn.Module:
+    """Of bfloat16, whose blocks are frozen; widths that two ranks do not divide."""
+    torch.manual_seed(3)
+    model = models.ByteModel(width=9).to(torch.bfloat16)
+    model.layers.requires_grad_(False)  # type: ignore[union-attr]
+    return model
+
+
+def _steps(engine: Any, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    for number in numbers:
+        batch = models.Batches(models.rank())[number]
+        engines.step(engine, optimizer, lambda batch=batch: engines.token_loss(engine.model, batch))
+
+
+def _dtypes(model: nn.Module) -> dict[str, set[torch.dtype]]:
+    """Of the shards, frozen and trained."""
+    found: dict[str, set[torch.dtype]] = {"frozen": set(), "trained": set()}
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor) and parameter.dtype == parameter._local_tensor.dtype
+        found["trained" if parameter.requires_grad else "frozen"].add(parameter.dtype)
+    return found
+
+
+def _twin_wide(stage: int, options: dict[str, Any], unfreeze: bool) -> nn.Module:
+    """The same training where every parameter is trained at set-up, and so a float32 master, and frozen only then."""
+    model = _half().requires_grad_(True)
+    with engines.engine(model, stage, **options) as engine:
+        model.layers.requires_grad_(False)  # type: ignore[union-attr]
+        assert _dtypes(model)["frozen"] == {torch.float32}
+        _train(engine, unfreeze)
+        assert _dtypes(model)["trained"] == {torch.float32}
+    return model
+
+
+def _train(engine: Any, unfreeze: bool) -> None:
+    trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    engine.attach_optimizers([optimizer])
+    _steps(engine, optimizer, range(2))
+    if unfreeze:
+        engine.model.layers.requires_grad_(True)
+        optimizer.add_param_group({"params": list(engine.model.layers.parameters()), "lr": 0.003})
+        _steps(engine, optimizer, range(2, 4))
+        states = [optimizer.state[p]["exp_avg"].dtype for p in engine.model.layers.parameters()]
+        assert set(states) == {torch.float32}
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
+@pytest.mark.parametrize("unfreeze", [pytest.param(False, marks=pytest.mark.long), True])
+@on_ranks(2)
+def test_own_dtype_until_unfrozen(stage: int, options: dict[str, Any], unfreeze: bool) -> None:
+    model = _half()
+    with engines.engine(model, stage, **options) as engine:
+        assert _dtypes(model) == {"frozen": {torch.bfloat16}, "trained": {torch.float32}}
+        objects = list(model.parameters())
+        _train(engine, unfreeze)
+        dtypes = _dtypes(model)
+        assert dtypes["trained"] == {torch.float32}
+        assert dtypes["frozen"] == (set() if unfreeze else {torch.bfloat16})
+        assert all(now is before for now, before in zip(model.parameters(), objects, strict=True))
+        model.layers.requires_grad_(False)  # again: nothing goes back, whatever was trained stays
+        _steps(engine, torch.optim.SGD(model.head.parameters(), lr=0.0), range(1))  # type: ignore[union-attr]
+        assert _dtypes(model)["frozen"] == ({torch.float32} if unfreeze else {torch.bfloat16})
+    wide = _twin_wide(stage, options, unfreeze)
+    assert models.deviation(model, wide) == 0.0
+    assert models.deviation(model, _half()) > 1e-3
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_unfrozen_inside_a_step(stage: int) -> None:
+    """Its gradient is there before the next step begins."""
+    model = _half()
+    with engines.engine(model, stage, compile=False) as engine:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine.attach_optimizers([optimizer])
+        with engine.training_step():
+            model.layers.requires_grad_(True)  # type: ignore[union-attr]
+            engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[0]))
+        assert _dtypes(model) == {"frozen": set(), "trained": {torch.float32}}
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}  # type: ignore[union-attr]
+        optimizer.step()
+        state = {name: copy.deepcopy(value) for name, value in model.state_dict().items()}
+        assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+@on_ranks(2)
+def test_what_is_loaded_keeps_its_bits() -> None:
+    """A value that was trained and saved in float32 comes back as it was, into a shard that is frozen now."""
+    for value, dtype in ((1.0, torch.bfloat16), (1.0 + 2**-20, torch.float32)):
+        model = _half()
+        with engines.engine(model, 3, compile=False):
+            wide = {name: torch.full(p.shape, value) for name, p in model.layers.named_parameters()}  # type: ignore[union-attr]
+            model.layers.load_state_dict(wide)  # type: ignore[union-attr]
+            assert _dtypes(model)["frozen"] == {dtype}
+            assert {p.to_local().unique().item() for p in model.layers.parameters()} == {value}  # type: ignore[union-attr]
+
+
+class _Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.model.layers, train_bn=True)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.layers, optimizer, lr=0.1)
+
+
+class _Trainable(models.Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def _finetunes(stage: int, kind: str, folder: Path) -> tuple[set[torch.dtype], set[torch.dtype], float]:
+    torch.manual_seed(1)
+    module = _Trainable().to(torch.bfloat16)  # under "bf16-true" parameters that are float32 stay so
+    strategy = ZeroCompileStrategy(stage=stage, compile=False, state_dict_type=kind)
+    seen: list[set[torch.dtype]] = []
+
+    class Notes(_Unfreezes):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append({parameter.dtype for parameter in pl_module.model.layers.parameters()})
+            trainer.save_checkpoint(folder / f"{kind}{len(seen)}")
+
+    before = copy.deepcopy(module.model.layers).to(torch.bfloat16)
+    models.fit_epochs(module, strategy, 2, precision="bf16-true", callbacks=[Notes()])
+    return seen[0], seen[1], models.deviation(module.model.layers, before)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        (1, "full"),
+        (3, "sharded"),
+        pytest.param(1, "sharded", marks=pytest.mark.long),
+        pytest.param(3, "full", marks=pytest.mark.long),
+    ],
+)
+def test_finetuning_callback(ranks: Ranks, tmp_path: Path, stage: int, kind: str) -> None:
+    for first, second, moved in ranks.run(_finetunes, stage, kind, tmp_path):
+        assert (first, second) == ({torch.bfloat16}, {torch.float32})
+        assert moved > 1e-3
+    if kind == "full":
+        for number, dtype in ((1, torch.bfloat16), (2, torch.float32)):
+            state = torch.load(tmp_path / f"full{number}", weights_only=True)["state_dict"]
+            assert {value.dtype for name, value in state.items() if ".layers." in name} == {dtype}
+            assert {value.dtype for name, value in state.items() if ".layers." not in name} == {torch.float32}
+
+
+@on_ranks(2)
+def test_a_quantised_parameter_is_refused() -> None:
+    """Its numbers mean nothing without what the subclass holds beside them; nothing is sharded or sent before."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
+    with pytest.raises(RuntimeError, match=r"`1\.weight` is a .*TwoTensor.*Load it unquantised"):
+        engines.make_engine(model, 3, compile=False)
+    assert type(model[0].weight) is nn.Parameter

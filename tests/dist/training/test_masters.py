@@ -1,0 +1,422 @@
+"""What user code does with a parameter has the effect that it has under DDP, or raises and names the way out."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.support import engines, models
+from tests.support.harness import on_ranks
+from tests.support.parity import CELLS
+
+LR, STEPS = 0.5, 3
+Backward = Callable[[Tensor], None]
+User = Callable[[nn.Module, Tensor, Backward], None]
+
+
+def _weights(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+# ---- in the step: works ----
+
+
+def _penalty(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    """The L2 term, as users write it, and terms with functions that no shard could compute."""
+    term = sum(p.pow(2).sum() for p in model.parameters())
+    term = (
+        term
+        + torch.cat([p.flatten() for p in model.parameters()]).norm()
+        + sum(p.T[0].abs().max() for p in _weights(model))
+    )
+    backward(engines.token_loss(model, batch) + 0.01 * term)
+
+
+def _penalty_alone(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    backward(engines.token_loss(model, batch))
+    backward(0.01 * sum((p - 0.1).square().sum() for p in model.parameters()))
+
+
+def _toggled(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    """Freezes one parameter by its module and a block by `parameters()`, between two backwards."""
+    model.head.weight.requires_grad_(False)
+    for parameter in model.layers[0].parameters():
+        parameter.requires_grad = False
+    backward(engines.token_loss(model, batch))
+    model.head.weight.requires_grad = True
+    for parameter in model.layers[0].parameters():
+        parameter.requires_grad_(True)
+    backward(engines.token_loss(model, batch.flip(0, 1)))
+
+
+def _inner_gradient(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    """A gradient of an activation inside the step."""
+    x = model.embedding(batch[:, :-1])
+    (inner,) = torch.autograd.grad(model.head(model.layers[0](x)).square().mean(), x, retain_graph=False)
+    backward(engines.token_loss(model, batch) + inner.detach().abs().sum() * model.scale)
+
+
+# ---- between steps: works ----
+
+
+def _nothing(model: nn.Module) -> None:
+    """The twin's counterpart of what was done in the step."""
+
+
+def _clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+    model.layers[1].up.weight.data.clamp_(-0.1, 0.1)
+    for parameter in model.layers[0].parameters():
+        parameter.data.clamp_(-0.15, 0.15)
+
+
+def _copy(model: nn.Module) -> None:
+    """Full tensors into parameters: by `copy_`, by `data.copy_`, by assignment to `data`, through the module."""
+    ramp = [torch.linspace(-0.3, 0.3, p.numel(), device=p.device).view(p.shape) for p in _weights(model)]
+    with torch.no_grad():
+        _weights(model)[0].copy_(ramp[0])
+        _weights(model)[1].add_(ramp[1], alpha=0.5)
+    _weights(model)[2].data.copy_(ramp[2])
+    _weights(model)[3].data = ramp[3]
+    model.layers[2].down.weight.data = 0.5 * torch.ones_like(model.layers[2].down.weight)
+    assert model.head.weight.shape == (models.VOCABULARY, 10)
+    model.head.weight.data.copy_(torch.full((models.VOCABULARY, 10), 0.02))
+
+
+def _load(model: nn.Module) -> None:
+    weight = torch.linspace(-0.4, 0.4, models.VOCABULARY * 10).view(models.VOCABULARY, 10)
+    model.load_state_dict({"head.weight": weight, "scale": torch.tensor(0.7)}, strict=False)
+
+
+def _scale_gradients(model: nn.Module) -> None:
+    """After the backward: through the module's attribute, through `parameters()`, and one that is dropped."""
+    model.head.weight.grad.mul_(0.5)
+    for parameter in model.layers[0].parameters():
+        parameter.grad *= 0.25
+    model.layers[1].up.weight.grad = None
+
+
+def _hooked(model: nn.Module) -> list[Any]:
+    def hook(parameter: Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+    return [p.register_post_accumulate_grad_hook(hook) for p in [*_weights(model)[:3], model.scale]]
+
+
+@dataclass(frozen=True)
+class Works:
+    """``step`` runs inside the step, ``after`` between backward and the optimizer, ``between`` behind the optimizer."""
+
+    step: User = lambda model, batch, backward: backward(engines.token_loss(model, batch))
+    after: Callable[[nn.Module], None] = _nothing
+    between: Callable[[nn.Module], None] = _nothing
+
+
+WORKS = {
+    "penalty": Works(_penalty),
+    "penalty alone": Works(_penalty_alone),
+    "toggled": Works(_toggled),
+    "inner gradient": Works(_inner_gradient),
+    "clamp": Works(between=_clamp),
+    "copy": Works(between=_copy),
+    "load": Works(between=_load),
+    "gradients": Works(after=_scale_gradients),
+    "clamp before the step": Works(after=_clamp),
+}
+
+
+def _reference(case: Works, twin: nn.Module) -> None:
+    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=LR)
+    data = [models.Batches(r) for r in range(models.world())]
+    for number in range(STEPS):
+        for batches in data:
+            case.step(twin, batches[number], lambda loss: (loss / models.world()).backward())
+        case.after(twin)
+        optimizer.step()
+        optimizer.zero_grad()
+        case.between(twin)
+
+
+def _train(case: Works, model: nn.Module, stage: int, scope: Any) -> None:
+    data = models.Batches(models.rank())
+    torch._dynamo.reset()
+    with engines.engine(model, stage, compile=scope) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        engine.attach_optimizers([optimizer])
+
+        def backward(loss: Tensor) -> None:
+            engines.backward(engine, loss)
+
+        for number in range(STEPS):
+            with engine.training_step():
+                case.step(model, data[number], backward)
+            case.after(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            case.between(model)
+
+
+@pytest.mark.parametrize("name", list(WORKS))
+@on_ranks(2)
+def test_works_as_under_ddp(name: str) -> None:
+    """The parameters after some steps are DDP's, and would not be without what the user did."""
+    case, source, problems = WORKS[name], models.ByteModel(), []
+    twin = models.ByteModel()
+    twin.load_state_dict(source.state_dict())
+    _reference(case, twin)
+    for stage, scope in CELLS:
+        model = models.ByteModel()
+        model.load_state_dict(source.state_dict())
+        try:
+            _train(case, model, stage, scope)
+        except Exception:
+            problems.append(f"stage {stage} {scope}: {traceback.format_exc()[-1500:]}")
+            continue
+        deviation = models.deviation(model, twin)
+        plain = models.ByteModel()
+        plain.load_state_dict(source.state_dict())
+        _reference(Works(), plain)
+        if deviation > 1e-6 or models.deviation(plain, twin) < 1e-3:
+            problems.append(f"stage {stage} {scope}: {deviation}, without it {models.deviation(plain, twin)}")
+        if any(type(p) is not nn.Parameter for p in model.parameters()):
+            problems.append(f"stage {stage} {scope}: {[type(p) for p in model.parameters()]}")
+    assert problems == [], "\n".join(problems)
+
+
+# ---- hooks ----
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("early", [True, False])
+@on_ranks(2)
+def test_post_accumulate_hooks_see_the_reduced_gradient(stage: int, early: bool) -> None:
+    """They run once a backward with the mean over ranks in `grad`, whether registered before sharding or after."""
+    # ``early``: registered before the model is sharded. One hook is removed after the second step.
+    model, twin = models.ByteModel(), models.ByteModel()
+    twin.load_state_dict(model.state_dict())
+    handles = _hooked(model) if early else []
+    calls: list[bool] = []
+    data = models.Batches(models.rank())
+    with engines.engine(model, stage) as engine:
+        handles = handles or _hooked(model)
+        model.head.weight.register_post_accumulate_grad_hook(lambda p: calls.append(isinstance(p.grad, DTensor)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        engine.attach_optimizers([optimizer])
+        for number in range(STEPS):
+            if number == 2:
+                handles[0].remove()
+            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
+    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=LR)
+    for number in range(STEPS):
+        for batches in (models.Batches(r) for r in range(models.world())):
+            (engines.token_loss(twin, batches[number]) / models.world()).backward()
+        for hooked in [*_weights(twin)[number == 2 : 3], twin.scale]:
+            hooked.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert models.deviation(model, twin) <= 1e-6
+    assert len(calls) == STEPS and all(calls)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_optimizer_in_backward(stage: int) -> None:
+    """Each parameter has an optimizer of its own, which steps in the hook."""
+    model, twin = models.ByteModel(), models.ByteModel()
+    twin.load_state_dict(model.state_dict())
+    data = models.Batches(models.rank())
+    with engines.engine(model, stage, compile=False) as engine:
+        optimizers = {p: torch.optim.SGD([p], lr=LR) for p in model.parameters()}
+
+        def hook(parameter: Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(hook)
+        for number in range(STEPS):
+            with engine.training_step():
+                loss = engines.token_loss(model, data[number])
+                engines.backward(engine, loss)
+        kept = sum(p.grad is not None for p in model.parameters())
+    _reference(Works(), twin)
+    result = models.deviation(model, twin) + kept
+    assert result <= 1e-6
+
+
+# ---- what raises ----
+
+
+def _hook_on_parameter(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    next(model.layers[0].parameters()).register_hook(lambda grad: 2 * grad)
+
+
+def _hook_on_attribute(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    model.head.weight.register_hook(lambda grad: 2 * grad)
+
+
+def _grad_of_parameters(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    torch.autograd.grad(engines.token_loss(model, batch), list(model.parameters()), allow_unused=True)
+
+
+def _grad_of_attribute(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    torch.autograd.grad(engines.token_loss(model, batch), [model.head.weight])
+
+
+def _backward_of_inputs(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    engines.token_loss(model, batch).backward(inputs=list(model.head.parameters()))
+
+
+def _replaced(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(models.VOCABULARY, 10))
+
+
+def _added(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    model.head.bias = nn.Parameter(torch.zeros(models.VOCABULARY))
+
+
+def _cast(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    model.head.half()
+
+
+def _other_shape(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    model.head.weight.data = torch.zeros(2, 2)
+
+
+def _mixed(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    with torch.no_grad():
+        model.layers[0].up.weight.add_(torch.zeros(10, device=models.device()))  # through the module: full
+        _weights(model)[1].add_(torch.zeros(10, device=models.device()))  # one row, which no shard has
+
+
+def _func_grad(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    torch.func.grad(lambda x: model.layers[0](x).sum())(torch.ones(2, 10))
+
+
+def _func_vmap(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    torch.func.vmap(model.head)(torch.ones(2, 10))
+
+
+def _func_jvp(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    torch.func.jvp(model.head, (torch.ones(2, 10),), (torch.ones(2, 10),))
+
+
+def _create_graph(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    x = model.embedding(batch[:, :-1])
+    (inner,) = torch.autograd.grad(model.head(model.layers[1](x)).square().mean(), x, create_graph=True)
+    backward(engines.token_loss(model, batch) + inner.square().mean())
+
+
+RAISES: dict[str, tuple[User, tuple[str, ...]]] = {
+    "hook": (_hook_on_parameter, ("`layers.0.norm.weight`", "register_post_accumulate_grad_hook")),
+    "hook on attribute": (_hook_on_attribute, ("`head.weight`", "register_post_accumulate_grad_hook")),
+    "grad": (_grad_of_parameters, ("`scale`", "strategy.full_parameters", "`backward`")),
+    "grad of attribute": (_grad_of_attribute, ("read again from a sharded module", "call `backward`")),
+    "backward of inputs": (_backward_of_inputs, ("`head.weight`", "requires_grad_")),
+    "replaced": (_replaced, ("`head.weight` was replaced", "configure_model")),
+    "added": (_added, ("`head.bias` was added", "configure_model")),
+    "cast": (_cast, ("`head.weight`", "torch.float16", "configure_model")),
+    "other shape": (_other_shape, ("`head.weight`", "(2, 2)", "configure_model")),
+    "mixed": (_mixed, ("`layers.0.up.weight`", "strategy.full_parameters")),
+    "torch.func.grad": (_func_grad, ("torch.func", "strategy.full_parameters")),
+    "torch.func.vmap": (_func_vmap, ("torch.func", "`head.weight`", "strategy.full_parameters")),
+    "torch.func.jvp": (_func_jvp, ("torch.func", "strategy.full_parameters")),
+    "create_graph": (_create_graph, ("`layers.1`", "create_graph", "compile=False")),
+}
+
+
+def _message(name: str, stage: int, scope: Any) -> str:
+    model = models.ByteModel()
+    engine = engines.make_engine(model, stage, compile=scope)
+    user, data = RAISES[name][0], models.Batches(models.rank())
+
+    def backward(loss: Tensor) -> None:
+        engines.backward(engine, loss)
+
+    try:
+        for _ in range(2):  # what is done to the module itself is found at the next step
+            with engine.training_step():
+                user(model, data[0], backward)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.abandon()
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("name", list(RAISES))
+@on_ranks(2)
+def test_raises_and_names_the_way_out(name: str) -> None:
+    """On every rank, at every stage, compiled or not."""
+    cells = [cell for cell in CELLS if name != "create_graph" or cell[1]]
+    found = {}
+    for stage, scope in cells:
+        torch._dynamo.reset()
+        found[stage, scope] = _message(name, stage, scope)
+    for cell, message in found.items():
+        assert all(text in message for text in RAISES[name][1]), f"{cell}: {message}"
+
+
+def _hook_before_sharding() -> str:
+    model = models.ByteModel()
+    model.layers[1].up.weight.register_hook(lambda grad: 2 * grad)
+    try:
+        engines.make_engine(model, 3)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@on_ranks(2)
+def test_hook_from_before_sharding() -> None:
+    message = _hook_before_sharding()
+    assert "`layers.1.up.weight`" in message and "register_post_accumulate_grad_hook" in message
+
+
+# ---- the ways out work ----
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_create_graph_without_compilation(stage: int) -> None:
+    """A gradient penalty with compile=False."""
+    model, twin = models.ByteModel(), models.ByteModel()
+    twin.load_state_dict(model.state_dict())
+    case = Works(_create_graph)
+    _reference(case, twin)
+    _train(case, model, stage, False)
+    assert models.deviation(model, twin) <= 2e-6
+
+
+@pytest.mark.parametrize(("stage", "scope"), [(1, "blocks"), (3, False), (3, "blocks")])
+@on_ranks(2)
+def test_torch_func_on_full_parameters(stage: int, scope: Any) -> None:
+    """What the error names does work, also where the runtime's own hooks are on."""
+    # Per-sample gradients of the sharded model by `torch.func`, inside a training step.
+    model, twin = models.ByteModel(), models.ByteModel()
+    twin.load_state_dict(model.state_dict())
+    batch = models.Batches(models.rank())[0]
+
+    def gradients(module: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        def loss(values: dict[str, Tensor], sample: Tensor) -> Tensor:
+            logits = torch.func.functional_call(module, values, (sample[None, :-1],))
+            return F.cross_entropy(logits[0], sample[1:])
+
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, batch)  # type: ignore[no-any-return]
+
+    expected = gradients(twin.to(models.device()), {name: 0.9 * p.detach() for name, p in twin.named_parameters()})
+    with engines.engine(model, stage, compile=scope) as engine:
+        with engine.training_step(), engine.full_parameters(model, writeback=False) as values:
+            seen = gradients(model, {name: 0.9 * value for name, value in values.items()})
+        result = max((seen[name] - expected[name]).abs().max().item() for name in expected)
+    assert result <= 1e-6

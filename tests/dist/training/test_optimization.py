@@ -1,0 +1,152 @@
+"""Clipping, schedulers, manual optimization with several optimizers, kept gradients: as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zerocompile import ZeroCompileStrategy
+from tests.support import models
+from tests.support.harness import on_ranks
+from tests.support.models import Evaluated
+from tests.support.parity import AOT, ENDS, STAGES
+
+
+class Clipped(models.Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+
+@STAGES
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.3), ("value", 0.01)])
+@on_ranks(2)
+def test_clipping_and_step_scheduler(stage: int, algorithm: str, limit: float) -> None:
+    """The norm is of the whole gradient, not of a shard; the schedule moves the sharded optimizer."""
+    module, twin = models.pair(Clipped)
+    models.fit(
+        module, ZeroCompileStrategy(stage=stage, **AOT), 5, gradient_clip_val=limit, gradient_clip_algorithm=algorithm
+    )
+    [optimizer], [scheduler] = twin.configure_optimizers()
+    clipped = 0
+    for step in range(5):
+        optimizer.zero_grad()
+        for r in range(models.world()):
+            (twin.loss(models.Batches(r)[step]) / models.world()).backward()
+        norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
+        if algorithm == "norm":
+            clipped += bool(norm > limit)
+            nn.utils.clip_grad_norm_(twin.parameters(), limit)
+        else:
+            clipped += any(bool((p.grad.abs() > limit).any()) for p in twin.parameters())
+            nn.utils.clip_grad_value_(twin.parameters(), limit)
+        optimizer.step()
+        scheduler["scheduler"].step()
+    assert clipped == 5  # or the test shows nothing
+    assert models.deviation(module, twin) < 1e-6
+
+
+class Plateau(Evaluated):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+@on_ranks(2)
+def test_plateau_scheduler() -> None:
+    """A monitored metric of all ranks drives it."""
+    module = Plateau()
+    rates = []
+
+    class Watch(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] = group["lr"] or 0.1
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    data = models.Batches(models.rank(), 1)
+    trainer = models.make_trainer(ZeroCompileStrategy(compile=False), max_epochs=3, callbacks=[Watch()])
+    module.loss = lambda batch: 0 * models.Module.loss(module, batch) + 1  # type: ignore[method-assign]
+    trainer.fit(module, data, data)
+    assert rates == pytest.approx([0.1, 0.1, 0.01])
+
+
+class Manual(models.Module):
+    """Two optimizers, each with its own loss and parameters; backward twice before the first one's step."""
+
+    automatic_optimization = False
+
+    def __init__(self, toggle: bool = False) -> None:
+        super().__init__()
+        self.toggle = toggle
+        self.other = nn.Linear(5, 3)
+
+    def other_loss(self, batch: Tensor) -> Tensor:
+        return self.other(batch[:, 1:].float()).square().mean() / 100
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        for optimizer, loss in ((first, self.loss), (second, self.other_loss)):
+            if self.toggle:
+                self.toggle_optimizer(optimizer)
+            self.manual_backward(loss(batch))
+            self.manual_backward(loss(batch.flip(0, 1)))
+            optimizer.step()
+            assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+            optimizer.zero_grad()
+            if self.toggle:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.2), torch.optim.Adam(self.other.parameters(), lr=0.01)
+
+
+@ENDS
+@pytest.mark.parametrize("toggle", [False, True])
+@pytest.mark.parametrize("options", [{"compile": False}, AOT], ids=["eager", "aot_eager"])
+@on_ranks(2)
+def test_manual_optimization_with_two_optimizers(stage: int, toggle: bool, options: dict[str, Any]) -> None:
+    """backward, backward, step equals DDP at every stage; gradients are None after the step."""
+    module, twin = models.pair(Manual, toggle=toggle)
+    trainer = models.fit(module, ZeroCompileStrategy(stage=stage, **options), 6)
+    assert trainer.global_step == 6
+    optimizers = twin.configure_optimizers()
+    for step in range(3):
+        for optimizer, loss in zip(optimizers, (twin.loss, twin.other_loss), strict=True):
+            optimizer.zero_grad()
+            for r in range(models.world()):
+                batch = models.Batches(r)[step]
+                ((loss(batch) + loss(batch.flip(0, 1))) / models.world()).backward()
+            optimizer.step()
+    assert models.deviation(module, twin) < 1e-6
+
+
+class Kept(models.Module):
+    """Never clears its gradients: each step adds to them, as in torch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        assert all(p.grad is not None for p in self.model.parameters())
+
+
+@STAGES
+@on_ranks(2)
+def test_keep_gradients(stage: int) -> None:
+    """Gradients outlive the step and add up until ``zero_grad``."""
+    module, twin = models.pair(Kept, lr=0.05)
+    models.fit(module, ZeroCompileStrategy(stage=stage, keep_gradients=True, **AOT), 3)
+    optimizer = twin.configure_optimizers()
+    for step in range(3):
+        for r in range(models.world()):
+            (twin.loss(models.Batches(r)[step]) / models.world()).backward()
+        optimizer.step()
+    assert models.deviation(module, twin) < 1e-6

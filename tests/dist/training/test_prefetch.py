@@ -1,0 +1,113 @@
+"""Stage 3: which units are gathered ahead of their use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import engines, models
+from tests.support.harness import Ranks, on_ranks
+
+WIDTH = 40
+
+
+class Normed(nn.Module):
+    """Blocks, a norm that is far smaller than they are, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(models.Block(WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, models.VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocabulary]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def _ahead(compile: Any, prefetch: int) -> list[list[str]]:
+    """The units that are gathered while each block computes, in the third step's forward."""
+    model, data = Normed(), models.Batches(models.rank())
+    seen: list[list[str]] = []
+    with engines.engine(model, 3, compile=compile, prefetch=prefetch, unit_bytes=1) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach_optimizers([optimizer])
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: seen.append(sorted(engine.runtime.core.resident_units())))
+        for _ in range(3):
+            seen.clear()
+            engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+    return seen
+
+
+@pytest.mark.parametrize("compile", [False, "blocks"])
+@on_ranks(2)
+def test_a_small_unit_does_not_count(compile: Any) -> None:
+    """Nothing hides behind a norm's compute, so the head's gather starts with the last block, not with the norm."""
+    seen = _ahead(compile, 1)
+    assert seen == [
+        ["layers.0", "layers.1"],
+        ["layers.1", "layers.2"],
+        ["head.weight", "layers.2", "norm.bias", "norm.weight"],
+    ]
+
+
+def test_distance(ranks: Ranks) -> None:
+    for seen in ranks.run(_ahead, False, 2):
+        assert seen[0] == ["layers.0", "layers.1", "layers.2"]
+        assert seen[1] == ["head.weight", "layers.1", "layers.2", "norm.bias", "norm.weight"]
+    for seen in ranks.run(_ahead, False, 0):
+        assert seen == [["layers.0"], ["layers.1"], ["layers.2"]]
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, WIDTH]
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _turn(prefetch: int) -> tuple[list[list[str]], list[int], float]:
+    """What is there between forward and backward, the gathers of each step, and how far from DDP it ends."""
+    torch.manual_seed(0)
+    model, twin = (models.Whole(Stack()).to(models.device()) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    inputs = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(models.world())]
+    between, gathers = [], []
+    with engines.engine(model, 3, compile="model", prefetch=prefetch) as engine:
+        optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+        engine.attach_optimizers([optimizer])
+
+        def loss() -> Tensor:
+            value = model(inputs[models.rank()].to(models.device())).square().mean()
+            between.append(sorted(engine.runtime.core.resident_units()))
+            return value
+
+        for _ in range(4):
+            before = engine.runtime.stats().gathers
+            engines.step(engine, optimizer, loss)
+            gathers.append(engine.runtime.stats().gathers - before)
+            for x in inputs:
+                (twin(x.to(models.device())).square().mean() / models.world()).backward()
+            plain.step()
+            plain.zero_grad()
+    return between, gathers, models.deviation(model, twin)
+
+
+def test_what_backward_begins_with_stays(ranks: Ranks) -> None:
+    """The forward's last unit is the backward's first: known from the first step on, it is not gathered twice."""
+    last = ["model.layers.2.weight"]
+    for between, gathers, worst in ranks.run(_turn, 1):
+        assert between == [[], last, last, last] and gathers == [5, 4, 4, 4] and worst <= 1e-6
+    for between, gathers, worst in ranks.run(_turn, 0):
+        assert between == [[]] * 4 and gathers == [5] * 4 and worst <= 1e-6

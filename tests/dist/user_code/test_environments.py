@@ -1,0 +1,219 @@
+"""Who starts the processes and who ends them: torchrun, SLURM and its resubmission, SIGTERM, notebooks.
+
+Everything runs on the CPU, whatever ``--device`` is.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from lightning_zerocompile import ZeroCompileStrategy
+from tests.support import models
+from tests.support.harness import IMPORTED, _free_port
+
+ROOT = Path(__file__).parents[3]
+STEPS = 6  # of a whole run
+END = 3  # the step in which a signal comes
+EXTERNAL = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "LOCAL_", "GROUP_", "NODE_")
+
+
+class Signalled(models.Module):
+    """Gets a signal in a step, on every rank at another moment of it."""
+
+    def __init__(self, event: str = "") -> None:
+        super().__init__(optimizer="adamw", lr=0.01)
+        self.event = event
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        name, _, late = self.event.partition(" late ")
+        if name and self.global_step == END - 1 and late == str(self.global_rank):
+            time.sleep(0.5)  # the other rank waits for this one by then
+        if name and self.global_step == END - 1:
+            os.kill(os.getpid(), getattr(signal, name))
+        # by step: Lightning begins a list anew when it resumes within an epoch
+        return super().training_step(models.Batches(self.global_rank)[self.global_step], batch_idx)
+
+
+def run(folder: str, event: str = "", checkpoint: str = "full", path: str | None = None) -> dict[str, Any]:
+    """A rank's training; what it was, and its losses."""
+    torch.manual_seed(0)
+    module = Signalled(event)
+    strategy = ZeroCompileStrategy(3, compile=False, state_dict_type=checkpoint)  # type: ignore[arg-type]
+    trainer = models.make_trainer(
+        strategy, accelerator="cpu", devices=2, max_steps=STEPS, default_root_dir=folder, enable_checkpointing=True,
+        callbacks=[
+            ModelCheckpoint(folder, "term", save_on_exception=True, save_top_k=0), OnExceptionCheckpoint(folder),
+        ],
+    )  # fmt: skip
+    environment, rank = trainer.strategy.cluster_environment, trainer.global_rank
+    try:
+        trainer.fit(module, models.Batches(rank, STEPS), ckpt_path=path, weights_only=False)
+        ended = "done"
+    except SIGTERMException:
+        ended = "terminated"
+    return {
+        "rank": rank, "environment": type(environment).__name__, "children": len(trainer.strategy.launcher.procs),
+        "ended": ended, "losses": module.losses,
+    }  # fmt: skip
+
+
+def _whole() -> list[list[float]]:
+    """Both ranks' losses of an undisturbed run, in plain torch."""
+    torch.manual_seed(0)
+    module, losses = Signalled(), [[], []]
+    optimizer = module.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            loss = module.loss(models.Batches(rank)[step])
+            losses[rank].append(loss.item())
+            (loss / 2).backward()
+        optimizer.step()
+    return losses
+
+
+def _serve(variables: dict[str, str], stacks: str, arguments: tuple[Any, ...], pipe: Any) -> None:
+    import faulthandler
+
+    faulthandler.dump_traceback_later(50, file=open(stacks, "w"), exit=True)  # noqa: SIM115 - open until the end
+    for name in [n for n in os.environ if n.startswith(EXTERNAL)]:
+        del os.environ[name]
+    os.environ |= variables
+    torch.set_num_threads(1)
+    try:
+        pipe.send(run(*arguments))
+    except BaseException as error:
+        pipe.send(repr(error))
+    faulthandler.cancel_dump_traceback_later()
+    pipe.recv()  # the other rank may still need the store, which lives in rank 0
+    os._exit(0)
+
+
+def _slurm(folder: Path, *arguments: Any) -> list[Any]:
+    """Two tasks as ``srun`` starts them; what :func:`run` returns there."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    port, tasks = str(_free_port()), []
+    for rank in range(2):
+        variables = {
+            "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
+            "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": port,
+            "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_ADDR": "127.0.0.1",
+            "PATH": f"{folder}:{os.environ['PATH']}",
+        }  # fmt: skip
+        mine, theirs = context.Pipe()
+        stacks = folder / f"stacks-{rank}"
+        task = context.Process(target=_serve, args=(variables, str(stacks), (str(folder), *arguments), theirs))
+        task.start()
+        theirs.close()
+        tasks.append((task, mine, stacks))
+    answers = []
+    for _, pipe, stacks in tasks:
+        try:
+            answers.append(pipe.recv())
+        except EOFError:
+            answers.append(stacks.read_text())
+    for task, pipe, _ in tasks:
+        if task.is_alive():
+            pipe.send(None)
+        task.join(10)
+        task.kill()
+    for answer in answers:
+        assert isinstance(answer, dict), answer
+    return answers
+
+
+# ---- who starts the processes ----
+
+
+@pytest.mark.long
+def test_torchrun(tmp_path: Path) -> None:
+    """The real launcher: its variables give the ranks, and nothing else is started."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\nfrom tests.dist.user_code.test_environments import run\n"
+        "answer = run(sys.argv[1])\n"
+        "json.dump(answer, open(f'{sys.argv[1]}/{answer[\"rank\"]}.json', 'w'))\n"
+    )
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(EXTERNAL)}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script),
+         str(tmp_path)],
+        env=inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank, losses in enumerate(_whole()):
+        answer = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert answer["losses"] == pytest.approx(losses, abs=1e-5)
+        answer.pop("losses")
+        assert answer == {"rank": rank, "environment": "TorchElasticEnvironment", "children": 0, "ended": "done"}
+
+
+def test_notebooks_are_refused_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own message: processes of a script cannot be started from a notebook."""
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    for name in [n for n in os.environ if n.startswith(EXTERNAL)]:
+        monkeypatch.delenv(name)
+    with pytest.raises(
+        MisconfigurationException, match=r"not compatible with an interactive.*Run your code as a script"
+    ):
+        models.make_trainer("zerocompile", devices=2)
+
+
+# ---- who ends them ----
+
+
+@pytest.mark.parametrize("checkpoint", ["full", pytest.param("sharded", marks=pytest.mark.long)])
+def test_slurm_resubmission(tmp_path: Path, checkpoint: str) -> None:
+    """SIGUSR1 as the third step begins: a checkpoint, a call of ``scontrol``; the next job begins with that step."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/called\n")
+    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+    whole = _whole()
+    for rank, answer in enumerate(_slurm(tmp_path, "SIGUSR1 late 1", checkpoint)):
+        assert answer["losses"] == pytest.approx(whole[rank], abs=1e-5)
+        answer.pop("losses")
+        assert answer == {"rank": rank, "environment": "SLURMEnvironment", "children": 0, "ended": "done"}
+    assert (tmp_path / "called").read_text() == "requeue 7\n"
+    assert (tmp_path / "hpc_ckpt_1.ckpt").is_dir() is (checkpoint == "sharded")
+    for rank, answer in enumerate(_slurm(tmp_path, "", checkpoint)):
+        assert answer["losses"] == pytest.approx(whole[rank][END - 1 :], abs=1e-5)
+
+
+def _terminated(folder: Path, checkpoint: str, late: int) -> None:
+    whole = _whole()
+    for rank, answer in enumerate(_slurm(folder, f"SIGTERM late {late}", checkpoint)):
+        assert answer["ended"] == "terminated" and answer["losses"] == pytest.approx(whole[rank][:END], abs=1e-5)
+    saved = sorted(folder.glob("*.ckpt"))
+    assert [path.name for path in saved] == ["on_exception.ckpt", "term.ckpt"]
+    assert all(path.is_dir() is (checkpoint == "sharded") for path in saved)
+    for rank, answer in enumerate(_slurm(folder, "", checkpoint, str(saved[late]))):
+        assert answer["losses"] == pytest.approx(whole[rank][END:], abs=1e-5)
+
+
+def test_sigterm_leaves_checkpoints(tmp_path: Path) -> None:
+    """All ranks end after the step in which the signal came; both callbacks' checkpoints go on from there."""
+    _terminated(tmp_path, "full", 1)
+
+
+@pytest.mark.long
+def test_sigterm_leaves_sharded_checkpoints(tmp_path: Path) -> None:
+    """The same with directories, and with the other rank late."""
+    _terminated(tmp_path, "sharded", 0)

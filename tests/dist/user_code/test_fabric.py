@@ -1,0 +1,108 @@
+"""Fabric's plain loop trains as with Fabric's DDP: every call of it, on the engine that the Trainer's strategy has."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_zerocompile import ZeroCompileFabricStrategy
+from tests.support import engines, models
+from tests.support.harness import on_ranks
+from tests.support.parity import AOT, EAGER
+
+MODES = {"eager": EAGER, "aot_eager": AOT}
+
+
+def _fabric(strategy: Any, **arguments: Any) -> L.Fabric:
+    here = models.ranks_here()
+    fabric = L.Fabric(
+        accelerator=models.device(), devices=here, num_nodes=models.world() // here, strategy=strategy, **arguments
+    )
+    fabric.launch()
+    return fabric
+
+
+def _loop(fabric: L.Fabric, model: Any, optimizer: Any, steps: int = 4, **clip: Any) -> list[float]:
+    """Every second step has two forwards and two backwards, of which the first does not reduce. Returns the norms."""
+    batches, norms = models.Batches(models.rank()), []
+    for number in range(steps):
+        micro = [batches[2 * number], batches[2 * number + 1]][: 1 + number % 2]
+        for place, batch in enumerate(micro):
+            with fabric.no_backward_sync(model, enabled=place + 1 < len(micro)):
+                fabric.backward(engines.token_loss(model, batch) / len(micro))
+        if clip:
+            norms.append(fabric.clip_gradients(model, optimizer, **clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(norm) for norm in norms if norm is not None]
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_it_trains_as_fabric_s_ddp(stage: int, mode: str) -> None:
+    """The optimizer is made before the set-up at odd stages, and after it at even ones."""
+    ours, theirs = models.ByteModel(), models.ByteModel()
+    theirs.load_state_dict(ours.state_dict())
+    ddp = _fabric("ddp")
+    clip = {"max_norm": 0.05} if mode == "eager" else {"clip_val": 0.01}
+    expected = _loop(ddp, *ddp.setup(theirs, _sgd(theirs)), **clip)
+    fabric = _fabric(ZeroCompileFabricStrategy(stage, **MODES[mode]))
+    if stage % 2:
+        model, optimizer = fabric.setup(ours, _sgd(ours))
+    else:
+        model = fabric.setup_module(ours)
+        optimizer = fabric.setup_optimizers(_sgd(model))
+    norms = _loop(fabric, model, optimizer, **clip)
+    stats, compiled = fabric.strategy.stats, fabric.strategy.compile_stats  # type: ignore[attr-defined]
+    fabric.strategy.unshard()  # type: ignore[attr-defined]
+    assert models.deviation(ours, theirs) <= 1e-6
+    assert norms == pytest.approx(expected, abs=1e-6) and (mode != "eager" or len(norms) == 4)
+    assert stats.reductions > 0 and (compiled.forward > 0 or mode == "eager" or stage > 1)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@on_ranks(2)
+def test_save_and_load(kind: str, tmp_path: Path) -> None:
+    """A run that is loaded in the middle goes on as one that was not interrupted."""
+    options: dict[str, Any] = {"stage": 3, "state_dict_type": kind, **EAGER}
+    start = models.ByteModel()
+    whole, again = copy.deepcopy(start), copy.deepcopy(start)
+    fabric = _fabric(ZeroCompileFabricStrategy(**options))
+    model, optimizer = fabric.setup(whole, _sgd(whole))
+    _loop(fabric, model, optimizer, steps=2)
+    path = fabric.broadcast(str(tmp_path / "saved"))
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 2})
+    _loop(fabric, model, optimizer, steps=2)
+    fabric.strategy.unshard()  # type: ignore[attr-defined]
+
+    fabric = _fabric(ZeroCompileFabricStrategy(**options))
+    model, optimizer = fabric.setup(again, _sgd(again))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    assert fabric.load(path, state) == {} and state["step"] == 2
+    _loop(fabric, model, optimizer, steps=2)
+    fabric.strategy.unshard()  # type: ignore[attr-defined]
+    assert models.deviation(again, whole) == 0
+
+
+@on_ranks(2)
+def test_what_does_not_work_says_what_to_do() -> None:
+    fabric = _fabric("zerocompile_stage_1")
+    with pytest.raises(RuntimeError, match=r"works after `fabric\.setup`"):
+        fabric.setup_optimizers(_sgd(models.ByteModel()))
+    fabric.setup_module(models.ByteModel())
+    with pytest.raises(RuntimeError, match=r"shards one module.*ModuleDict"):
+        fabric.setup_module(models.ByteModel())
+    with pytest.raises(RuntimeError, match="not the model's"):
+        fabric.setup_optimizers(_sgd(models.ByteModel()))
+    fabric.strategy.unshard()  # type: ignore[attr-defined]

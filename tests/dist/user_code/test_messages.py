@@ -1,0 +1,94 @@
+"""Messages between ranks: series, in few requests for many ranks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_zerocompile.ranks.messages import HAS_LEFT, SERIES, Messages
+from tests.support.harness import Worlds
+
+
+class Counting(Messages):
+    """Counts what it asks of the store."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.requests: Counter[str] = Counter()
+
+    def _store(self) -> Any:
+        store, requests = super()._store(), self.requests
+
+        class Watched:
+            def __getattr__(self, name: str) -> Any:
+                requests[name] += 1
+                return getattr(store, name)
+
+        return Watched()
+
+
+def _messages(name: str, few: int = 3, seconds: float = 20) -> Counting:
+    messages = Counting(init_device_mesh("cpu", (dist.get_world_size(),)), name, timedelta(seconds=seconds))
+    messages._few = few
+    return messages
+
+
+def _series(name: str, few: int) -> tuple[list[dict[int, Any]], Counter[str]]:
+    """More messages than the store keeps, and what the store is asked for one that all have told."""
+    messages, rank = _messages(name, few), dist.get_rank()
+    heard = [messages.exchange_numbered("topic", n, f"{n}:{rank}") for n in range(SERIES + 3)]
+    messages.tell_numbered("last", 0, str(rank))
+    dist.barrier()
+    messages.requests.clear()
+    heard.append(messages.ask_numbered("last", 0))
+    return heard, messages.requests
+
+
+@pytest.mark.parametrize(("world", "few"), [(2, 3), (3, 3), (3, 1)])
+def test_series(worlds: Worlds, world: int, few: int) -> None:
+    """Each exchange gives that number's messages, also where older ones are in their place; many ranks' at once."""
+    for rank, (heard, requests) in enumerate(worlds(world).run(_series, f"series {world} {few}", few, timeout=100)):
+        last = heard.pop()
+        assert heard == [{other: f"{n}:{other}" for other in range(world)} for n in range(SERIES + 3)]
+        assert last == {other: str(other) for other in range(world) if other != rank}
+        together = {"has_extended_api": 1, "check": 1, "multi_get": 1}
+        assert requests == (together if few == 1 else {"compare_set": world - 1})
+
+
+def _late(name: str, few: int) -> tuple[dict[int, Any], float]:
+    messages, rank = _messages(name, few, seconds=2), dist.get_rank()
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(0.5)
+    if rank == 2:
+        return {}, 0.0
+    return messages.exchange_numbered("topic", 7, "here"), time.monotonic() - start
+
+
+@pytest.mark.parametrize("few", [1, 3])
+def test_who_is_late_and_who_does_not_come(worlds: Worlds, few: int) -> None:
+    """A late rank is waited for; of one that does not come in time, and of no other, nothing was heard."""
+    heard, seconds = worlds(3).run(_late, f"late {few}", few, timeout=60)[0]
+    assert heard == {0: "here", 1: "here", 2: None} and 1.5 < seconds < 10
+
+
+def _ended(name: str) -> str:
+    messages = _messages(name, few=1)
+    if dist.get_rank() == 1:
+        messages.leave("it had enough")
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        messages.exchange_numbered("topic", 0, "here")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_has_ended(worlds: Worlds, world: int) -> None:
+    text = worlds(world).run(_ended, f"ended {world}", timeout=60)[0]
+    assert HAS_LEFT in text and "rank 1" in text and "it had enough" in text

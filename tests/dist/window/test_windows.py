@@ -1,0 +1,201 @@
+"""Windows that fail, whose ranks differ, or that are bounded or held: nothing is lost, left behind or mixed up."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zerocompile.sharding.full_values import full_value
+from tests.support import engines, models, twins
+from tests.support.harness import Ranks, on_ranks
+from tests.support.models import Routed
+
+STAGES = (1, 2, 3)
+
+
+# ---- windows that fail ----
+
+
+def _fail(grad: Tensor) -> None:
+    raise ArithmeticError("in backward")
+
+
+def _failing(how: str, stage: int) -> tuple[str, int, float]:
+    """Rank 0 fails in a window; both ranks catch, drop, and take a plain step."""
+    first, message = models.rank() == 0, "no error"
+    with twins.pair(stage) as (engine, twin, optimizer):
+        try:
+            with engine.training_step(), engine.windows.open("window", None, None):
+                twins.loss(engine.model, twins.mine(8)).backward()
+                if first and how == "raises":
+                    raise ArithmeticError("on rank 0")
+                if first and how == "swallowed":
+                    with contextlib.suppress(ArithmeticError):
+                        y = engine.model(twins.mine(9))
+                        y.register_hook(_fail)
+                        engines.backward(engine, y.sum())
+        except (ArithmeticError, RuntimeError) as error:
+            message = str(error)
+        held = engine.runtime.core.deferred_bytes()
+        optimizer.zero_grad()
+        engines.step(engine, optimizer, lambda: twins.loss(engine.model, twins.mine(0)))
+        twins.gradients(twin, twins.on_all(0))
+        torch.optim.SGD(twin.parameters(), lr=twins.LR).step()
+        return message, held, twins.deviation(engine, twin)
+
+
+def test_a_window_that_fails_on_one_rank_is_dropped_on_all(ranks: Ranks) -> None:
+    """Raised inside it, or in a backward whose error was swallowed: all raise, and the next step is right."""
+    for how, texts in (("raises", ("on rank 0", "failed inside")), ("swallowed", ("incomplete", "incomplete"))):
+        for stage in STAGES:
+            found = ranks.run(_failing, how, stage, timeout=40)
+            for (message, held, deviation), text in zip(found, texts, strict=True):
+                assert text in message, (how, stage, message)
+                assert held == 0 and deviation <= 1e-6, (how, stage)
+
+
+@pytest.mark.parametrize("counts", ((0, 1), (1, 0), (0, 0)))
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, timeout=40)
+def test_a_rank_without_a_backward_in_the_first_window(counts: tuple[int, int], stage: int) -> None:
+    """The first window ever; a rank of which the count is 0 runs no backward."""
+    with twins.pair(stage) as (engine, twin, _):
+        with engine.training_step(), engine.windows.open("window", None, None):
+            for number in range(counts[models.rank()]):
+                twins.loss(engine.model, twins.mine(number)).backward()
+        twins.gradients(twin, {rank: list(range(count)) for rank, count in enumerate(counts)})
+        result = twins.grad_deviation(engine, twin)
+    assert result <= 1e-6
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_bounded_window_that_raises_leaves_gradients_as_they_were(stage: int) -> None:
+    """Gradients before a bounded window that raises, and behind it; first none, then some."""
+    same = []
+    with twins.pair(stage) as (engine, _, _):
+        for before in (False, True):
+            with engine.training_step():
+                if before:
+                    engines.backward(engine, twins.loss(engine.model, twins.mine(0)))
+                expected = twins.grads(engine.model)
+                with contextlib.suppress(ArithmeticError), engine.windows.open("auto", 0, None):
+                    engines.backward(engine, twins.loss(engine.model, twins.mine(1)))
+                    raise ArithmeticError
+            both = zip(twins.grads(engine.model), expected, strict=True)
+            same.append(all(a is b if a is None or b is None else torch.equal(a, b) for a, b in both))
+            same.append(engine.runtime.core.deferred_bytes() == 0)
+    assert all(same), (stage, same)
+
+
+class Weighted(nn.Module):
+    """Its gradient is the number it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
+
+    def forward(self, number: float) -> Tensor:
+        return (self.weight * number).sum() + self.scale * number
+
+
+@pytest.mark.parametrize(("dtype", "expected"), ((torch.float32, 264.0), (None, 256.0)))
+@on_ranks(2)
+def test_what_is_reduced_early_is_summed_in_the_windows_dtype(dtype: torch.dtype | None, expected: Any) -> None:
+    """256 + 8 x 1, each reduced at once, in bf16 throughout."""
+    with twins.pair(3, Weighted, master_dtype=None) as (engine, _, _):
+        with engine.training_step(), engine.windows.open("auto", 0, dtype):
+            for number in (256.0, *[1.0] * 8):
+                engines.backward(engine, engine.model(number))
+        grads = [p.grad for p in engine.model.parameters()]
+        values = [float(full_value(g).flatten()[0]) for g in grads]
+        dtypes = [g.dtype for g in grads]
+    assert values == [expected] * 2 and dtypes == [torch.bfloat16] * 2
+
+
+def _frozen_inside() -> str:
+    with twins.pair(1) as (engine, _, _), engine.training_step():
+        try:
+            with engine.windows.open("auto", None, None):
+                twins.loss(engine.model, twins.mine(0)).backward()
+                engine.model[0].weight.requires_grad_(False)
+        except RuntimeError as error:
+            return f"{error}, {engine.runtime.core.deferred_bytes()} bytes"
+    return "no error"
+
+
+@on_ranks(2)
+def test_a_parameter_frozen_inside_a_window() -> None:
+    message = _frozen_inside()
+    assert "`0.weight` was frozen" in message and "0 bytes" in message
+
+
+def _around(stage: int) -> str:
+    with twins.pair(stage) as (engine, _, _):
+        try:
+            with engine.accumulation(), engine.windows.open("auto", None, None):
+                return "no error"
+        except RuntimeError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_window_inside_an_accumulation_is_an_error_at_every_stage(stage: int) -> None:
+    message = _around(stage)
+    assert "inside an accumulation" in message, stage
+
+
+# ---- held windows ----
+
+
+def _routes() -> int:
+    """Ranks take different ways in a held window, then the same way outside."""
+    model, data = Routed(), models.Batches(models.rank())
+    engine = engines.make_engine(model, 3, compile=False, timeout=timedelta(seconds=10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizers([optimizer])
+    try:
+        for route in ([0, 1], [0, 2], [0, 3]):  # the ways are known
+            model.route = route
+            engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+        with engine.training_step(), engine.windows.open("window", None, None):
+            for route in ([0, 1 + models.rank()], [3 - models.rank(), 0]):
+                model.route = route
+                engines.token_loss(model, data[1]).backward()
+        optimizer.step()
+        for route in ([0, 1], [0, 2]):
+            model.route = route
+            engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+        return engine.runtime.stats().prefetched
+    finally:
+        engine.abandon()
+
+
+def test_what_ranks_ran_in_a_held_window_is_no_prediction(ranks: Ranks) -> None:
+    assert len(set(ranks.run(_routes, timeout=40))) == 1
+
+
+@on_ranks(2)
+def test_a_held_window_gathers_what_was_half_released() -> None:
+    """Gathers inside a held window; before it a graph has released one of a unit's two values."""
+    with twins.pair(3, lambda: nn.Linear(4, 3)) as (engine, _, _):
+        weight, bias = engine.runtime.sharded_parameters
+        with engine.training_step():
+            both = [weight.handle, bias.handle]
+            sources = [weight.source, bias.source]
+            values = torch.ops.zerocompile.gather_unit(sources, both, [3, 4, 3], False)
+            torch.ops.zerocompile.release_(values[:1], both[:1], False)
+            torch.ops.zerocompile.release_(values[1:], both[1:], True)
+            del values
+            with engine.windows.open("window", None, None):
+                before = engine.runtime.stats().gathers
+                twins.loss(engine.model, twins.mine(0)).backward()
+                result = engine.runtime.stats().gathers - before
+    assert result == 0

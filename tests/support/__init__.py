@@ -1,0 +1,1 @@
+"""What tests are made of: ranks, models, references."""

@@ -1,0 +1,222 @@
+"""The plan of a run, made on one process without a device: its figures, its choice, its command, and bad input."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.config import Config
+from lightning_zerocompile.plan.__main__ import main
+from lightning_zerocompile.plan.plan import Machine, Plan, make_plan
+from lightning_zerocompile.plan.trace import PlanError
+from lightning_zerocompile.sharding.plan import plan_units
+
+WIDTH, BLOCKS, ROWS = 32, 4, 16
+UNIT = 2 * WIDTH * WIDTH  # elements
+EAGER = Config(compile=False)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, WIDTH]
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(L.LightningModule):
+    """Equal blocks, whose figures are known in closed form."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.checkpointed = checkpointed
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # [rows, WIDTH]
+        x = batch
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        self.seen.append(x.detach())
+        self.log("loss", x.sum())
+        return x.square().mean()
+
+    def train_dataloader(self) -> list[Tensor]:
+        return [torch.zeros(ROWS, WIDTH, device="cpu")]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Allocates(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, device="cpu"))
+
+
+class Reads(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = torch.linspace(0, 1, 3).sum().item()
+
+
+class Manual(Stack):
+    automatic_optimization = False
+
+
+def bad_batch() -> Tensor:
+    return torch.zeros(ROWS, WIDTH + 1)
+
+
+def _plan(world: int = 4, checkpointed: bool = False, **options: Any) -> Plan:
+    return make_plan(Stack(checkpointed), torch.zeros(ROWS, WIDTH), world_size=world, **({"config": EAGER} | options))
+
+
+def test_figures_of_a_stack() -> None:
+    """Every figure of equal blocks is what one computes by hand."""
+    plan = _plan()
+    elements, activation = BLOCKS * UNIT, 4 * ROWS * WIDTH
+    assert [unit.gathered for unit in plan.units] == [4 * UNIT] * BLOCKS
+    assert plan.flops == 2 * ROWS * elements * 3 - 2 * ROWS * WIDTH * WIDTH  # nobody asks for the batch's gradient
+    for stage in plan.stages:
+        memory = stage.memory
+        assert (memory.masters, memory.states, memory.reduced) == (elements, 2 * elements, elements)  # 4 P / 4
+        assert memory.resident == (4 * elements if stage.stage < 3 else 0)
+        assert memory.gathered == (4 * elements if stage.stage < 3 else 8 * UNIT)
+        assert memory.gradients == 4 * (2 * UNIT + UNIT // 2)  # of two units, and the next one's first
+        # of each block its input (the batch is not an activation) and relu's result; of the loss one of each
+        assert abs(memory.activations - 2 * BLOCKS * activation) <= activation, memory
+        again = elements - UNIT if stage.stage == 3 else 0  # the last block stays for the backward
+        assert (stage.traffic.forward, stage.traffic.backward) == (4 * elements, 4 * again)
+        assert stage.traffic.reductions == 4 * elements
+
+
+def test_the_units_are_those_of_the_run() -> None:
+    units = plan_units(Stack(), EAGER.unit_bytes, None)
+    assert [(u.name, u.bytes) for u in units] == [(u.name, u.gathered) for u in _plan().units]
+
+
+def test_checkpointing_keeps_less_and_computes_more() -> None:
+    plain, saved = _plan(), _plan(checkpointed=True)
+    assert saved.stages[0].memory.activations < 0.6 * plain.stages[0].memory.activations
+    # of each block the first product is done again; the second one's result is of no use
+    assert saved.flops is not None and plain.flops == saved.flops - BLOCKS * 2 * ROWS * WIDTH * WIDTH
+
+
+def test_compiled_blocks_are_partitioned() -> None:
+    """What is saved follows from the partitioner: an elementwise chain keeps its input only."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(torch.cos(torch.sin(torch.cos(self.inner(x)))))
+
+    module = Stack()
+    module.layers = nn.ModuleList(Chain() for _ in range(BLOCKS))
+    kept = {}
+    for scope in ("blocks", False):
+        plan = make_plan(module, torch.zeros(ROWS, WIDTH), world_size=2, config=Config(compile=scope))  # type: ignore[arg-type]
+        assert not any("eager code" in note for note in plan.notes), plan.notes
+        kept[scope] = plan.stages[0].memory.activations
+    assert kept["blocks"] < 0.6 * kept[False], kept
+
+
+def test_nothing_is_changed() -> None:
+    """The module, its gradients and its random numbers are as before; a module on meta is planned alike."""
+    module = Stack()
+    before = [p.clone() for p in module.parameters()]
+    state = torch.get_rng_state()
+    plan = make_plan(module, torch.zeros(ROWS, WIDTH), world_size=4, config=EAGER)
+    assert module.seen == [] and all(p.grad is None for p in module.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.device("meta"):
+        other = Stack()
+    assert make_plan(other, torch.zeros(ROWS, WIDTH), world_size=4, config=EAGER).stages == plan.stages
+
+
+def test_the_stage_to_take() -> None:
+    """The least traffic of what fits; stage 3 where only that fits; none where none does."""
+    peaks = {stage.stage: stage.memory.peak for stage in _plan().stages}
+    assert peaks[3] < peaks[1]
+    chosen = {memory: _plan(machine=Machine(memory=memory)).fastest() for memory in (peaks[1], peaks[3], peaks[3] - 1)}
+    assert [None if stage is None else stage.stage for stage in chosen.values()] == [1, 3, None]
+    assert "stages that do not fit: 1, 2" in str(_plan(machine=Machine(memory=peaks[3])))
+    assert "No stage fits" in str(_plan(machine=Machine(memory=1)))
+    slow = _plan(machine=Machine(bandwidth=1e3, flops=1e15)).stages
+    assert slow[2].seconds is not None and slow[0].seconds is not None and slow[2].seconds > slow[0].seconds
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.svg"
+    arguments = [f"{__name__}:Stack", "--world-size", "4", "--gpu-memory", "1GiB", "--plot", str(picture)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "Stage 1 is the one to take" in printed and "peak of the backward" in printed
+    assert len(xml.etree.ElementTree.parse(picture).getroot().findall(".//{*}rect")) > 3 * 6
+    assert main([*arguments, "--json", "--stage", "3"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [stage["stage"] for stage in made["stages"]] == [3] and made["stages"][0]["memory"]["peak"] > 0
+
+
+def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a LightningCLI: its strategy's options and precision count, and its GPUs need not be here."""
+    pytest.importorskip("jsonargparse")
+    file = tmp_path / "config.yaml"
+    strategy = {"class_path": "lightning_zerocompile.ZeroCompileStrategy", "init_args": {"master_dtype": None}}
+    trainer = {"accelerator": "gpu", "devices": 8, "precision": "bf16-true", "strategy": strategy}
+    file.write_text(json.dumps({"trainer": trainer, "model": {"class_path": f"{__name__}.Stack"}}))
+    assert main([str(file), "--world-size", "4", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["units"][0]["gathered"] == 2 * UNIT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["Stack", "--world-size", "0"], "number of ranks, 1 or more"),
+        (["Stack", "--world-size", "2", "--batch", f"{__name__}:bad_batch"], r"float32\[16, 33\] failed"),
+        (["Allocates", "--world-size", "2"], "allocates `weight` (12 bytes on cpu)"),
+        (["Reads", "--world-size", "2"], "cannot be built on the meta device"),
+        (["Manual", "--world-size", "2"], "Pass `step=`"),
+        (["None_", "--world-size", "2"], "There is no"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{__name__}:{arguments[0]}", *arguments[1:]]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and message.replace("\\", "") in printed.err
+
+
+def test_the_strategy_plans_with_its_options() -> None:
+    strategy = ZeroCompileStrategy(compile=False, param_dtype="bfloat16")
+    plan = strategy.plan(Stack(), torch.zeros(ROWS, WIDTH), world_size=4, gpu_memory=2**30)
+    assert plan.units[0].gathered == 2 * UNIT and plan.stages[0].fits
+
+
+def test_bad_arguments() -> None:
+    for options, message in (
+        ({"stages": (4,)}, "must be some of"),
+        ({"accumulate": 0}, "number of backwards"),
+        ({"step": lambda module, batch: None}, "not a loss"),
+        ({"step": lambda module, batch: batch.sum().item()}, "not a loss|numbers in a tensor"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            _plan(**options)
+    with pytest.raises(PlanError, match="positive number of bytes"):
+        Machine(memory=-1)
+    with pytest.raises(PlanError, match="has no parameters"):
+        make_plan(nn.ReLU(), None, world_size=2)
