@@ -65,3 +65,12 @@ def worlds(all_worlds: harness.Worlds, device: str) -> Iterator[harness.Worlds]:
 def ranks(worlds: harness.Worlds) -> harness.Ranks:
     """Two ranks."""
     return worlds(2)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """In this process, so that the test that left one fails, not a later one that makes its own."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("this test left a process group in the process that runs the tests")
