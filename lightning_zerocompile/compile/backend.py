@@ -13,6 +13,7 @@ import torch
 import torch._functorch.config as functorch
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
 from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
@@ -136,11 +137,26 @@ def _inductor(
     return lambda module, inputs: compile_fx(module, inputs, config_patches=options)
 
 
+def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The graph as AOTAutograd calls it: node by node, with a list of inputs that it frees as it uses them.
+
+    (An ``fx.Interpreter`` would keep what the last run returned.)
+    """
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    run = module.forward
+
+    def call(args: list[Any]) -> Any:
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
 def _aot_eager(config: Config, lower: CustomGraphPass) -> Callable[[fx.GraphModule, Sequence[Tensor]], Any]:
     """The same passes on AOTAutograd's graphs, which then run node by node."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch.fx.graph import _BoxedCodeGen
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         tag_recompute(joint.graph)
@@ -151,15 +167,7 @@ def _aot_eager(config: Config, lower: CustomGraphPass) -> Callable[[fx.GraphModu
 
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
         lower(module.graph)
-        module.graph.set_codegen(_BoxedCodeGen())  # an fx.Interpreter would keep what the last run returned
-        module.recompile()
-        run = module.forward
-
-        def boxed(args: list[Any]) -> Any:
-            return run(args)
-
-        boxed._boxed_call = True  # type: ignore[attr-defined]
-        return boxed
+        return boxed(module)
 
     backend: Callable[..., Any] = aot_autograd(
         fw_compiler=compile_graph, partition_fn=partition, keep_inference_input_mutations=True

@@ -20,11 +20,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.picture import svg
 from lightning_zerocompile.plan.plan import STAGES, Machine, Plan, make_plan
-from lightning_zerocompile.plan.trace import PlanError
+from lightning_zerocompile.plan.trace import PlanError, said
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _UNITS |= {f"{prefix}I": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
@@ -48,6 +51,21 @@ def number(text: str) -> float:
         value = 0.0
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number such as 80GiB, 400GB or 900T")
+    return value
+
+
+def keywords(text: str) -> dict[str, Any]:
+    """Arguments by name, written as JSON.
+
+    Raises:
+        argparse.ArgumentTypeError: they are not.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON with arguments by name, such as '{{\"width\": 64}}'")
     return value
 
 
@@ -82,7 +100,7 @@ def _on_meta(make: Callable[[], Any], what: str) -> Any:
         raise
     except Exception as error:  # the user's code
         raise PlanError(
-            f"{what} cannot be built on the meta device, without memory: {type(error).__name__}: {error} Make what "
+            f"{what} cannot be built on the meta device, without memory: {said(error)} Make what "
             "needs numbers or files (pretrained weights, `.item()`) in `setup`, and layers in `configure_model`."
         ) from error
 
@@ -98,14 +116,35 @@ def _check_meta(module: torch.nn.Module) -> None:
 
 
 def _first_batch(source: Any) -> Any:
-    if isinstance(source, pl.LightningDataModule):
-        source.prepare_data()
-        source.setup("fit")
+    """Of its training data; ``None``: it has none.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
     try:
+        if isinstance(source, pl.LightningDataModule):
+            source.prepare_data()
+            source.setup("fit")
         loader = source.train_dataloader()
+        if any(isinstance(leaf, DataLoader) and leaf is not loader for leaf in tree_leaves(loader)):  # several
+            loader = (batch for batch, _, _ in CombinedLoader(loader, "max_size_cycle"))
+        return next(iter(loader), None)
     except (MisconfigurationException, NotImplementedError):
-        return None  # it has none
-    return next(iter(loader), None)
+        return None
+    except Exception as error:  # the user's code
+        raise PlanError(
+            f"The first batch of {type(source).__name__} cannot be read: {said(error)} Pass `--batch module:function`, "
+            "a function that returns one; its tensors may be on the meta device."
+        ) from error
+
+
+def _made_by(name: str) -> Any:
+    try:
+        return _named(name)()
+    except PlanError:
+        raise
+    except Exception as error:  # the user's code
+        raise PlanError(f"`--batch {name}` makes no batch: {said(error)}") from error
 
 
 def _from_config(path: str) -> tuple[pl.LightningModule, Any, dict[str, Any]]:
@@ -183,14 +222,14 @@ def plan_of(options: argparse.Namespace) -> Plan:
         module, batch, found = _from_config(options.target)
     else:
         kind = _named(options.target)
-        module = _on_meta(lambda: kind(**json.loads(options.arguments)), f"`{options.target}`")
+        module = _on_meta(lambda: kind(**options.arguments), f"`{options.target}`")
         if not isinstance(module, pl.LightningModule):
             raise PlanError(f"`{options.target}` makes a {type(module).__name__}, not a LightningModule.")
         batch = None if options.batch else _first_batch(module)
     _on_meta(module.configure_model, f"`configure_model` of {type(module).__name__}")
     _check_meta(module)
     if options.batch:
-        batch = _named(options.batch)()
+        batch = _made_by(options.batch)
     precision = options.precision or found["precision"]
     config: Config = found["config"]
     return make_plan(
@@ -222,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--stage", type=int, action="append", choices=STAGES, help="only this one; may be repeated")
     parser.add_argument("--batch", metavar="MODULE:FUNCTION", help="returns a batch; default: the first of the data")
-    parser.add_argument("--arguments", default="{}", metavar="JSON", help="of the Class, by name")
+    parser.add_argument("--arguments", default={}, type=keywords, metavar="JSON", help="of the Class, by name")
     parser.add_argument("--precision", choices=_PRECISIONS, help="the Trainer's; default: the configuration's")
     parser.add_argument("--gloo", action="store_true", help="the ranks are CPU processes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_zerocompile.plan.optimizers import OptimizerBytes, local_size, master_dtype_of
+from lightning_zerocompile.plan.optimizers import OptimizerBytes, local_size
 from lightning_zerocompile.plan.trace import Event, Trace
+from lightning_zerocompile.sharding.layout import shard_dtype
 from lightning_zerocompile.sharding.plan import UnitPlan
 
 _REDUCTIONS_IN_FLIGHT = 2  # on a device: `retire(2)` in csrc/reduce.cpp
@@ -114,25 +115,47 @@ def unit_bytes(
         dtype: what floating-point parameters are gathered in; ``None``: their own.
         master_dtype, reduce_dtype: the strategy's.
     """
-    parameters = dict(module.named_parameters())
+    facts = {}
+    for name, parameter in module.named_parameters():
+        floating = parameter.is_floating_point()
+        kept = dtype if dtype is not None and floating else parameter.dtype
+        gradient = reduce_dtype if reduce_dtype is not None and floating else kept
+        own = shard_dtype(parameter, master_dtype)
+        facts[name] = Facts(tuple(parameter.shape), kept, gradient, own, parameter.requires_grad)
+    return bytes_of_units(units, facts, world)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides the bytes of one parameter.
+
+    Attributes:
+        size: of the full parameter.
+        gathered, reduced, master: the dtypes that it is gathered in, its gradient reduced in, and its shard kept in.
+        trained: whether it has a gradient.
+    """
+
+    size: tuple[int, ...]
+    gathered: torch.dtype
+    reduced: torch.dtype
+    master: torch.dtype
+    trained: bool
+
+
+def bytes_of_units(units: Sequence[UnitPlan], facts: Mapping[str, Facts], world: int) -> list[UnitBytes]:
+    """The units' bytes for ``world`` ranks; ``facts``: of each parameter, by name."""
     result = []
     for unit in units:
         gathered = gradient = masters = reduced = 0
-        trainable = set()
-        for name in unit.parameters:
-            parameter = parameters[name]
-            floating = parameter.is_floating_point()
-            kept = dtype if dtype is not None and floating else parameter.dtype
-            rows = math.prod(local_size(parameter.shape, world))
-            padded = rows * world if parameter.dim() else 1
-            own = master_dtype_of(parameter.dtype, master_dtype)
-            gathered += padded * kept.itemsize
-            masters += rows * own.itemsize
-            if parameter.requires_grad:
-                trainable.add(name)
-                gradient += padded * (reduce_dtype if reduce_dtype is not None and floating else kept).itemsize
-                reduced += rows * own.itemsize
-        result.append(UnitBytes(unit.name, gathered, gradient, masters, reduced, frozenset(trainable)))
+        for fact in (facts[name] for name in unit.parameters):
+            rows = math.prod(local_size(fact.size, world))
+            padded = rows * world if fact.size else 1
+            gathered += padded * fact.gathered.itemsize
+            masters += rows * fact.master.itemsize
+            gradient += padded * fact.reduced.itemsize * fact.trained
+            reduced += rows * fact.master.itemsize * fact.trained
+        trained = frozenset(name for name in unit.parameters if facts[name].trained)
+        result.append(UnitBytes(unit.name, gathered, gradient, masters, reduced, trained))
     return result
 
 

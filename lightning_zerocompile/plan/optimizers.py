@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.tensor import Shard
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
-from lightning_zerocompile.plan.trace import Live, PlanError, fake_copy, fake_mode
+from lightning_zerocompile.plan.trace import Live, PlanError, fake_copy, fake_mode, said
+from lightning_zerocompile.sharding.layout import shard_dtype
 from lightning_zerocompile.sharding.plan import UnitPlan
 
 
@@ -38,12 +40,6 @@ class OptimizerBytes:
 def local_size(size: Sequence[int], world: int) -> tuple[int, ...]:
     """Of a parameter of this size, what rank 0 has: its rows, or all of a 0-dim one."""
     return (Shard.local_shard_size_and_offset(size[0], world, 0)[0], *size[1:]) if len(size) else ()
-
-
-def master_dtype_of(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dtype:
-    """What a parameter of ``dtype`` is kept in for the optimizer, as ``make_master`` decides it."""
-    wider = master_dtype is not None and dtype.is_floating_point and dtype.itemsize < master_dtype.itemsize
-    return master_dtype if wider and master_dtype is not None else dtype
 
 
 def optimizer_bytes(
@@ -68,19 +64,43 @@ def optimizer_bytes(
     """
     mode = fake_mode()
     made = fake_copy(module, mode, None)
+    with mode, torch.no_grad():
+        optimizers = _optimizers_of(made, optimizer)
+    names = {name: unit.name for unit in units for name in unit.parameters}
+    unit_of: dict[Tensor, str] = {parameter: names[name] for name, parameter in made.named_parameters()}
+    return bytes_of(optimizers, unit_of, world, master_dtype, full_param_optimizers, mode)
+
+
+def bytes_of(
+    optimizers: Sequence[Optimizer],
+    unit_of: Mapping[Tensor, str],
+    world: int,
+    master_dtype: torch.dtype | None,
+    full_param_optimizers: Sequence[str],
+    mode: FakeTensorMode,
+) -> OptimizerBytes:
+    """The same of optimizers that are there; copies of them step, and nothing of their own is changed.
+
+    Args:
+        optimizers: of full parameters, or of masters.
+        unit_of: the name of each parameter's unit.
+        world: number of ranks.
+        master_dtype, full_param_optimizers: the strategy's.
+        mode: of the tensors that they step on.
+
+    Raises:
+        PlanError: one cannot step.
+    """
     states = temporary = 0
     seen: dict[Any, tuple[int, int]] = {}
     with mode, torch.no_grad():
-        optimizers = _optimizers_of(made, optimizer)
-        unit_of = {name: unit.name for unit in units for name in unit.parameters}
-        names = {parameter: name for name, parameter in made.named_parameters()}
         for one in optimizers:
             whole = sees_whole_values(one, full_param_optimizers)
             for number, group in enumerate(one.param_groups):
                 by_unit: dict[str, list[Tensor]] = defaultdict(list)
                 for parameter in group["params"]:
-                    if parameter in names and parameter.requires_grad:
-                        by_unit[unit_of[names[parameter]]].append(parameter)
+                    if parameter in unit_of and parameter.requires_grad:
+                        by_unit[unit_of[parameter]].append(parameter)
                 for parameters in by_unit.values():
                     key = (one, number, tuple((tuple(p.shape), p.dtype) for p in parameters))
                     if key not in seen:
@@ -98,7 +118,7 @@ def _optimizers_of(module: nn.Module, optimizer: Callable[[Any], Any] | None) ->
         return [] if configured is None else list(_configure_optimizers(configured)[0])
     except Exception as error:  # the user's code
         raise PlanError(
-            f"The optimizers of {type(module).__name__} cannot be made for a plan: {type(error).__name__}: {error} "
+            f"The optimizers of {type(module).__name__} cannot be made for a plan: {said(error)} "
             "Pass `optimizer=`, a function that makes one of parameters, such as torch.optim.AdamW."
         ) from error
 
@@ -115,13 +135,13 @@ def _step(
     values = []
     for parameter in parameters:
         size = tuple(parameter.shape) if whole else local_size(parameter.shape, world)
-        values.append(nn.Parameter(torch.empty(size, dtype=master_dtype_of(parameter.dtype, master_dtype))))
+        values.append(nn.Parameter(torch.empty(size, dtype=shard_dtype(parameter, master_dtype))))
     trial = object.__new__(type(optimizer))
     trial.__dict__.update(vars(optimizer), param_groups=[{**group, "params": values}], state=defaultdict(dict))
     for parameter, value in zip(parameters, values, strict=True):
         for name, kept in optimizer.state.get(parameter, {}).items():  # of a constructor that makes it
             shaped = isinstance(kept, Tensor) and kept.shape == parameter.shape
-            trial.state[value][name] = torch.empty_like(value, dtype=kept.dtype) if shaped else kept
+            trial.state[value][name] = torch.empty_like(value, dtype=kept.dtype) if shaped else copy.copy(kept)
         value.grad = torch.empty_like(value)
     live = Live([*values, *(value.grad for value in values if value.grad is not None)])
     step = plain_step(trial)
@@ -138,7 +158,7 @@ def _step(
     except Exception as error:  # the optimizer's own
         raise PlanError(
             f"{type(optimizer).__name__} does not step on parameters without data, so its memory is not known: "
-            f"{type(error).__name__}: {error} Pass `optimizer=`, a function that makes one with the same states."
+            f"{said(error)} Pass `optimizer=`, a function that makes one with the same states."
         ) from error
     states = 0
     for value in values:

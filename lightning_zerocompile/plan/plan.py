@@ -48,7 +48,8 @@ class Machine:
     def __post_init__(self) -> None:
         for name, unit in (("memory", "bytes"), ("bandwidth", "bytes a second"), ("flops", "FLOP a second")):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not value > 0):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and value > 0):
                 raise PlanError(f"`{name}={value!r}` must be a positive number of {unit}, or None where it is unknown.")
 
 
@@ -190,6 +191,8 @@ def make_plan(
             autocast_dtype,
             compiled,
             step or training_step,
+            bool(config.activation_checkpointing),
+            config.activation_budget,
         )
         notes += [f"`{name}` was traced as eager code, since {reason}" for name, reason in trace.eager.items()]
         if one_graph:
@@ -209,7 +212,7 @@ def make_plan(
         defers = accumulate > 1 and (stage == 1 or config.defer_grad_sync)
         schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers)
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
-        traffic = _accumulated(traffic, stage, accumulate, defers)
+        traffic = accumulated(traffic, memory.resident, accumulate, defers)
         seconds = _seconds(trace, traffic, sizes, world_size, accumulate, machine)
         fits = None if machine.memory is None else memory.peak <= machine.memory
         fits = None if batch is None and fits else fits  # activations may not
@@ -227,11 +230,11 @@ def make_plan(
     )
 
 
-def _accumulated(traffic: Traffic, stage: int, backwards: int, defers: bool) -> Traffic:
+def accumulated(traffic: Traffic, resident: int, backwards: int, defers: bool) -> Traffic:
     """Of several backwards: values that live for a step are gathered once, and what is deferred is reduced once."""
-    gathers = backwards if stage == 3 else 1
+    used = traffic.forward - resident
     reductions = traffic.reductions * (1 if defers else backwards)
-    return Traffic(traffic.forward * gathers, traffic.backward * gathers, reductions)
+    return Traffic(resident + used * backwards, traffic.backward * backwards, reductions)
 
 
 def _seconds(

@@ -18,22 +18,25 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch._functorch.config as functorch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_zerocompile.compile.backend import boxed
 from lightning_zerocompile.sharding.plan import signature
 
 Step = Callable[[Any, Any], Any]  # (module, batch) -> loss
@@ -179,7 +182,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None
         return copy.deepcopy(module, memo)
     except Exception as error:  # whatever a member of the user's raises
         raise PlanError(
-            f"{type(module).__name__} cannot be planned, since it cannot be copied: {error}. Keep what cannot be "
+            f"{type(module).__name__} cannot be planned, since it cannot be copied: {said(error)} Keep what cannot be "
             "copied (open files, locks, generators) outside of the module, or make it in `setup`."
         ) from error
 
@@ -212,6 +215,8 @@ def trace_step(
     autocast: torch.dtype | None = None,
     compiled: str | bool = "inductor",
     step: Step = training_step,
+    checkpointed: bool = False,
+    activation_budget: float | None = None,
 ) -> Trace:
     """Runs one step without data, see [Note: fake step].
 
@@ -223,6 +228,8 @@ def trace_step(
         autocast: of the step; ``None``: there is none.
         compiled: the backend that compiles the blocks, or False.
         step: ``(module, batch) -> loss``.
+        checkpointed: whether each block runs again in the backward (``activation_checkpointing="blocks"``).
+        activation_budget: the strategy's.
 
     Raises:
         PlanError: the step does not take the batch, needs a Trainer, or asks for numbers that only data has.
@@ -230,7 +237,7 @@ def trace_step(
     mode = fake_mode()
     made = fake_copy(module, mode, dtype)
     batch = _fake_batch(batch, mode, dtype)
-    recorder = _Recorder(made, blocks, compiled, mode)
+    recorder = _Recorder(made, blocks, compiled, mode, checkpointed, activation_budget)
     context: AbstractContextManager[Any] = nullcontext()
     if autocast is not None:
         context = torch.autocast("cpu", dtype=autocast)
@@ -264,10 +271,15 @@ def trace_step(
     )
 
 
+def said(error: BaseException) -> str:
+    """An exception's type and first line as a sentence, so that a remedy can follow it."""
+    text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def _explain(module: nn.Module, batch: Any, error: Exception) -> str:
     shapes = apply_to_collection(batch, Tensor, lambda t: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}")
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    what = f"One step of {type(module).__name__} on a batch of {shapes} failed: {type(error).__name__}: {text}"
+    what = f"One step of {type(module).__name__} on a batch of {shapes} failed: {said(error)}"
     if "not attached to a `Trainer`" in str(error):
         return f"{what} Pass `step=`, a function of (module, batch) that returns the loss without the Trainer."
     if "DataDependent" in type(error).__name__ or "UserError" in type(error).__name__:
@@ -290,11 +302,20 @@ def _fake_batch(batch: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> 
 class _Recorder:
     """Notes the events of a step by hooks on the copy's modules and parameters."""
 
-    def __init__(self, module: nn.Module, blocks: Sequence[str], compiled: str | bool, mode: FakeTensorMode) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[str],
+        compiled: str | bool,
+        mode: FakeTensorMode,
+        checkpointed: bool,
+        budget: float | None,
+    ) -> None:
         self.live = Live([*module.parameters(), *module.buffers()])
         self.events: list[Event] = []
         self.eager: dict[str, str] = {}
         self._mode = mode
+        self._settings = {} if budget is None else {"activation_memory_budget": max(budget, 1e-6)}  # as make_backend
         self._decompositions = select_decomp_table() if compiled == "inductor" else None
         self._graphs: dict[Any, Callable[..., Any]] = {}
         self._removers: list[Any] = []
@@ -304,6 +325,8 @@ class _Recorder:
                 self._watch(name, child)
             if name in blocks and compiled:
                 self._compile(name, child)
+            if name in blocks and checkpointed:
+                child.forward = partial(checkpoint, child.forward, use_reentrant=False)
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 hook = self._gradient_hook(name)
@@ -356,7 +379,7 @@ class _Recorder:
                 try:
                     self._graphs[key] = self._partitioned(block, forward, (tensors, args, kwargs))
                 except Exception as error:  # torch's, of code that it cannot trace: the run would break the graph there
-                    self.eager[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                    self.eager[name] = said(error)
                     return forward(*args, **kwargs)
             return self._graphs[key](tensors, args, kwargs)
 
@@ -372,11 +395,12 @@ class _Recorder:
 
         graph: Callable[..., Any] = aot_function(
             function,
-            _boxed,
+            lambda graph, _: boxed(graph),
             partition_fn=min_cut_rematerialization_partition,
             decompositions=self._decompositions,
         )
-        with self.live.paused(), _no_saved_tensor_hooks():  # its first call makes it
+        # its first call makes it
+        with self.live.paused(), _no_saved_tensor_hooks(), functorch.patch(self._settings):  # type: ignore[no-untyped-call, unused-ignore]
             graph(*inputs)
         return graph
 
@@ -403,18 +427,6 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
-
-
-def _boxed(gm: fx.GraphModule, example_inputs: Any) -> Callable[[list[Any]], Any]:
-    gm.graph.set_codegen(_BoxedCodeGen())  # so that the graph frees its inputs as it uses them
-    gm.recompile()
-    run = gm.forward
-
-    def boxed(args: list[Any]) -> Any:
-        return run(args)
-
-    boxed._boxed_call = True  # type: ignore[attr-defined]
-    return boxed
 
 
 def _shape(value: Any) -> Any:

@@ -69,6 +69,12 @@ def trained_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch
     return master_dtype if wider and master_dtype is not None else dtype
 
 
+def shard_dtype(parameter: Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
+    """What the shard of a parameter is kept in: of a frozen one its own dtype, see [Note: frozen parameters] in
+    parameter.py, else :func:`trained_dtype`."""
+    return trained_dtype(parameter.dtype, master_dtype) if parameter.requires_grad else parameter.dtype
+
+
 def make_master(
     parameter: nn.Parameter,
     mesh: DeviceMesh,
@@ -78,8 +84,7 @@ def make_master(
 ) -> nn.Parameter:
     """The sharded master of a full parameter, from rank 0's values (as DDP broadcasts them).
 
-    Low-precision floating-point values are kept in ``master_dtype``, unless the parameter is frozen (see
-    [Note: frozen parameters] in parameter.py); others keep their dtype.
+    It is kept in :func:`shard_dtype`.
 
     Args:
         rows: the values of this rank, [<=rows, ...], which then count instead of the parameter's; nothing is broadcast.
@@ -91,8 +96,7 @@ def make_master(
         local = local_part(full, mesh)
     else:
         local = rows.to(device, parameter.dtype).contiguous()
-    if parameter.requires_grad:
-        local = local.to(trained_dtype(parameter.dtype, master_dtype))
+    local = local.to(shard_dtype(parameter, master_dtype))
     master = nn.Parameter(as_dtensor(local, tuple(parameter.shape), mesh), requires_grad=parameter.requires_grad)
     # nn.Parameter cannot make one of this class: it insists that detach does, too
     master.__dict__.update(parameter.__dict__)

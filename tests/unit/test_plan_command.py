@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.config import Config
@@ -74,6 +75,23 @@ class Manual(Stack):
     automatic_optimization = False
 
 
+class Unreadable(Stack):
+    def train_dataloader(self) -> Any:
+        raise OSError("it is gone")
+
+
+class Two(Stack):
+    def train_dataloader(self) -> Any:
+        return {name: DataLoader(torch.zeros(4, WIDTH, device="cpu"), batch_size=2) for name in ("a", "b")}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch["a"] + batch["b"], batch_idx)
+
+
+def no_batch() -> Tensor:
+    raise RuntimeError("no file\nand more")
+
+
 def bad_batch() -> Tensor:
     return torch.zeros(ROWS, WIDTH + 1)
 
@@ -111,6 +129,42 @@ def test_checkpointing_keeps_less_and_computes_more() -> None:
     assert saved.stages[0].memory.activations < 0.6 * plain.stages[0].memory.activations
     # of each block the first product is done again; the second one's result is of no use
     assert saved.flops is not None and plain.flops == saved.flops - BLOCKS * 2 * ROWS * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize("scope", [False, "blocks"])
+def test_the_options_for_activations_count(scope: Any) -> None:
+    """As they do in the run: a block that runs again keeps its input alone, and one with a budget less."""
+    plain = _plan(config=Config(compile=scope)).stages[0].memory.activations
+    again = _plan(config=Config(compile=scope, activation_checkpointing="blocks"))
+    assert not any("eager code" in note for note in again.notes), again.notes
+    block = 4 * ROWS * WIDTH
+    assert again.stages[0].memory.activations <= min(plain, (BLOCKS + 1) * block)
+    if scope:
+        tight = _plan(config=Config(compile=scope, activation_budget=0)).stages[0].memory.activations
+        assert tight <= (BLOCKS + 1) * block + 4 < plain  # and the loss
+
+
+@pytest.mark.parametrize("master_dtype", [torch.float32, None])
+def test_frozen_parameters_keep_their_dtype(master_dtype: torch.dtype | None) -> None:
+    """In the run they have neither a wide master nor a state nor a gradient."""
+    module = Stack().bfloat16()
+    module.layers[0].requires_grad_(False)
+    plan = make_plan(module, None, world_size=4, config=Config(compile=False, master_dtype=master_dtype))
+    frozen, trained = UNIT // 4 * 2, UNIT // 4 * (4 if master_dtype else 2)
+    assert [unit.masters for unit in plan.units] == [frozen, *(BLOCKS - 1) * [trained]]
+    memory = plan.stages[0].memory
+    assert (memory.states, memory.reduced) == (2 * 3 * trained, 3 * trained)
+
+
+def test_kept_units_are_gathered_once_in_an_accumulation() -> None:
+    """Several backwards of stage 3: a unit that stays gathered moves once a step, the others in each."""
+    one, three = (
+        make_plan(Stack(), None, world_size=4, config=Config(keep_gathered=("layers.1",)), accumulate=n).stages[2]
+        for n in (1, 3)
+    )
+    kept = 4 * UNIT
+    assert three.traffic.forward == kept + 3 * (one.traffic.forward - kept)
+    assert three.traffic.reductions == 3 * one.traffic.reductions
 
 
 def test_compiled_blocks_are_partitioned() -> None:
@@ -172,6 +226,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [stage["stage"] for stage in made["stages"]] == [3] and made["stages"][0]["memory"]["peak"] > 0
 
 
+def test_several_loaders(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first batch is what the Trainer's own combination of them gives."""
+    assert main([f"{__name__}:Two", "--world-size", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stages"][0]["memory"]["batch"] == 2 * 2 * WIDTH * 4
+
+
+def test_arguments_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("[1]", "width=3"):
+        with pytest.raises(SystemExit):
+            main([f"{__name__}:Stack", "--world-size", "2", "--arguments", text])
+        assert "is not JSON with arguments by name" in capsys.readouterr().err
+
+
+def test_a_remedy_is_a_sentence_of_its_own() -> None:
+    def step(module: Any, batch: Any) -> Any:
+        raise RuntimeError("no end")
+
+    with pytest.raises(PlanError, match=r"RuntimeError: no end\. Is it a batch"):
+        _plan(step=step)
+
+
 def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a LightningCLI: its strategy's options and precision count, and its GPUs need not be here."""
     pytest.importorskip("jsonargparse")
@@ -193,6 +268,8 @@ def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["Reads", "--world-size", "2"], "cannot be built on the meta device"),
         (["Manual", "--world-size", "2"], "Pass `step=`"),
         (["None_", "--world-size", "2"], "There is no"),
+        (["Stack", "--world-size", "2", "--batch", f"{__name__}:no_batch"], "makes no batch: RuntimeError: no file."),
+        (["Unreadable", "--world-size", "2"], "OSError: it is gone. Pass `--batch"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,5 +295,7 @@ def test_bad_arguments() -> None:
             _plan(**options)
     with pytest.raises(PlanError, match="positive number of bytes"):
         Machine(memory=-1)
+    with pytest.raises(PlanError, match="positive number of bytes"):
+        Machine(memory="80GiB")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="has no parameters"):
         make_plan(nn.ReLU(), None, world_size=2)
