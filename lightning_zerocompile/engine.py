@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -88,7 +89,8 @@ class Engine:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         own = [dist.new_group(backend=backend, timeout=config.timeout) for _ in range(_groups_needed(device))]
         gathers, reductions = [mesh.get_group(), *own][-2:]
-        self._own_groups = own
+        self._own_groups, self.units = own, tuple(units)
+        self._watched: Callable[[], object] | None = None  # ends what says that torch.compile takes long
         if device.type != "cpu":  # NCCL connects the ranks at first use and blocks the host: here all ranks are
             dist.all_reduce(torch.zeros(1, device=device), group=reductions)
         meetings = own[0] if device.type == "cpu" else None
@@ -102,6 +104,8 @@ class Engine:
             self.regions = Regions(self.runtime, config)
             self._add_regions(units)
             swap_others(self.runtime.classes, model)
+            if self.regions.compiled:
+                self._watched = weakref.finalize(self, self.regions.progress.watch())
         except BaseException:
             self.abandon()
             raise
@@ -317,6 +321,7 @@ class Engine:
 
     def unshard(self) -> None:
         """Makes the model an ordinary module with full parameters, on the CPU; collective."""
+        self._silence()
         self.attach_optimizers([])
         if self.manages(self.model):
             self.steps.give_back(make_whole(self.model))
@@ -357,6 +362,7 @@ class Engine:
             if group is not None:
                 dist.destroy_process_group(group)
         remove_regions(self.model)
+        self._silence()
         self.attach_optimizers([])
         self.model.cpu()
         self.runtime.abandon()
@@ -368,6 +374,7 @@ class Engine:
         The model keeps its shards (as DTensors) under its own classes. Process groups stay until the process ends: to
         destroy one on this rank would fail what another still does with it, and hide the exception it is to raise.
         """
+        self._silence()
         self.attach_optimizers([])
         with contextlib.suppress(RuntimeError):  # of a device that has failed
             self.runtime.bind_gradients()
@@ -376,6 +383,10 @@ class Engine:
             restore_classes(self.model)
             refuse_shards(self.model)
         self.runtime.abandon()
+
+    def _silence(self) -> None:
+        if self._watched is not None:
+            self._watched()
 
 
 def _slots_of(module: nn.Module) -> dict[str, ShardedParameter]:

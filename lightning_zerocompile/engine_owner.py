@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_zerocompile.checkpoint.checkpoints import dist_broadcast
+from lightning_zerocompile.checkpoint.checkpoints import dist_broadcast, is_first_rank
 from lightning_zerocompile.checkpoint.export import export
 from lightning_zerocompile.compile.backend import CompileStats
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.report.start import start_line
 from lightning_zerocompile.runtime.runtime import EagerReads, Stats
 from lightning_zerocompile.runtime.window import Gathers
 
@@ -65,6 +68,11 @@ class EngineOwner:
     def _use(self, engine: Engine | None) -> None:
         """Takes a new engine, or lets go of the one that has ended."""
         self._engine = engine
+
+    def _announce(self, optimizers: Sequence[Optimizer], accumulate: int = 1) -> None:
+        """Says on rank 0 what has been set up."""
+        if is_first_rank():
+            rank_zero_info(start_line(self.engine, optimizers, accumulate))
 
     def _close(self, failed: bool = False) -> None:
         """Makes the module an ordinary one again; collective.

@@ -208,7 +208,9 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        return self.setup_module(module), self._attach(optimizers), scheduler
+        made = self.setup_module(module), self._attach(optimizers), scheduler
+        self._announce(self._optimizers)
+        return made
 
     def _attach(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         self.engine.attach_optimizers([*self._optimizers, *optimizers])

@@ -214,6 +214,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         prepare_callbacks(trainer, module, self.engine)
         if fitting:
             self.setup_optimizers(trainer)
+            self._announce(self._raw_optimizers, trainer.accumulate_grad_batches)
         self.setup_precision_plugin()
 
     @override

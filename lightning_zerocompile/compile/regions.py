@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zerocompile.compile.backend import Code, CompileStats, Graphs, _base
+from lightning_zerocompile.compile.progress import Progress
 from lightning_zerocompile.config import Config, Lifetime
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.autocast import forward_of
@@ -146,7 +147,8 @@ class Regions:
     """
 
     def __init__(self, runtime: Runtime, config: Config) -> None:
-        self.stats = CompileStats()
+        self.stats, self.progress = CompileStats(), Progress()
+        self.compiled = 0  # modules
         self._runtime, self._config = runtime, config
         self._graphs = _graphs_of(runtime, config)
         self._warned: set[tuple[Any, ...]] = set()
@@ -161,8 +163,9 @@ class Regions:
         region.checkpointed = bool(units) and bool(self._config.activation_checkpointing)
         region.regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
         if compiled:
+            self.compiled += 1
             code = self._graphs.code_of(module, regional=bool(units))
-            region.run = partial(_run, self._graphs, self.stats, code)
+            region.run = partial(_run, self._graphs, self.stats, self.progress, f"`{name}`", code)
             region.ran_eagerly = partial(self._ran_eagerly, name, _base(module), code)
         self._install(module, region)
 
@@ -193,9 +196,14 @@ class Regions:
             rank_zero_warn(OVER_LIMIT.format(name, base.__name__, where, refused.name, refused.graphs, refused.reason))
 
 
-def _run(graphs: Graphs, stats: CompileStats, code: Code, *args: Any, **kwargs: Any) -> Any:
-    graphs.stats = stats
-    return code(*args, **kwargs)
+def _run(
+    graphs: Graphs, stats: CompileStats, progress: Progress, what: str, code: Code, *args: Any, **kwargs: Any
+) -> Any:
+    graphs.stats, progress.what = stats, what
+    try:
+        return code(*args, **kwargs)
+    finally:
+        progress.what = ""
 
 
 def _entering(forward: Callable[..., Any]) -> Callable[..., Any]:

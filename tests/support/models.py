@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -154,6 +155,23 @@ def make_trainer(strategy: ZeroCompileStrategy | str, **arguments: Any) -> L.Tra
         "use_distributed_sampler": False,
     }  # fmt: skip
     return L.Trainer(strategy=strategy, **(defaults | arguments))
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What `rank_zero_info` says on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 class Record(L.Callback):

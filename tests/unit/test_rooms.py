@@ -15,6 +15,7 @@ ROOMS = (
     "strategy",
     "fabric_strategy",
     "engine_owner",
+    "report",
     "plan",
     "plugins",
     "engine",
