@@ -207,7 +207,7 @@ class Engine:
 
     def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
         # in the reductions' group: in that of the gathers, the forward would wait for all that the optimizer started
-        buffers.broadcast(modules, self._own_groups[-1])
+        buffers.broadcast(modules, self._own_groups[-1], self.runtime.meetings.meet)
 
     def before_backward(self, loss: Tensor) -> None:
         """Lets the runtime know the outermost backward when it starts: the loss's gradient comes first."""

@@ -87,6 +87,7 @@ class EngineOwner:
         whole = False
         try:
             if not failed:
+                self._meet("the end of the run: making the module whole")
                 engine.unshard()
                 whole = True
             elif self.config.unshard_after_fit:
@@ -212,6 +213,7 @@ class EngineOwner:
             raise ValueError(f"`max_file_bytes={max_file_bytes!r}` must be a positive number of bytes.")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"`dtype={dtype!r}` must be a floating-point torch.dtype or None.")
+        self._meet("an export")
         self.engine.runtime.pass_mark("an export")
         self.engine.apply_writes()
         export(module or self.engine.model, Path(dist_broadcast(os.fspath(folder))), dtype, max_file_bytes)

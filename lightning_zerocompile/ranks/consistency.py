@@ -95,7 +95,7 @@ class Consistency:
                 f"zerocompile: rank {dist.get_rank()} is at {mine}, but rank {rank} came there at {theirs}. With "
                 "parameters sharded (stage 3) every rank must run the same number of batches, and of forwards inside "
                 "each. Give all ranks equally many batches (a distributed sampler, `drop_last`, `limit_val_batches`), "
-                "generate with `synced_gpus=True`, save checkpoints on all ranks, or use stage 1 or 2."
+                "generate on all ranks, with `synced_gpus` left as it is, save on all ranks, or use stage 1 or 2."
             )
 
     def used_parameters(self, exchange: int, used: str, asks: bool) -> str:
@@ -165,9 +165,9 @@ class Consistency:
                 self._messages.tell_numbered("read", number, "")
         if others:
             raise RuntimeError(
-                f"zerocompile: rank {mine} asks for {what}, which takes all ranks, but rank {others[0][0]} "
-                f"{others[0][1]}. Every rank must ask, also where rank 0 alone logs the number; or let all ranks take "
-                "full values before: `with strategy.full_parameters(module) as values:` and "
+                f"zerocompile: rank {mine} asks for {what}{self._messages.where()}, which takes all ranks, but rank "
+                f"{others[0][0]} {others[0][1]}. Every rank must ask, also where rank 0 alone logs the number; or let "
+                "all ranks take full values before: `with strategy.full_parameters(module) as values:` and "
                 "`strategy.full_gradients(module)`."
             )
 
@@ -190,7 +190,7 @@ class Reads:
     """
 
     def __init__(self, comparisons: Consistency, timeout: timedelta) -> None:
-        self._consistency, self._within = comparisons, min(timeout, _ON_ITS_WAY)
+        self._consistency, self._timeout, self._within = comparisons, timeout, min(timeout, _ON_ITS_WAY)
         self._alike = 0  # how many know that all ranks do what this one does
         self._closed = False
 
@@ -212,8 +212,11 @@ class Reads:
         """The ranks may be gone from now on."""
         self._closed = True
 
-    def compare(self, what: str) -> None:
+    def compare(self, what: str, patient: bool = False) -> None:
         """Before a collective that ``what`` (for the message) takes.
+
+        Args:
+            patient: another rank may come much later, so it is waited for as long as ranks wait for each other.
 
         Raises:
             RuntimeError: another rank does not come to it, or the strategy is gone.
@@ -224,4 +227,4 @@ class Reads:
                 "module's parameters after it."
             )
         if not self._alike:
-            self._consistency.read(what, self._within)
+            self._consistency.read(what, self._timeout if patient else self._within)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,13 @@ def move(modules: Iterable[nn.Module], device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def broadcast(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-    """Rank 0's values on every rank of ``group``, as DDP gives them before each forward."""
+def broadcast(modules: Iterable[nn.Module], group: dist.ProcessGroup, meet: Callable[[str], None]) -> None:
+    """Rank 0's values on every rank of ``group``, as DDP gives them before each forward.
+
+    ``meet``: called before, if there are buffers: all ranks come to it, or it raises. The broadcast could not.
+    """
     found = dict.fromkeys(buffer for module in modules if module._buffers for buffer in module._buffers.values())
     buffers = [b.detach() for b in found if b is not None and b.numel() > 0]
     if buffers and dist.get_world_size(group) > 1:
+        meet("the broadcast of the model's buffers")
         dist._broadcast_coalesced(group, buffers, _TOGETHER, 0)  # type: ignore[attr-defined]

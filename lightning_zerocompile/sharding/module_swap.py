@@ -9,6 +9,7 @@ never compiled as a frame of its own (``skip_code``), or its gather would hide i
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
 
+from lightning_zerocompile.ranks.consistency import Reads
 from lightning_zerocompile.sharding.checks import check_whole
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import sharded_if_full
@@ -98,6 +100,23 @@ def _copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
+def _described(self: nn.Module) -> nn.Module:
+    """The module with masters as its attributes, for code that describes it: torch's layers ask for their ``bias`` to
+    print themselves, and one rank may print alone."""
+    base: Any = getattr(type(self), BASE)
+    seen: nn.Module = object.__new__(base)
+    seen.__dict__.update(self.__dict__)
+    return seen
+
+
+def _repr(self: nn.Module) -> str:
+    return repr(_described(self))
+
+
+def _extra_repr(self: nn.Module) -> str:
+    return _described(self).extra_repr()
+
+
 def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
     """What ``named_parameters`` yields under this name: torch asks the attribute, which is the gathered value."""
     path, _, name = target.rpartition(".")
@@ -116,6 +135,42 @@ def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: s
             state_dict[prefix + name] = sharded_if_full(state_dict[prefix + name], sharded.master)
     base: Any = getattr(type(self), BASE)
     base._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
+
+
+_SYNCED = "synced_gpus"  # transformers' name of an argument of `generate`
+
+
+def _is_generate(function: Any) -> bool:
+    """Whether it is a `generate` as transformers writes it, which can wait for the other ranks."""
+    return inspect.isfunction(function) and _SYNCED in inspect.signature(function).parameters
+
+
+def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """transformers' ``generate``, which runs as many forwards on each rank as the longest text of all needs.
+
+    [Note: generation] Each forward at stage 3 takes all ranks, and their texts differ in length. transformers syncs
+    them by itself where it knows the strategy (``synced_gpus=None``); here it gets told. What it then does in each
+    forward blocks inside torch, so the ranks compare first that all of them generate. Where no forward gathers (stages
+    1 and 2, kept parameters, inside ``full_parameters``) ranks may generate alone, and nothing is synced.
+
+    Raises:
+        RuntimeError: another rank does not generate.
+    """
+    base: Any = getattr(type(self), BASE)
+    call = inspect.signature(base.generate).bind_partial(self, *args, **kwargs)
+    if call.arguments.get(_SYNCED) is None and (reads := _gathering(self)) is not None:
+        reads.compare(f"`generate` of a sharded {base.__name__}", patient=True)
+        call.arguments[_SYNCED] = True
+    return base.generate(*call.args, **call.kwargs)
+
+
+def _gathering(model: nn.Module) -> Reads | None:
+    """What compares the ranks where a forward of ``model`` gathers; None: it does not."""
+    found = [sharded for module in modules_of(model) for sharded in module.__dict__.get(PARAMETERS, {}).values()]
+    with as_plain_tensors():
+        used = [sharded for sharded in found if not sharded.source.numel() and sharded.master.numel()]
+        alone = not used or dist.get_world_size() == 1
+    return None if alone or used[0].core.lent_unit() else used[0].reads
 
 
 def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
@@ -156,8 +211,10 @@ class ClassCache:
             "get_parameter": _get_parameter,
             "__reduce_ex__": _refuse_copy,
         }
+        if _is_generate(getattr(base, "generate", None)):
+            namespace["generate"] = _generate
         if names:
-            namespace["_load_from_state_dict"] = _load_from_state_dict
+            namespace |= {"_load_from_state_dict": _load_from_state_dict, "__repr__": _repr, "extra_repr": _extra_repr}
         if forward is not None:
             namespace["forward"] = namespace["_zerocompile_forward"] = forward
         if issubclass(base, nn.RNNBase):

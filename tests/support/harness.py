@@ -286,6 +286,9 @@ class Ranks:
     def _dump(self, rank: int) -> str:
         pid = self._processes[rank].pid
         os.kill(pid, signal.SIGUSR1)
+        deadline = time.monotonic() + GRACE  # on a busy machine it takes a while
+        while "(most recent call first)" not in self._stacks[rank].read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
         time.sleep(0.5)
         return self._stacks[rank].read_text()[-6000:]
 

@@ -63,4 +63,4 @@ def test_the_message() -> None:
     said = {rank: _wait("gather", 5).line() for rank in range(1, 9)} | {0: _wait("message", 2, [1]).line()}
     text = explain_knot(said)
     assert "rank 0 waits in message 2; ranks 1, 2, 3, 4, 5, 6, 7, 8 wait in gather 5." in text
-    assert "strategy.full_parameters" in text and "synced_gpus=True" in text
+    assert "strategy.full_parameters" in text and "`synced_gpus`" in text
