@@ -60,7 +60,7 @@ TAKES_ALL: dict[str, Callable[[L.Trainer, Any], object]] = {
     "reads a weight": lambda trainer, module: module.model.head.weight.sum().item(),
     "prints a weight": lambda trainer, module: str(module.model.layers[1].up.weight),
     "samples": _sample,
-    "reads a norm": lambda trainer, module: float(next(module.parameters()).norm()),
+    "reads a norm": lambda trainer, module: float(dict(module.named_parameters())["model.head.weight"].norm()),
     "takes full values": _full,
     "copies": lambda trainer, module: copy.deepcopy(module.model),
     "takes the state": lambda trainer, module: trainer.strategy.lightning_module_state_dict(),
@@ -125,13 +125,13 @@ def test_what_takes_all_ranks_raises_on_all(
 ) -> None:
     ranks = all_worlds.fresh(2)  # a failed run leaves groups behind that the ranks need not have alike
     try:
-        found = ranks.run(_fit, what, hook, str(tmp_path), stage, options, timeout=60)
+        found = ranks.run(_fit, what, hook, str(tmp_path), stage, options)
     finally:
         ranks.close(kill=True)
     first = found[0][0]
     assert any(words in first for words in NAMED[what].split("|")), first
     for rank, (text, seconds) in enumerate(found):
-        assert seconds < 25, (rank, text)
+        assert seconds < 60, (rank, text)  # on a busy machine; ranks wait for each other for five minutes
         if what in ("writes a file", "pickles"):  # rank 0 raises at once, with the lines that work
             assert "full_state_dict" in text and "full_parameters" in text, text
             assert rank == 0 or "rank 0, which has ended" in text or "Rank 0 has ended" in text, text
@@ -149,7 +149,7 @@ PRINTS: dict[str, Callable[[L.Trainer, Any], object]] = {
 
 
 @STAGES
-@on_ranks(2, timeout=40)
+@on_ranks(2)
 def test_what_takes_no_other_rank_works(stage: int) -> None:
     """Printing at every stage; what reads or runs the model at stages 1 and 2. Training is not disturbed."""
     acts = dict(PRINTS)

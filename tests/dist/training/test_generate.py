@@ -138,7 +138,7 @@ def test_one_rank_alone_generates(all_worlds: Worlds, options: dict[str, Any]) -
         ranks.close(kill=True)
     for text, seconds, _ in found:
         assert "rank 0 asks for `generate` of a sharded LlamaForCausalLM, in `on_validation_epoch_end`" in text, found
-        assert "strategy.full_parameters" in text and seconds < 25, found
+        assert "strategy.full_parameters" in text and seconds < 60, found
 
 
 class InFull(Writer):
