@@ -304,7 +304,7 @@ class Messages:
         if self._mine == self._ranks[0]:
             self.tell(topic, message)
             return message
-        theirs = self.ask(topic, self._ranks[0])
+        theirs = self.ask(topic, self._ranks[0], f"a message of rank {self._ranks[0]} that it {doing}")
         if theirs is None:
             raise self.silent(self._ranks[0], doing)
         return theirs

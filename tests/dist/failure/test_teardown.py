@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +22,7 @@ from lightning_zerocompile.sharding import module_swap
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.support import engines, failing, models
 from tests.support.harness import Ranks, on_ranks
+from tests.support.parity import AOT, EAGER, STAGES
 
 
 class Boom(Exception):
@@ -251,6 +253,28 @@ def test_a_module_is_whole_after_an_exception(ranks: Ranks, stage: int, compile:
         pytest.skip("on several GPUs a module stays sharded after an exception")
     options = {"compile": compile, "backend": "aot_eager"}
     ranks.run(_whole_again, stage, options, [*EVERYWHERE, ("backward", KeyboardInterrupt)])
+
+
+@STAGES
+@on_ranks(2)
+def test_a_checkpoint_of_an_exception(stage: int, tmp_path: Path) -> None:
+    """`ModelCheckpoint(save_on_exception=True)` saves the values and optimizers of the last whole step."""
+    for number, options in enumerate((EAGER, AOT)):
+        for where in ("training_step", "backward"):
+            module, twin = FailsLate(), models.Module()
+            twin.load_state_dict(module.state_dict())
+            module.where, folder = where, tmp_path / f"{where}{number}"
+            callback = ModelCheckpoint(folder, save_on_exception=True, save_top_k=0)
+            with pytest.raises(Boom):
+                failing.fit(
+                    module, failing.strategy(stage, **options), 3, callbacks=[callback], enable_checkpointing=True
+                )
+            models.reference(twin, 1)
+            (file,) = folder.iterdir()
+            saved = torch.load(file, weights_only=True)
+            assert saved["global_step"] == 1 and len(saved["optimizer_states"]) == 1
+            for name, value in twin.state_dict().items():
+                assert torch.allclose(saved["state_dict"][name], value.cpu(), atol=1e-6), name
 
 
 @pytest.mark.parametrize("stage", [1, 3])

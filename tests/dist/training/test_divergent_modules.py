@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models
 from tests.support.harness import Ranks, Worlds, on_ranks
 from tests.support.models import Routed
+from tests.support.parity import MODEL
 
 
 def _other_units() -> None:
@@ -51,6 +53,43 @@ def test_ranks_that_part_on_known_ways_raise(ranks: Ranks) -> None:
     """Each succession of units is known, so equal sizes would mix in silence: the ways are compared again."""
     text = ranks.expect_error(_known_routes, timeout=60)
     assert text.count("gather number") >= 2 and "`layers." in text
+
+
+class Twice(nn.Module):
+    """Behind a graph break rank 0 reads a parameter again that rank 1 does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        torch._dynamo.graph_break()
+        return x + (y if models.rank() else self.first(torch.tanh(y)))
+
+
+def _other_graphs(unit_bytes: int) -> tuple[str, float]:
+    module = models.Module(lambda: models.Whole(models.Stacked(Twice)))
+    strategy = ZeroCompileStrategy(stage=3, timeout=timedelta(minutes=5), unit_bytes=unit_bytes, **MODEL)
+    start = time.monotonic()
+    try:
+        models.train(module, strategy, steps=2)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("unit_bytes", [64 * 2**20, pytest.param(1, marks=pytest.mark.long)])
+def test_graphs_that_read_parameters_differently_raise(all_worlds: Worlds, unit_bytes: int) -> None:
+    """`compile="model"`, in units of the default size, too: there the ranks part only in their waits."""
+    ranks = all_worlds.fresh(2)
+    try:
+        found = ranks.run(_other_graphs, unit_bytes)
+    finally:
+        ranks.close(kill=True)
+    for rank, (text, seconds) in enumerate(found):
+        assert "gather" in text and "unit `" in text and "stage 1 or 2" in text, (rank, found)
+        assert seconds < 60, (rank, found)
 
 
 def _compared() -> list[int]:
