@@ -11,6 +11,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zerocompile.fabric_strategy import ZeroCompileFabricStrategy
+from lightning_zerocompile.monitor import ZeroCompileMonitor
 from lightning_zerocompile.plugins.precision import (
     MixedPrecision,
     ZeroCompileDoublePrecision,
@@ -28,6 +29,7 @@ __all__ = [
     "ZeroCompileDoublePrecision",
     "ZeroCompileFabricStrategy",
     "ZeroCompileHalfPrecision",
+    "ZeroCompileMonitor",
     "ZeroCompilePrecision",
     "ZeroCompileStrategy",
     "load_pretrained",

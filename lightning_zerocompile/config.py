@@ -106,7 +106,8 @@ class Config:
     """How a model is sharded, compiled and trained.
 
     Args:
-        stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
+        stage: 1 shards optimizer states, 2 gradients too, 3 parameters too. ``"auto"``: the fastest of them that fits,
+            by the plan, alike on all ranks; chosen at the first set-up and said in one line.
         compile: ``"blocks"`` (or ``True``): each repeated block of the model is compiled, all equal ones with one
             compilation (a model without any as with ``"model"``); ``"model"``: each top-level child as one graph (of
             one that only holds others, such as a ``ModuleList``, each of these); ``False``: nothing, everything runs
@@ -135,6 +136,8 @@ class Config:
         memory_budget: at stage 3, bytes on each device that may be filled with units that stay gathered from one
             optimizer step to the next: those that save most communication. ``"auto"``: three quarters of what is free
             at the peak of the first two steps. Chosen once behind them, with one recompilation. ``None``: none.
+        memory_limit: with ``stage="auto"``, bytes that each rank may use; ``None``: what is free at set-up (on the CPU
+            the ranks of a host share it).
         copy_engine: whether parameters are gathered, and bfloat16 gradients exchanged and then summed in float32, by
             copies between the GPUs of one host instead of NCCL's kernels, which take multiprocessors from the compute
             beside them; ``"auto"``: where all ranks are on one host and their GPUs reach each other's memory;
@@ -165,8 +168,11 @@ class Config:
     """
 
     stage: Annotated[
-        Literal[1, 2, 3],
-        Check("is not a ZeRO stage; choose 1 (optimizer states sharded), 2 (and gradients) or 3 (and parameters)."),
+        Literal[1, 2, 3, "auto"],
+        Check(
+            "is not a ZeRO stage; choose 1 (optimizer states sharded), 2 (and gradients), 3 (and parameters) or 'auto' "
+            "(the fastest that fits)."
+        ),
     ] = 3
     compile: Annotated[
         Literal["blocks", "model", False],
@@ -221,6 +227,13 @@ class Config:
             holds=lambda budget: not isinstance(budget, int) or budget >= 0,
         ),
     ] = None
+    memory_limit: Annotated[
+        int | None,
+        Check(
+            "must be a positive number of bytes on each device, or None (what is free).",
+            holds=lambda limit: limit is None or limit > 0,
+        ),
+    ] = None
     copy_engine: Annotated[
         bool | Literal["auto"],
         Check(
@@ -252,6 +265,8 @@ class Config:
                 raise ValueError(f"`{name}={given!r}` {check.otherwise}")
             object.__setattr__(self, name, value)  # a frozen dataclass has no other way
         self._check_cuda_graphs()
+        if self.memory_limit is not None and self.stage != "auto":
+            raise ValueError("`memory_limit` is what stage='auto' chooses by; drop it, or the stage.")
         if self.activation_budget is not None and self.compile is False:
             raise ValueError(
                 "`activation_budget` is for what is compiled; with compile=False use activation_checkpointing='blocks'."
@@ -265,6 +280,17 @@ class Config:
             raise ValueError(f"`mode` and `options` belong to Inductor; drop them with backend={self.backend!r}.")
         if self.compile is False and (self.mode is not None or self.options):
             warnings.warn("`mode` and `options` have no effect with compile=False.", stacklevel=3)
+
+    @property
+    def chosen_stage(self) -> Literal[1, 2, 3]:
+        """The stage.
+
+        Raises:
+            ValueError: it is ``"auto"``, and nothing has been chosen yet.
+        """
+        if self.stage == "auto":
+            raise ValueError("stage='auto' is chosen when a strategy sets the model up; here choose 1, 2 or 3.")
+        return self.stage
 
     def _check_cuda_graphs(self) -> None:
         if "cudagraph_policy" in self.options:

@@ -19,6 +19,7 @@ from lightning_zerocompile.checkpoint.state import serving_full_values
 from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
+from lightning_zerocompile.runtime.gather_watch import GatherWatch
 from lightning_zerocompile.runtime.memory_budget import MemoryBudget
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.runtime.window import Windows
@@ -95,7 +96,7 @@ class Engine:
             dist.all_reduce(torch.zeros(1, device=device), group=reductions)
         meetings = own[0] if device.type == "cpu" else None
         self.runtime = Runtime(mesh, device, config, gathers, reductions, meetings)
-        self.budget = MemoryBudget(self.runtime)
+        self.budget, self.gather_watch = MemoryBudget(self.runtime), GatherWatch(self.runtime)
         self.steps = OptimizerSteps(self.runtime, self.reduce_pending, self.budget.optimizer_stepped)
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype)
@@ -150,6 +151,7 @@ class Engine:
             self.runtime.core.end_forward()
         if not (self.windows.is_open or self.windows.in_accumulation):
             self.budget.spend()
+        self.gather_watch.step_begins()
         self.runtime.casts.begin_step()
         modules = modules_of(self.model)
         refresh_all(self.model, modules)
@@ -160,6 +162,7 @@ class Engine:
     @contextlib.contextmanager
     def evaluation_step(self, what: str = "an evaluation", fitting: bool = False) -> Iterator[None]:
         """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
+        self.gather_watch.step_ends()
         self._begin(f"{what} step")
         if fitting:
             self._broadcast_buffers(modules_of(self.model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,9 @@ from lightning_zerocompile.checkpoint.export import export
 from lightning_zerocompile.compile.backend import CompileStats
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.plan.auto import Choice, choose_stage
 from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.report.report import HostTimes, Report, report_of
 from lightning_zerocompile.report.start import start_line
 from lightning_zerocompile.runtime.runtime import EagerReads, Stats
 from lightning_zerocompile.runtime.window import Gathers
@@ -45,6 +48,10 @@ class EngineOwner:
         self.config = config
         self._engine: Engine | None = None
         self._last: Statistics | None = None  # of the run that has ended
+        self._last_report: Report | None = None
+        self.host_times: HostTimes | None = None  # of the monitor's
+        self.choice: Choice | None = None  # of stage="auto"; it stays for later runs of the same module
+        self._chosen_for: weakref.ref[nn.Module] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -69,6 +76,22 @@ class EngineOwner:
         """Takes a new engine, or lets go of the one that has ended."""
         self._engine = engine
 
+    def _choose(self, config: Config, module: nn.Module, device: torch.device, **arguments: Any) -> Config:
+        """The options with a stage in place of "auto"; collective where it is not chosen yet.
+
+        Args:
+            arguments: of :func:`~lightning_zerocompile.plan.auto.choose_stage`.
+
+        Raises:
+            PlanError: no stage fits, or the run cannot be planned.
+        """
+        if config.stage != "auto":
+            return config
+        if self.choice is None or self._chosen_for is None or self._chosen_for() is not module:
+            self.choice, self._chosen_for = choose_stage(module, config, device, **arguments), weakref.ref(module)
+            rank_zero_info(f"zerocompile: {self.choice.reason}")
+        return self.choice.applied(config)
+
     def _announce(self, optimizers: Sequence[Optimizer], accumulate: int = 1) -> None:
         """Says on rank 0 what has been set up."""
         if is_first_rank():
@@ -84,6 +107,7 @@ class EngineOwner:
         if self._engine is None:
             return
         engine, self._last = self._engine, self.statistics
+        self._last_report = None if failed else self.report()
         whole = False
         try:
             if not failed:
@@ -217,6 +241,21 @@ class EngineOwner:
         self.engine.runtime.pass_mark("an export")
         self.engine.apply_writes()
         export(module or self.engine.model, Path(dist_broadcast(os.fspath(folder))), dtype, max_file_bytes)
+
+    def report(self) -> Report:
+        """What this rank has done in the run that goes on, or in the last one that has ended well; no communication.
+
+        Print it, or take :meth:`Report.as_json`; ``advice`` says what can be done.
+
+        Raises:
+            AttributeError: there was none.
+        """
+        if self._engine is not None:
+            now = self.statistics
+            return report_of(self._engine, now.stats, now.compile_stats, self.host_times)
+        if self._last_report is None:
+            raise AttributeError("There is no report yet: a strategy reports from the Trainer's `setup` on.")
+        return self._last_report
 
     @property
     def stats(self) -> Stats:

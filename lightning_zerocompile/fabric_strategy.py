@@ -189,7 +189,15 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         dtype = compute_dtype(self.precision, self.config.param_dtype)
         settings = {"`Fabric(precision=)`": repr(self.precision.precision)}
         autocast, backend = autocast_dtype(self.precision), self._get_process_group_backend()
-        self._use(Engine(module, self.root_device, self.config, dtype, backend, autocast, settings))
+        config = self._choose(
+            self.config,
+            module,
+            self.root_device,
+            compute_dtype=dtype,
+            autocast_dtype=autocast,
+            optimizer=torch.optim.AdamW,  # those of the loop come later
+        )
+        self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings))
         place(module, self.root_device)
         self._checkpoints.attach(module)
         atexit.register(_abandon, weakref.ref(self.engine))  # before Lightning destroys the process group, see rule 9

@@ -63,9 +63,10 @@ _PHASES = {
 class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     """Trains any LightningModule with ZeRO stage 1, 2 or 3; torch.compile places the communication.
 
-    Its arguments are the options of :class:`~lightning_zerocompile.config.Config`, and those that Lightning's
-    strategies have in common. Of DDPStrategy it is the processes, their group and their launcher; the module is not
-    wrapped, and options of torch's DDP have no meaning here, so they raise a TypeError.
+    Its arguments are the options of :class:`~lightning_zerocompile.config.Config`, those that Lightning's strategies
+    have in common, and ``plan_batch``: with ``stage="auto"``, a function that returns a batch of one rank (its tensors
+    may be on meta), so that activations count. Of DDPStrategy it is the processes, their group and their launcher; the
+    module is not wrapped, and options of torch's DDP have no meaning here, so they raise a TypeError.
     """
 
     strategy_name = "zerocompile"
@@ -79,6 +80,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        plan_batch: Callable[[], Any] | None = None,
     ) -> None:
         EngineOwner.__init__(self, config)
         DDPStrategy.__init__(
@@ -94,6 +96,12 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         self._checkpoints = Checkpoints(
             config.state_dict_type == "sharded", config.full_param_optimizers, config.timeout, checkpoint_io
         )
+        if plan_batch is not None and (config.stage != "auto" or not callable(plan_batch)):
+            raise ValueError(
+                f"`plan_batch={plan_batch!r}` must be a function that returns a batch as `training_step` gets it; it "
+                "is what stage='auto' counts activations by, and has no meaning with another stage."
+            )
+        self._plan_batch = plan_batch
         self._failed = False
         self._revert_layers: Callable[[], object] | None = None  # while a fit's layers are synchronized
         self._revert_methods: Callable[[], object] | None = None  # while the module is not torch.compile's
@@ -190,8 +198,9 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         if self.accelerator is None:
             raise RuntimeError("The strategy has no accelerator; pass it to a Trainer before using it.")
         self.accelerator.setup(trainer)
-        config = with_wish(self.config, module)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        dtype = compute_dtype(self.precision_plugin, self.config.param_dtype)
+        config = self._chosen(with_wish(self.config, module), trainer, dtype)
         layer_sync = self._layer_sync if fitting else None
         engine = self._engine
         to_synchronize = layer_sync is not None and self._revert_layers is None
@@ -201,7 +210,6 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         check_module(module)
         refuse_callbacks(trainer)
         self._checkpoints.check_plugin()
-        dtype = compute_dtype(self.precision_plugin, config.param_dtype)
         if self._engine is None:
             if layer_sync is not None:  # before sharding: these layers' code is what a region compiles
                 layer_sync.apply(module)
@@ -216,6 +224,26 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             self.setup_optimizers(trainer)
             self._announce(self._raw_optimizers, trainer.accumulate_grad_batches)
         self.setup_precision_plugin()
+
+    def _chosen(self, config: Config, trainer: pl.Trainer, dtype: torch.dtype | None) -> Config:
+        """The options with a stage in place of "auto", see [Note: stage auto]."""
+        if config.stage != "auto":
+            return config
+        check_module(self._module)
+        revert = put_plain_methods(self._module)
+        try:
+            return self._choose(
+                config,
+                self._module,
+                self.root_device,
+                compute_dtype=dtype,
+                autocast_dtype=autocast_dtype(self.precision_plugin),
+                batch=self._plan_batch,
+                accumulate=trainer.accumulate_grad_batches,
+            )
+        finally:
+            if revert is not None:
+                revert()
 
     @override
     def model_to_device(self) -> None:
@@ -321,6 +349,8 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         self._meet("a checkpoint: saving")
+        if self.choice is not None:
+            checkpoint = {**checkpoint, "zerocompile": self.choice.as_dict()}
         self._checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -433,7 +463,13 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": None, "_revert_layers": None, "_revert_methods": None}
+        return {
+            **super().__getstate__(),
+            "_engine": None,
+            "_chosen_for": None,
+            "_revert_layers": None,
+            "_revert_methods": None,
+        }
 
     def __repr__(self) -> str:
         # pytorch_lightning's Trainer and Fabric refuse it and print it

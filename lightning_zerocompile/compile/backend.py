@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._functorch.config as functorch
 from torch import Tensor, fx, nn
+from torch._guards import CompileContext
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
@@ -35,15 +36,19 @@ class CompileStats:
         dynamo_graphs: Dynamo's, whatever they are for.
         forward: those that read parameters, for training or for inference.
         backward: those among them that have a backward.
+        recompilations: those of all that are another graph for code that had one.
     """
 
     dynamo_graphs: int = 0
     forward: int = 0
     backward: int = 0
+    recompilations: int = 0
 
     def add(self, module: fx.GraphModule) -> None:
         """Counts one of Dynamo's graphs. The passes cannot: they do not run where a compile cache has the graph."""
         self.dynamo_graphs += 1
+        number = CompileContext.current_compile_id()
+        self.recompilations += number is not None and bool(number.frame_compile_id)
         nodes = [node for inner in module.modules() if isinstance(inner, fx.GraphModule) for node in inner.graph.nodes]
         if any("zerocompile.gather" in str(node.target) for node in nodes if node.op == "call_function"):
             self.forward += 1
@@ -203,6 +208,7 @@ class Code:
 
     def __init__(self, forward: Callable[..., Any], number: int, compile: Callable[..., Any]) -> None:
         self._failed: dict[CodeType, deque[str]] = {}
+        self.broken = ""  # why, and where, Dynamo ended a graph before the code did; the first time
         suffix = f"_{number}" if number else ""
         self._training = compile(_copy_of(forward, f"_in_training{suffix}"), self._guard_failed)
         self._inference = compile(_copy_of(forward, f"_in_inference{suffix}"), self._guard_failed)
@@ -219,6 +225,16 @@ class Code:
                 return Refused(code.co_name, graphs, reasons[-min(graphs, len(reasons))])  # the first of the last call
         return None
 
+    def note(self, module: fx.GraphModule) -> None:
+        """Looks why one of Dynamo's graphs ends where it does."""
+        reason = getattr(module, "compile_subgraph_reason", None)
+        if self.broken or reason is None or not reason.graph_break:
+            return
+        text = str(reason.reason).strip().partition("\n")[0].rstrip(".")
+        frame = reason.user_stack[-1] if reason.user_stack else None
+        where = "" if frame is None else f", at {frame.filename}:{frame.lineno} in `{frame.name}`: `{frame.line}`"
+        self.broken = f"{text}{where}"
+
     def _guard_failed(self, failure: Any) -> None:
         reasons = self._failed.setdefault(failure.orig_code, deque(maxlen=64))
         reasons.append(" ".join(failure.reason.strip().partition("\n")[0].split()))
@@ -229,6 +245,7 @@ class Graphs:
 
     def __init__(self, config: Config) -> None:
         self.stats = CompileStats()  # of the run that calls
+        self.running: Code | None = None  # what it calls
         self._dynamic = config.dynamic
         self._backends = {regional: make_backend(config, self._count, regional) for regional in (True, False)}
         self._codes: dict[tuple[Any, ...], Code] = {}
@@ -248,6 +265,8 @@ class Graphs:
 
     def _count(self, module: fx.GraphModule) -> None:
         self.stats.add(module)
+        if self.running is not None:
+            self.running.note(module)
 
 
 def _copy_of(forward: Callable[..., Any], suffix: str) -> Callable[..., Any]:

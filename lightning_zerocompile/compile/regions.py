@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from lightning_zerocompile.runtime.core import Runtime as Core
 
 EAGER = (
-    "`{}` ({}) is compiled, but a part of it runs eagerly: torch.compile skipped or disabled code that reads "
-    "parameters. Training is right, only slower; TORCH_LOGS=graph_breaks says where. Equal modules are not "
+    "`{}` ({}) is compiled, but a part of it runs eagerly: {}. Training is right, only slower. Equal modules are not "
     "reported again."
 )
+
+_SKIPPED = "torch.compile skipped or disabled code that reads parameters; TORCH_LOGS=graph_breaks says where"
 
 OVER_LIMIT = (
     "`{}` ({}) is compiled, but in {} it runs eagerly where no graph fits: `{}` has {} graphs, torch.compile's limit "
@@ -61,6 +62,14 @@ def _graphs_of(runtime: Runtime, config: Config) -> Graphs:
     kept.append(found)
     del kept[:-_CONFIGURATIONS]
     return found[1]
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A compiled module of which a part ran eagerly, and why."""
+
+    name: str
+    reason: str
 
 
 @dataclass(eq=False)
@@ -149,6 +158,7 @@ class Regions:
     def __init__(self, runtime: Runtime, config: Config) -> None:
         self.stats, self.progress = CompileStats(), Progress()
         self.compiled = 0  # modules
+        self.fallbacks: list[Fallback] = []  # one for each kind of equal modules
         self._runtime, self._config = runtime, config
         self._graphs = _graphs_of(runtime, config)
         self._warned: set[tuple[Any, ...]] = set()
@@ -189,17 +199,24 @@ class Regions:
             return
         self._warned.add(kind)
         if hooked:
-            rank_zero_warn(HOOKED.format(name, base.__name__, name))
+            text, reason = HOOKED.format(name, base.__name__, name), "hooks are registered on a module inside it."
         elif refused is None:
-            rank_zero_warn(EAGER.format(name, base.__name__))
+            broken = f"torch.compile broke its graph ({code.broken})" if code.broken else _SKIPPED
+            text, reason = EAGER.format(name, base.__name__, broken), f"{broken}."
         else:
-            rank_zero_warn(OVER_LIMIT.format(name, base.__name__, where, refused.name, refused.graphs, refused.reason))
+            text = OVER_LIMIT.format(name, base.__name__, where, refused.name, refused.graphs, refused.reason)
+            reason = (
+                f"`{refused.name}` has {refused.graphs} graphs, torch.compile's limit; what did not fit: "
+                f"{refused.reason}. Let inputs be more alike, pass `dynamic=True`, or raise the limit."
+            )
+        self.fallbacks.append(Fallback(name, reason))
+        rank_zero_warn(text)
 
 
 def _run(
     graphs: Graphs, stats: CompileStats, progress: Progress, what: str, code: Code, *args: Any, **kwargs: Any
 ) -> Any:
-    graphs.stats, progress.what = stats, what
+    graphs.stats, graphs.running, progress.what = stats, code, what
     try:
         return code(*args, **kwargs)
     finally:

@@ -94,6 +94,12 @@ class OptimizerSteps:
                 )
             self._restore[optimizer] = self._watch(optimizer)
 
+    def states(self) -> Iterator[Tensor]:
+        """All tensors that the watched optimizers keep, counters too."""
+        for optimizer in self._restore:
+            for state in optimizer.state.values():
+                yield from (kept for kept in state.values() if isinstance(kept, Tensor))
+
     def give_back(self, parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None) -> None:
         """Optimizers made elsewhere hold the whole ``parameters``, by their masters, from now on; collective."""
         give_back(self._taken_over, parameters, group)

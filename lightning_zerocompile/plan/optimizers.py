@@ -22,6 +22,10 @@ from lightning_zerocompile.sharding.layout import shard_dtype
 from lightning_zerocompile.sharding.plan import UnitPlan
 
 
+class OptimizerError(PlanError):
+    """A plan cannot be made, since the optimizers cannot."""
+
+
 @dataclass(frozen=True)
 class OptimizerBytes:
     """On rank 0, which has the most rows.
@@ -117,7 +121,7 @@ def _optimizers_of(module: nn.Module, optimizer: Callable[[Any], Any] | None) ->
         configured: Any = module.configure_optimizers()  # type: ignore[operator]
         return [] if configured is None else list(_configure_optimizers(configured)[0])
     except Exception as error:  # the user's code
-        raise PlanError(
+        raise OptimizerError(
             f"The optimizers of {type(module).__name__} cannot be made for a plan: {said(error)} "
             "Pass `optimizer=`, a function that makes one of parameters, such as torch.optim.AdamW."
         ) from error
@@ -156,7 +160,7 @@ def _step(
     except (DataDependentOutputException, GuardOnDataDependentSymNode):
         temporary = 2 * max(value.nbytes for value in values)  # its update looks at numbers; the states are there
     except Exception as error:  # the optimizer's own
-        raise PlanError(
+        raise OptimizerError(
             f"{type(optimizer).__name__} does not step on parameters without data, so its memory is not known: "
             f"{said(error)} Pass `optimizer=`, a function that makes one with the same states."
         ) from error

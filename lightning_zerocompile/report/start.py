@@ -66,7 +66,7 @@ def costs_of(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int = 
     kept_units = frozenset(unit.name for unit in engine.units if unit.kept)
     defers = accumulate > 1 and (runtime.policy.accumulates_locally or config.defer_grad_sync)
     gloo = runtime.device.type == "cpu"
-    schedule = Schedule(config.stage, kept_units, config.prefetch, gloo, defers)
+    schedule = Schedule(config.chosen_stage, kept_units, config.prefetch, gloo, defers)
     memory, traffic = simulate(engine.units, units, states, None, schedule, _buffers(engine))
     return Costs(tuple(units), memory, accumulated(traffic, memory.resident, accumulate, defers), tuple(unknown))
 

@@ -107,7 +107,7 @@ class Runtime:
         meeting_group: dist.ProcessGroup | None,
     ) -> None:
         self.mesh, self.device, self.config = mesh, device, config
-        self.policy = Policy.of_stage(config.stage)
+        self.policy = Policy.of_stage(config.chosen_stage)
         build.load()
         from lightning_zerocompile.runtime import core  # built just now
 
@@ -232,6 +232,13 @@ class Runtime:
             if unit not in self._kept:
                 sizes[unit] = sizes.get(unit, 0) + math.prod(sharded.size) * sharded.source.element_size()
         return sizes
+
+    def dtypes_of_units(self) -> dict[int, int]:
+        """How many dtypes each unit is gathered in: one collective each."""
+        found: dict[int, set[torch.dtype]] = {}
+        for sharded in self.sharded_parameters:
+            found.setdefault(self._unit_of_parameter[sharded.index], set()).add(sharded.source.dtype)
+        return {unit: len(dtypes) for unit, dtypes in found.items()}
 
     def keep(self, units: Sequence[int]) -> None:
         """These units stay gathered from one optimizer step to the next from now on; the same on all ranks."""

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 
 from lightning_zerocompile.config import Lifetime
 from lightning_zerocompile.ranks.messages import CommunicationError
@@ -27,6 +28,11 @@ Gathers = Literal["auto", "window", "use"]
 
 _TOPIC = "window"  # of the messages
 _GATHERED = "gathered in a window"  # of those after a failure
+_TOO_LARGE = (
+    "`coalesce_grad_reduction(gather='auto')`: the whole model, its gradients and two moments take {:.1f} GiB in the "
+    "window, more than half of the {:.1f} GiB that are free. So each use in it gathers, as outside of windows: less "
+    "memory, more communication. `gather='use'` asks for that without this line, `gather='window'` holds the model."
+)
 _SHARE_OF_FREE_MEMORY = 0.5  # what "auto" may fill with gathered parameters; the rest is for activations to come
 
 
@@ -218,4 +224,8 @@ class Windows:
         heard = self._messages.hear_all("fits", json.dumps(mine), doing)
         all_ranks = [json.loads(message) for message in heard.values()]
         share = smallest_share([(host, size) for _, host, size in all_ranks])
-        return all(needed <= _SHARE_OF_FREE_MEMORY * share for needed, _, _ in all_ranks)
+        needed: int = max(one for one, _, _ in all_ranks)
+        fits = needed <= _SHARE_OF_FREE_MEMORY * share
+        if not fits:
+            rank_zero_warn(_TOO_LARGE.format(needed / 2**30, share / 2**30))
+        return fits

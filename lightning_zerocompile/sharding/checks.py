@@ -50,9 +50,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of a user's pass or fun
 def settings_of(config: Config) -> dict[str, str]:
     """What every rank must have alike beside the model: options and versions, by name.
 
-    Not the memory budget: devices may differ, and the ranks agree on the smallest.
+    Not the memory budget or limit: devices may differ, and the ranks agree on the smallest.
     """
-    names = [field.name for field in fields(config) if field.name != "memory_budget"]
+    names = [field.name for field in fields(config) if not field.name.startswith("memory_")]
     options = {f"option `{name}`": _ADDRESS.sub("", repr(getattr(config, name))) for name in names}
     package = __name__.partition(".")[0]
     try:

@@ -12,6 +12,7 @@ ROOMS = (
     "__init__",
     "build",
     "consolidate",
+    "monitor",
     "strategy",
     "fabric_strategy",
     "engine_owner",
