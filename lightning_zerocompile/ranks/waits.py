@@ -30,11 +30,12 @@ _REPEATS_DIRECT = 10  # with direct collectives in it, which may be on their way
 _NAMED = 16  # groups of ranks that a message names
 
 REMEDY = (
-    "What communicates must run on every rank, in the same order: at stage 3 whatever reads, prints or runs the "
-    "model's parameters; at every stage a checkpoint, `sync_dist=True`, `strategy.full_parameters`, collectives. Do it "
-    "on all ranks, not under `rank_zero_only` or `if trainer.is_global_zero`. For work of one rank let all ranks take "
-    "full values, `with strategy.full_parameters(module) as values:`, and one use them; generate on all ranks, with "
-    "`synced_gpus` left as it is; give all ranks equally many batches; or use stage 1 or 2."
+    "What communicates must run on every rank, in the same order: at stage 3 whatever reads or runs the model's "
+    "parameters; at every stage a checkpoint, `sync_dist=True`, `strategy.full_parameters`, collectives. Do it on all "
+    "ranks, not under `rank_zero_only` or `if trainer.is_global_zero`. For work of one rank let all ranks take full "
+    "values, `with strategy.full_parameters(module) as values:` (to save: `with strategy.full_state_dict(module):`), "
+    "and one use them; generate on all ranks, with `synced_gpus` left as it is; give all ranks equally many batches; "
+    "or use stage 1 or 2."
 )
 
 

@@ -93,7 +93,7 @@ def _generates(stage: int) -> dict[str, Any]:
     return {"stats": seen.stats, "said": said, "off": models.deviation(module, twin)}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_validation_cannot_use_up_the_graphs_of_training(ranks: Ranks, stage: int) -> None:
     """The sanity validation meets Dynamo's limit: the warning names the limit and why, and training is compiled."""
     for rank, result in enumerate(ranks.run(_generates, stage)):

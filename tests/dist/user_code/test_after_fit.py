@@ -156,7 +156,7 @@ def _statistics(stage: int) -> list[Any]:
     return [none_yet, *found, failing.stats.backwards]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_statistics_outlive_the_fit(ranks: Ranks, stage: int) -> None:
     for none_yet, cold, warm, failed in ranks.run(_statistics, stage, timeout=240):
         assert none_yet == [False, False, False] and cold == warm == (1, 1, 1) and failed == 1
@@ -175,16 +175,16 @@ class Noisy(models.Module):
             p.grad.add_(torch.randn_like(p.grad) if self.right else torch.randn(p.shape))  # type: ignore
 
 
-def _refused(stage: int) -> None:
-    strategy = ZeroCompileStrategy(stage, **MODES["compiled"])
+def _refused(stage: int, mode: str) -> None:
+    strategy = ZeroCompileStrategy(stage, **MODES[mode])
     with pytest.raises(RuntimeError, match=r"(?s)DTensor.*randn_like\(p.grad\)"):
         models.train(Noisy(right=False), strategy)
-    models.train(Noisy(right=True), ZeroCompileStrategy(stage, **MODES["compiled"]))
+    models.train(Noisy(right=True), ZeroCompileStrategy(stage, **MODES[mode]))
     pruning = ModelPruning("l1_unstructured", amount=0.5)
     with pytest.raises(MisconfigurationException, match=r"ModelPruning.*configure_model"):
         models.train(models.Module(), ZeroCompileStrategy(stage, compile=False), callbacks=[pruning])
 
 
 def test_what_does_not_work_is_refused_with_the_remedy(ranks: Ranks) -> None:
-    for stage in (1, 3):
-        ranks.run(_refused, stage)
+    for stage, mode in CELLS:
+        ranks.run(_refused, stage, mode)

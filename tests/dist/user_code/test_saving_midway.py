@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models
-from tests.support.harness import on_ranks
+from tests.support.harness import Worlds, on_ranks
 from tests.support.parity import AOT, EAGER, reference
 
 CELLS = [(1, EAGER), (2, AOT), (3, EAGER), (3, AOT)]
@@ -133,13 +133,13 @@ def _fit_and_save(
     return expected
 
 
-def _llama() -> nn.Module:
+def _llama(tied: bool = True) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=models.VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16, use_cache=False, tie_word_embeddings=True,
+        num_key_value_heads=1, max_position_embeddings=16, use_cache=False, tie_word_embeddings=tied,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -180,6 +180,69 @@ def test_peft(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
         assert (tmp_path / "adapter_model.safetensors").stat().st_size < 10_000
         loaded = peft.PeftModel.from_pretrained(_llama(), tmp_path)
         assert _largest(loaded.state_dict(), expected) <= 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@on_ranks(2)
+def test_a_library_that_saves_on_rank_0_alone(stage: int, tmp_path: Path) -> None:
+    """Outside of `full_state_dict` transformers and PEFT raise there, at once and with the lines that work, and write
+    no part of a model; all can go on."""
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    for number, model in enumerate((_llama(tied=False), peft.get_peft_model(_llama(), adapter))):
+        folder = tmp_path / str(number)
+        with engines.engine(model, stage, timeout=timedelta(minutes=5), **EAGER) as engine:
+            if models.rank() == 0:
+                start = time.monotonic()
+                with pytest.raises(RuntimeError, match=r"rank holds a part.*full_state_dict.*save_pretrained"):
+                    model.save_pretrained(folder)
+                assert time.monotonic() - start < 20
+                assert not [file for file in folder.rglob("*.safetensors") if file.stat().st_size > 0]
+            torch.distributed.barrier()
+            with engine.full_state_dict(model):
+                if models.rank() == 0:
+                    model.save_pretrained(folder)
+    if models.rank() == 0:
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+
+
+class SavesAlone(L.Callback):
+    """A model with tied weights, of which transformers reads more."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and batch_idx == 1:
+            module.model.save_pretrained(self.folder)
+
+
+def _saves_alone(stage: int, options: dict[str, Any], folder: str) -> tuple[str, float]:
+    strategy = ZeroCompileStrategy(stage, timeout=timedelta(minutes=5), **options)
+    trainer = models.make_trainer(strategy, max_steps=3, callbacks=[SavesAlone(folder)])
+    start = time.monotonic()
+    try:
+        trainer.fit(Tokens(_llama(), _token_loss), models.Batches(models.rank()))  # type: ignore[arg-type]
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"), [pytest.param(*cell, marks=pytest.mark.long) for cell in CELLS if cell != (3, EAGER)]
+)
+def test_a_fit_in_which_rank_0_alone_saves(
+    all_worlds: Worlds, stage: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    ranks = all_worlds.fresh(2)
+    try:
+        found = ranks.run(_saves_alone, stage, options, str(tmp_path))
+    finally:
+        ranks.close(kill=True)
+    for text, seconds in found:
+        assert "with strategy.full_state_dict(" in text and seconds < 60, found
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(("stage", "options"), [(3, EAGER), pytest.param(3, AOT, marks=pytest.mark.long)])
