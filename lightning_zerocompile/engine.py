@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,7 @@ from lightning_zerocompile.sharding.module_swap import (
     make_whole,
     modules_of,
     owner_of,
+    refresh,
     refresh_all,
     refuse_shards,
     remove_regions,
@@ -44,6 +46,7 @@ from lightning_zerocompile.sharding.module_swap import (
 )
 from lightning_zerocompile.sharding.parameter import ShardedParameter
 from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
+from lightning_zerocompile.sharding.replaced import check_alike, former_of, take_values
 
 _PATIENCE = timedelta(seconds=5)  # how long a rank that has failed waits for the others to end; a tenth of the timeout
 
@@ -59,6 +62,7 @@ class Engine:
         backend: of the process groups.
         autocast_dtype: of the autocast that every step runs under; ``None``: there is none.
         settings: what else all ranks must have alike, by name.
+        wished: parts of the model that are compiled although they are no blocks.
 
     Raises:
         RuntimeError: the ranks hold different models, options or versions; a parameter is a shard that a failed run has
@@ -74,6 +78,7 @@ class Engine:
         backend: str,
         autocast_dtype: torch.dtype | None = None,
         settings: Mapping[str, str] | None = None,
+        wished: Sequence[nn.Module] = (),
     ) -> None:
         self.model, self.device, self.config = model, device, config
         take_over(model)
@@ -103,7 +108,7 @@ class Engine:
             buffers.move(model.modules(), device)
             self._broadcast_buffers(model.modules())
             self.regions = Regions(self.runtime, config)
-            self._add_regions(units)
+            self._add_regions(units, wished)
             swap_others(self.runtime.classes, model)
             if self.regions.compiled:
                 self._watched = weakref.finalize(self, self.regions.progress.watch())
@@ -117,7 +122,7 @@ class Engine:
         """Whether this is the sharded ``model``, and no other engine has taken it over."""
         return self.model is model and owner_of(model) is self.runtime.core
 
-    def _add_regions(self, units: Sequence[UnitPlan]) -> None:
+    def _add_regions(self, units: Sequence[UnitPlan], wished: Sequence[nn.Module]) -> None:
         blocks = [(plan.name, plan.block) for plan in units if plan.block is not None]
         for name, block in blocks:
             if self.config.compile != "model":
@@ -126,7 +131,13 @@ class Engine:
             for name, module in top_level_modules(self.model):
                 self.regions.add(name, module, [])
         if self.config.compile == "blocks" and blocks:
-            self._add_leaves([block for _, block in blocks])
+            regions = [block for _, block in blocks]
+            for name, module in self.model.named_modules():
+                apart = {inner for region in regions for inner in region.modules()}.isdisjoint(module.modules())
+                if module in wished and apart and next(module.parameters(), None) is not None:
+                    self.regions.add(name, module, [])
+                    regions.append(module)
+            self._add_leaves(regions)
         if self.config.param_dtype is not None and self.config.cast_forward_inputs:
             children = [child for _, child in top_level_modules(self.model)]
             cast_inputs([self.model, *children, *(block for _, block in blocks)], self.config.param_dtype)
@@ -154,7 +165,7 @@ class Engine:
         self.gather_watch.step_begins()
         self.runtime.casts.begin_step()
         modules = modules_of(self.model)
-        refresh_all(self.model, modules)
+        self._take_replaced(modules)
         self._broadcast_buffers(modules)
         with self.runtime.forward(), self._user_code():
             yield
@@ -186,6 +197,32 @@ class Engine:
         else:
             with self.training_step():
                 yield
+
+    def _take_replaced(self, modules: Sequence[nn.Module], warns: bool = True) -> None:
+        """Lets the compiler see the parameters as they are, and takes over what users have put in place of some;
+        collective if there is anything. See [Note: replaced parameters]."""
+        replaced = refresh_all(self.model, modules)
+        if not replaced:
+            return
+        check_alike(replaced, self.runtime.messages)
+        self.reduce_pending("A parameter was replaced")
+        self.runtime.core.write_back()
+        former: dict[Tensor, Tensor] = {sharded.master: former_of(sharded) for sharded in replaced}
+        for sharded, parameter in replaced.items():
+            take_values(sharded, parameter, self._own_groups[-1])
+        for module in modules:
+            for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
+                module._parameters[name] = sharded.master
+        refresh(modules)
+        left = self.steps.replace({new: sharded.master for sharded, new in replaced.items()}, former)
+        names = [s.name for s in replaced if s.master in left and s.master.requires_grad]
+        if names and warns:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            rank_zero_warn(
+                f"Parameter `{names[0]}`{others} was replaced, and no optimizer has the new one, so it is not "
+                "trained: as in torch an optimizer goes on with the old one, and `optimizer.add_param_group` takes the "
+                "new one. To train on with new values, write them into the old one (`load_state_dict`)."
+            )
 
     def _begin(self, what: str) -> None:
         self.windows.meet_again()
@@ -272,6 +309,8 @@ class Engine:
         Raises:
             RuntimeError: besides, the ranks have different optimizers.
         """
+        if optimizers:
+            self._take_replaced(modules_of(self.model), warns=False)
         self.steps.attach(optimizers)
         if optimizers:
             names: dict[Tensor, str] = {sharded.master: sharded.name for sharded in self.runtime.sharded_parameters}
@@ -284,12 +323,15 @@ class Engine:
     # ---- values ----
 
     def apply_writes(self) -> None:
-        """Takes over what user code wrote to gathered values."""
+        """Takes over what user code wrote to gathered values, or put in place of parameters; collective."""
+        self._take_replaced(modules_of(self.model))
         self.runtime.core.write_back()
 
     @contextlib.contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
         """See :meth:`ZeroCompileStrategy.full_parameters`."""
+        if not self.runtime.step_state.in_step:  # where `functional_call` may have put others in their place
+            self._take_replaced(modules_of(self.model))
         sharded_parameters = _slots_of(module)
         units = sorted({self.runtime.unit_of_parameter(sharded) for sharded in sharded_parameters.values()})
         core = self.runtime.core
@@ -338,8 +380,9 @@ class Engine:
         [Note: rescue] What the failed run has started may never end, so none of its process groups is used or waited
         for. Each rank looks in the store whether all others have ended, too; the first one that knows, or that will not
         wait any longer, decides for all (one write, which the store makes atomic). Only then do the ranks gather the
-        masters, over a group that is new and whose waits are short. Writes to gathered values that no master has
-        heard of are lost on several ranks. Where a device may wait for another one's collective it is not tried.
+        masters, over a group that is new and whose waits are short. Where one has made a step more than another, the
+        module has rows of both, and a warning says so. Writes to gathered values that no master has heard of are lost
+        on several ranks. Where a device may wait for another one's collective it is not tried.
 
         Returns:
             Whether the model is whole. If not, it is as it was: call :meth:`abandon`.

@@ -24,6 +24,7 @@ from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
 from lightning_zerocompile.config import Config, takes_options
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.engine_owner import EngineOwner
+from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
 from lightning_zerocompile.plugins.fabric_precision import (
     autocast_dtype,
     compute_dtype,
@@ -33,7 +34,6 @@ from lightning_zerocompile.plugins.fabric_precision import (
 )
 from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
 from lightning_zerocompile.ranks.errors import in_phases
-from lightning_zerocompile.sharding.checks import check_module
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.meta_init import place
 
@@ -113,6 +113,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
             process_group_backend=config.process_group_backend,
             timeout=config.timeout,
         )
+        self._revert_methods: Callable[[], object] | None = None  # while the module is not torch.compile's
         self._backward_sync_control = _BackwardSync(self)
         self._sharded = config.state_dict_type == "sharded"
         self._checkpoints = Checkpoints(self._sharded, config.full_param_optimizers, config.timeout, checkpoint_io)
@@ -184,20 +185,25 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
                 "`strategy='zerocompile'` shards one module, and one is set up already. Put the modules into one "
                 "(`torch.nn.ModuleDict`) and set that up, or call `fabric.strategy.unshard()` first."
             )
-        check_module(module)
+        config, parts = with_wish(self.config, module), compiled_parts(module)
         self._checkpoints.check_plugin()
         dtype = compute_dtype(self.precision, self.config.param_dtype)
         settings = {"`Fabric(precision=)`": repr(self.precision.precision)}
         autocast, backend = autocast_dtype(self.precision), self._get_process_group_backend()
-        config = self._choose(
-            self.config,
-            module,
-            self.root_device,
-            compute_dtype=dtype,
-            autocast_dtype=autocast,
-            optimizer=torch.optim.AdamW,  # those of the loop come later
-        )
-        self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings))
+        self._revert_methods = put_plain_methods(module)
+        try:
+            config = self._choose(
+                config,
+                module,
+                self.root_device,
+                compute_dtype=dtype,
+                autocast_dtype=autocast,
+                optimizer=torch.optim.AdamW,  # those of the loop come later
+            )
+            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts))
+        except BaseException:
+            self._restore_methods()
+            raise
         place(module, self.root_device)
         self._checkpoints.attach(module)
         atexit.register(_abandon, weakref.ref(self.engine))  # before Lightning destroys the process group, see rule 9
@@ -354,6 +360,16 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         """Makes the module an ordinary one with full parameters, on the CPU; collective."""
         self._close()
         self._optimizers = []
+
+    @override
+    def _close(self, failed: bool = False) -> None:
+        super()._close(failed)
+        self._restore_methods()
+
+    def _restore_methods(self) -> None:
+        if self._revert_methods is not None:
+            self._revert_methods()
+        self._revert_methods = None
 
     @override
     def teardown(self) -> None:

@@ -29,12 +29,12 @@ from lightning_zerocompile.config import Config, takes_options
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.engine_owner import EngineOwner
 from lightning_zerocompile.plan.plan import Machine, Plan, make_plan
-from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prepare_callbacks, refuse_callbacks
-from lightning_zerocompile.plugins.compiled_module import put_plain_methods, with_wish
+from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prepare_callbacks
+from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
 from lightning_zerocompile.plugins.launcher import Launcher
 from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
 from lightning_zerocompile.ranks.errors import in_phases, is_communication
-from lightning_zerocompile.sharding.checks import check_module, explain, trainer_settings
+from lightning_zerocompile.sharding.checks import explain, trainer_settings
 from lightning_zerocompile.sharding.meta_init import place
 
 # what an error of communication calls the hook that it came out of
@@ -198,17 +198,18 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         if self.accelerator is None:
             raise RuntimeError("The strategy has no accelerator; pass it to a Trainer before using it.")
         self.accelerator.setup(trainer)
+        if self._revert_methods is not None:  # of a module that has stayed sharded: its wish is asked for again
+            self._revert_methods()
+        wish, parts = with_wish(self.config, module), compiled_parts(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         dtype = compute_dtype(self.precision_plugin, self.config.param_dtype)
-        config = self._chosen(with_wish(self.config, module), trainer, dtype)
+        config = self._chosen(wish, trainer, dtype)
         layer_sync = self._layer_sync if fitting else None
         engine = self._engine
         to_synchronize = layer_sync is not None and self._revert_layers is None
         if engine is None or to_synchronize or engine.config != config or not engine.manages(module):
             self._close()
         self._revert_methods = put_plain_methods(module)
-        check_module(module)
-        refuse_callbacks(trainer)
         self._checkpoints.check_plugin()
         if self._engine is None:
             if layer_sync is not None:  # before sharding: these layers' code is what a region compiles
@@ -217,7 +218,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             self.model = self.precision_plugin.convert_module(module)
             autocast, settings = autocast_dtype(self.precision_plugin), trainer_settings(trainer)
             backend = self._get_process_group_backend()
-            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings))
+            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts))
             self.model_to_device()
         prepare_callbacks(trainer, module, self.engine)
         if fitting:
@@ -229,7 +230,6 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         """The options with a stage in place of "auto", see [Note: stage auto]."""
         if config.stage != "auto":
             return config
-        check_module(self._module)
         revert = put_plain_methods(self._module)
         try:
             return self._choose(

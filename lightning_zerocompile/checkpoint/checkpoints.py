@@ -38,6 +38,7 @@ from lightning_zerocompile.checkpoint.state import (
     positional_optimizer_state,
 )
 from lightning_zerocompile.optim.supported import sees_whole_values
+from lightning_zerocompile.sharding.replaced import former_name
 
 
 class Checkpoints:
@@ -89,6 +90,8 @@ class Checkpoints:
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's state: its shards, or full tensors on rank 0; collective."""
+        if self._names:  # `torch.nn.utils.prune` gives parameters other names
+            self._names.update({parameter: name for name, parameter in module.named_parameters()})
         return dict(module.state_dict()) if self._sharded else full_state_dict(module, keep=is_first_rank())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -105,12 +108,17 @@ class Checkpoints:
 
     def _names_of(self, optimizer: Optimizer) -> dict[Tensor, str]:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(p not in self._names for p in held):
+        names = {p: self._names.get(p) for p in held}
+        for p in held:  # DDP's checkpoint has its state where the new parameter's is in the next run
+            if names[p] is None and (former := former_name(p)) is not None:
+                names[p] = former if former not in names.values() else f"{former} (replaced)"
+        found = {p: name for p, name in names.items() if name is not None}
+        if len(found) < len(names):
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds parameters that are not the model's, so they have no names in a "
                 "checkpoint. Assign new optimizers to `trainer.strategy.optimizers` while the model is sharded."
             )
-        return {p: self._names[p] for p in held}
+        return found
 
     # ---- files ----
 

@@ -38,6 +38,7 @@ from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
 from lightning_zerocompile.sharding.master import as_plain_tensors, bind_gradient, gradient_of, index_of
+from lightning_zerocompile.sharding.replaced import Former
 
 _TAKES_ANY_STATE = (optim.Adam, optim.AdamW)  # fused; SGD's takes only parameters that all have a momentum, or none
 _TOGETHER = 2**25  # elements: a device updates fewer in less time than the host needs for a call of the optimizer
@@ -159,7 +160,7 @@ class UnitStepper:
         def run() -> Any:
             result = closure()
             lists = [group["params"] for group in optimizer.param_groups]
-            plan = self._plan(optimizer, lists)
+            plan = self._plan(optimizer, [_of_the_model(one) for one in lists])
             with as_plain_tensors():
                 kept.update({master: gradient_of(master) for master in self._kept(plan.masters)})
                 try:
@@ -286,6 +287,13 @@ class _Options:
                 )
             self.after[number] = now[number]
         self._stepped |= groups
+
+
+def _of_the_model(parameters: list[Tensor]) -> list[Tensor]:
+    """Those without parameters that were replaced, which get no gradient."""
+    if any(isinstance(p, Former) for p in parameters):
+        return [p for p in parameters if not isinstance(p, Former)]
+    return parameters
 
 
 def _share(master: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -24,7 +24,7 @@ from lightning_zerocompile.optim.supported import (
     sees_whole_values,
     steps_by_unit,
 )
-from lightning_zerocompile.optim.taken_over import give_back, take_masters
+from lightning_zerocompile.optim.taken_over import give_back, rename, take_masters
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.master import index_of
 from lightning_zerocompile.sharding.unsharded import master_of
@@ -82,8 +82,7 @@ class OptimizerSteps:
             if take_masters(number, optimizer, originals, whole):
                 self._taken_over[optimizer] = None
         check_optimizers(optimizers, self._config.full_param_optimizers)
-        owners = Counter(master for optimizer in optimizers for master in set(masters_of(optimizer)))
-        self._shared = {master for master, count in owners.items() if count > 1}
+        self._count_owners(optimizers)
         for number, optimizer in enumerate(optimizers):
             foreign = [p for p in masters_of(optimizer) if p not in known]
             if foreign:
@@ -99,6 +98,31 @@ class OptimizerSteps:
         for optimizer in self._restore:
             for state in optimizer.state.values():
                 yield from (kept for kept in state.values() if isinstance(kept, Tensor))
+
+    def _count_owners(self, optimizers: Iterable[Optimizer]) -> None:
+        owners = Counter(master for optimizer in optimizers for master in set(masters_of(optimizer)))
+        self._shared = {master for master, count in owners.items() if count > 1}
+
+    def replace(self, new: Mapping[Tensor, Tensor], former: Mapping[Tensor, Tensor]) -> set[Tensor]:
+        """After parameters of the model were replaced, see [Note: replaced parameters].
+
+        Args:
+            new: masters, by the new parameters whose values they have.
+            former: what optimizers hold from now on instead of the masters, by these.
+
+        Returns:
+            The masters that no optimizer holds.
+
+        Raises:
+            RuntimeError: an optimizer holds a parameter twice.
+        """
+        for number, optimizer in enumerate(self._restore):
+            rename(optimizer, former)
+            take_masters(number, optimizer, new, sees_whole_values(optimizer, self._config.full_param_optimizers))
+        self._stepper.forget()
+        self._count_owners(self._restore)
+        held = {master for optimizer in self._restore for master in masters_of(optimizer)}
+        return {master for master in former if master not in held}
 
     def give_back(self, parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None) -> None:
         """Optimizers made elsewhere hold the whole ``parameters``, by their masters, from now on; collective."""

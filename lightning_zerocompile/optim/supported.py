@@ -15,6 +15,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from lightning_zerocompile.sharding.master import PARAMETER, as_plain_tensors, gradient_of
+from lightning_zerocompile.sharding.replaced import Former
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -97,7 +98,8 @@ def remedy(optimizer: Optimizer) -> str:
 
 
 def masters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    """What it holds, but for parameters that the model has no more, see [Note: replaced parameters]."""
+    return [p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, Former)]
 
 
 def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.supported import masters_of
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import shard_like
+from lightning_zerocompile.sharding.replaced import Former
 from lightning_zerocompile.sharding.unsharded import master_of
 
 
@@ -55,6 +56,15 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
     return any(p in masters for p in before)
 
 
+def rename(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
+    """Puts another tensor in the place of each that it holds, if ``others`` has one, with the same state."""
+    for group in optimizer.param_groups:
+        group["params"] = [others.get(p, p) for p in group["params"]]
+    for parameter, other in others.items():
+        if parameter in optimizer.state:
+            optimizer.state[other] = optimizer.state.pop(parameter)
+
+
 def give_back(
     optimizers: Iterable[Optimizer], parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
@@ -68,12 +78,15 @@ def give_back(
     for optimizer in optimizers:
         for held in optimizer.param_groups:
             for position, master in enumerate(held["params"]):
-                if master not in parameters:
+                whole = parameters.get(master)
+                if isinstance(master, Former):
+                    whole = nn.Parameter(full_value(master, group).cpu(), requires_grad=master.requires_grad)
+                if whole is None:
                     continue
-                held["params"][position] = parameters[master]
+                held["params"][position] = whole
                 state = optimizer.state.pop(master, None)
                 if state is not None:
-                    optimizer.state[parameters[master]] = {name: _whole(kept, group) for name, kept in state.items()}
+                    optimizer.state[whole] = {name: _whole(kept, group) for name, kept in state.items()}
 
 
 def _whole(kept: Any, group: dist.ProcessGroup | None) -> Any:

@@ -8,37 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.layout import sharded_if_full
+from lightning_zerocompile.sharding.layout import over_local, shard_like, sharded_if_full
 
 if TYPE_CHECKING:
     from lightning_zerocompile.engine import Engine
 
 
-def refuse_callbacks(trainer: pl.Trainer) -> None:
-    """Raises for callbacks that replace parameters of the module while it is trained.
-
-    Raises:
-        MisconfigurationException: names the callback and the remedy.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelPruning) and trainer.state.fn == TrainerFn.FITTING:
-            raise MisconfigurationException(
-                f"The callback {type(callback).__name__} replaces parameters while the model is trained, when this "
-                "strategy has sharded them already. Prune before that: call `torch.nn.utils.prune` in `__init__`, "
-                "`configure_model` or `setup`, or before `fit`; what is pruned then stays so in training."
-            )
-
-
 def prepare_callbacks(trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> None:
-    """Shards the copies that callbacks made of the whole module, see [Note: sharded average]."""
+    """Shards the copies that callbacks made of the whole module, see [Note: sharded average]; ModelPruning saves full
+    values."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             shard_copy(callback._average_model.module, module, as_shards=engine.config.state_dict_type == "sharded")
@@ -46,6 +30,10 @@ def prepare_callbacks(trainer: pl.Trainer, module: pl.LightningModule, engine: E
         elif isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
             shard_copy(callback._average_model, module, as_shards=False)
             callback._device = engine.device
+        elif isinstance(callback, ModelPruning):
+            own = type(callback)._make_pruning_permanent_on_state_dict
+            if own is ModelPruning._make_pruning_permanent_on_state_dict:
+                callback._make_pruning_permanent_on_state_dict = _without_masks  # type: ignore[method-assign, assignment]
 
 
 def before_optimizer_state(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -55,6 +43,21 @@ def before_optimizer_state(trainer: pl.Trainer, module: pl.LightningModule) -> N
             callback.on_fit_start(trainer, module)  # the parameter groups that the optimizer's state is for
         elif isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
             callback._clear_schedulers(trainer)
+
+
+def _without_masks(module: pl.LightningModule) -> dict[str, Any]:
+    """What ModelPruning puts in a checkpoint as the model's state, where it asks the module for its own: pruned
+    parameters under their first names, with the masks applied. Collective while the module is sharded."""
+    state = module.trainer.strategy.lightning_module_state_dict()
+    for name in [key.removesuffix("_mask") for key in state if key.endswith("_mask")]:
+        if name + "_orig" not in state:
+            continue
+        value, mask = state.pop(name + "_orig"), state.pop(name + "_mask")
+        if isinstance(value, DTensor):
+            state[name] = over_local(value._local_tensor * shard_like(mask, value, value.dtype)._local_tensor, value)
+        else:
+            state[name] = value * mask.to(value)
+    return state
 
 
 # ---- averages of the weights ----

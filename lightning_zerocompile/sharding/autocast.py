@@ -24,10 +24,9 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from lightning_zerocompile.ranks.messages import Messages
-from lightning_zerocompile.sharding.module_swap import BASE, INPUTS, PARAMETERS, TRACED, ClassCache
+from lightning_zerocompile.sharding.module_swap import BASE, CAST, INPUTS, PARAMETERS, TRACED, ClassCache
 from lightning_zerocompile.sharding.parameter import Core, ShardedParameter
 
-CAST = TRACED + "cast:"  # + name: the source of the traced gather of the cast, an empty tensor of its dtype
 STEPS = 2  # training steps that are watched before the ranks agree
 
 
@@ -134,7 +133,7 @@ class Casts:
         place = self._places.pop(sharded.index, None)
         if place is not None:
             module, name = place
-            del module.__dict__[CAST + name]
+            module.__dict__.pop(CAST + name, None)  # it may have another name now
             self.low = [index for index in self.low if index != sharded.index]
 
     def begin_step(self) -> None:

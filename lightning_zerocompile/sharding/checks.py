@@ -15,7 +15,6 @@ import lightning
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -27,22 +26,6 @@ from lightning_zerocompile.sharding.parameter import FUNCTORCH
 from lightning_zerocompile.sharding.pretrained import SOURCES, source_of
 from lightning_zerocompile.sharding.sharded import refuse_left
 from lightning_zerocompile.sharding.unsharded import master_of
-
-
-def check_module(module: nn.Module) -> None:
-    """Raises if the module, or a part of it, was compiled in place.
-
-    Raises:
-        MisconfigurationException: names the module and the remedy.
-    """
-    for name, inner in module.named_modules():
-        if is_compiled(inner):
-            what = f"The module `{name}`" if name else "The LightningModule"
-            raise MisconfigurationException(
-                f"{what} was compiled by torch.compile. `strategy='zerocompile'` compiles the model itself: pass the "
-                "module as it is, and options through ZeroCompileStrategy(compile=..., mode=..., options=...)."
-            )
-
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of a user's pass or function: of one process
 
@@ -216,16 +199,6 @@ def explain(message: str, param_dtype: torch.dtype | None = None) -> str | None:
             "with respect to the value that you used, or call `backward` and read `grad`.)"
         )
     return None
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether the user compiled this module itself, in any of torch's ways."""
-    compiled_forward = getattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable", None)
-    return (
-        isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
-        or module._compiled_call_impl is not None
-        or compiled_forward is not None
-    )
 
 
 def check_whole(model: nn.Module) -> None:

@@ -32,6 +32,7 @@ from lightning_zerocompile.sharding.master import (
 )
 from lightning_zerocompile.sharding.parameter import Core, ShardedParameter
 from lightning_zerocompile.sharding.sharded import refuse_left
+from lightning_zerocompile.sharding.unsharded import sharded_of
 
 REGION = "_zerocompile_region"
 
@@ -40,7 +41,9 @@ INPUTS = "_zerocompile_inputs"  # the handle of the hook that casts what the mod
 
 PARAMETERS = "_zerocompile_parameters"
 TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, the arguments of the operator `gather`
+CAST = TRACED + "cast:"  # + name: the source of the traced gather of the cast, an empty tensor of its dtype
 BASE = "_zerocompile_base"
+CLASSES = "_zerocompile_classes"  # where the class comes from
 
 
 # ---- reading ----
@@ -52,10 +55,57 @@ def _property(name: str) -> property:
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():
             return torch.ops.zerocompile.gather.default(*self.__dict__[traced])
-        return self.__dict__[PARAMETERS][name].read(self._parameters[name])
+        try:
+            current = self._parameters[name]
+        except KeyError:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
+        return self.__dict__[PARAMETERS][name].read(current)
+
+    def put(self: nn.Module, value: object) -> None:
+        """Called for what is no parameter; see [Note: parameters under other names]."""
+        if name in self._parameters:
+            raise AttributeError(f"`{name}` of a sharded {type(self).__name__} is a parameter: it cannot be set so.")
+        _forget_removed(self)
+        object.__setattr__(self, name, value)
 
     skip_code(get.__code__)
-    return property(get)
+    return property(get, put)
+
+
+# ---- changes while the model is trained ----
+
+
+def _register_parameter(self: nn.Module, name: str, param: Any) -> None:
+    """``nn.Module.register_parameter``, for what is a parameter of the model already.
+
+    [Note: parameters under other names] ``torch.nn.utils.prune`` in the middle of a fit registers the value that it has
+    read from the module as a parameter under a second name, deletes the first from ``_parameters`` and gives the module
+    a plain tensor of that name; its ``remove`` does the reverse with the object from ``_parameters``. Either names the
+    same master. So the module reads it through a property of the new name from here on, and the old name's property
+    goes as soon as something else is put there. Nothing of it communicates, and the unit of the parameter stays what it
+    is. A parameter that is new to the model is looked at when the next step begins, see [Note: replaced parameters].
+    """
+    sharded = sharded_of(param) if isinstance(param, Tensor) else None
+    hooked = torch.nn.modules.module._global_parameter_registration_hooks
+    if sharded is None and isinstance(param, nn.Parameter) and name in self._parameters and not hooked:
+        self._parameters[name] = param  # torch's method reads what is there: one rank alone would gather
+        return
+    base: Any = getattr(type(self), BASE)
+    base.register_parameter(self, name, param if sharded is None else sharded.master)
+    if sharded is not None:
+        _forget_removed(self)
+        type(self).__dict__[CLASSES].add(self, name, sharded)
+
+
+def _forget_removed(module: nn.Module) -> None:
+    """The module has no property any more of names that it has no parameter of."""
+    members = module.__dict__
+    held = members.get(PARAMETERS, {})
+    for name in [name for name in held if name not in module._parameters]:
+        for key in (TRACED + name, CAST + name):
+            members.pop(key, None)
+        del held[name]
+    type(module).__dict__[CLASSES].swap(module, frozenset(held))
 
 
 def _refuse_copy(self: nn.Module, *_: Any) -> NoReturn:
@@ -128,9 +178,11 @@ def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
 
 
 def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-    """Full tensors load into the shards at any time: each rank takes its rows."""
+    """Full tensors load into the shards at any time: each rank takes its rows. With ``assign=True`` they replace the
+    parameters, as in torch; see [Note: replaced parameters]."""
+    assigns = bool(args) and args[0].get("assign_to_params_buffers", False)
     for name, sharded in self.__dict__[PARAMETERS].items():
-        if prefix + name in state_dict:
+        if prefix + name in state_dict and not assigns:
             sharded.widen_for(state_dict[prefix + name])
             state_dict[prefix + name] = sharded_if_full(state_dict[prefix + name], sharded.master)
     base: Any = getattr(type(self), BASE)
@@ -199,11 +251,18 @@ class ClassCache:
         if isinstance(module, nn.RNNBase):
             module.__dict__.pop("_flat_weights", None)
 
-    @staticmethod
-    def _make(base: type, names: frozenset[str], forward: Callable[..., Any] | None) -> type:
+    def add(self, module: nn.Module, name: str, sharded: ShardedParameter) -> None:
+        """Lets the module read the parameter, which it has in ``_parameters``, through its record."""
+        module.__dict__.setdefault(PARAMETERS, {})[name] = sharded
+        module.__dict__[TRACED + name] = sharded.traced()
+        self.swap(module, frozenset(module.__dict__[PARAMETERS]))
+
+    def _make(self, base: type, names: frozenset[str], forward: Callable[..., Any] | None) -> type:
         namespace: dict[str, Any] = {name: _property(name) for name in names}
         namespace |= {
             BASE: base,
+            CLASSES: self,
+            "register_parameter": _register_parameter,
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
@@ -259,15 +318,18 @@ def kept_with(model: nn.Module) -> Kept:
 def install(classes: ClassCache, module: nn.Module, name: str, sharded: ShardedParameter) -> None:
     """Puts the master where the parameter was and lets the module read through its record."""
     module._parameters[name] = sharded.master
-    module.__dict__.setdefault(PARAMETERS, {})[name] = sharded
-    module.__dict__[TRACED + name] = sharded.traced()
-    classes.swap(module, frozenset(module.__dict__[PARAMETERS]))
+    classes.add(module, name, sharded)
 
 
 def swap_others(classes: ClassCache, model: nn.Module) -> None:
     """Modules that hold sharded ones know it, too: what they are asked for the whole of, they give whole."""
     for module in modules_of(model):
-        if not hasattr(type(module), BASE) and any(PARAMETERS in inner.__dict__ for inner in modules_of(module)):
+        compiled = isinstance(module, torch._dynamo.OptimizedModule)  # what it is asked for, the one inside is asked
+        if (
+            not compiled
+            and not hasattr(type(module), BASE)
+            and any(PARAMETERS in inner.__dict__ for inner in modules_of(module))
+        ):
             classes.swap(module, frozenset())
 
 
@@ -305,41 +367,61 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def refresh_all(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """:func:`refresh` of every module of ``model``, unless somebody has changed them behind the strategy's back.
+def refresh_all(model: nn.Module, modules: Sequence[nn.Module]) -> dict[ShardedParameter, nn.Parameter]:
+    """:func:`refresh` of every module of ``model``.
 
     Args:
         model: for the names in messages.
         modules: of ``model``.
 
+    Returns:
+        What somebody has put in place of parameters, see [Note: replaced parameters] in replaced.py.
+
     Raises:
-        RuntimeError: a parameter was replaced, removed or added; it names the parameter and the way to do it.
+        RuntimeError: a parameter was removed or added; it names the parameter and the way to do it.
     """
-    if not refresh(modules):
-        _refuse_replaced(model, modules)
+    replaced = {} if refresh(modules) else _replaced(model, modules)
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, Master):
+                if name in module.__dict__.get(PARAMETERS, ()):
+                    continue
                 raise RuntimeError(
-                    f"Parameter `{_path(model, module, name)}` was added after the model was sharded, so no other rank "
-                    "would see its gradient. Create it in `__init__`, `configure_model` or `setup`."
+                    f"Parameter `{path_of(model, module, name)}` was added after the model was sharded, so no other "
+                    "rank would see its gradient. Create it in `__init__`, `configure_model` or `setup`."
                 )
+    return replaced
 
 
-def _refuse_replaced(model: nn.Module, modules: Sequence[nn.Module]) -> NoReturn:
-    names = (
-        _path(model, module, name)
-        for module in modules
-        for name, sharded in module.__dict__.get(PARAMETERS, {}).items()
-        if module._parameters.get(name) is not sharded.master
-    )
-    raise RuntimeError(
-        f"Parameter `{next(names)}` was replaced or removed after the model was sharded, so it would not be trained. "
-        "Change the module in `configure_model` or `setup`, or copy new values into it with `load_state_dict`."
-    )
+def _replaced(model: nn.Module, modules: Sequence[nn.Module]) -> dict[ShardedParameter, nn.Parameter]:
+    found: dict[ShardedParameter, nn.Parameter] = {}
+    kept: set[ShardedParameter] = set()
+    for module in modules:
+        for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
+            parameter = module._parameters.get(name)
+            if parameter is sharded.master:
+                kept.add(sharded)
+                continue
+            path = path_of(model, module, name)
+            if parameter is None or isinstance(parameter, Master):
+                raise RuntimeError(
+                    f"Parameter `{path}` was removed after the model was sharded, so it would not be trained. Change "
+                    "the module in `configure_model` or `setup`, or freeze the parameter."
+                )
+            if found.setdefault(sharded, parameter) is not parameter:
+                kept.add(sharded)
+    for module in modules:
+        for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
+            if sharded in found and sharded in kept:
+                raise RuntimeError(
+                    f"Parameter `{path_of(model, module, name)}` is shared by several modules, and was replaced after "
+                    "the model was sharded in some of them only. Put the new parameter in all of them, untie them in "
+                    "`configure_model` or `setup`, or copy new values into it with `load_state_dict`."
+                )
+    return found
 
 
-def _path(model: nn.Module, module: nn.Module, name: str) -> str:
+def path_of(model: nn.Module, module: nn.Module, name: str) -> str:
     """The fully qualified name of a module's parameter."""
     path = next(path for path, other in model.named_modules() if other is module)
     return f"{path}.{name}" if path else name
@@ -402,7 +484,8 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
                 keep_hooks(sharded.master, full[sharded])
     for module in model.modules():
         for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
-            module._parameters[name] = full[sharded]
+            if module._parameters.get(name) is sharded.master:  # else somebody has put another one there
+                module._parameters[name] = full[sharded]
     restore_classes(model)
     return {sharded.master: parameter for sharded, parameter in full.items()}
 

@@ -37,6 +37,13 @@ def _is_block(module: nn.Module) -> bool:
     return has_children and not isinstance(module, containers) and next(module.parameters(), None) is not None
 
 
+def _plain(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """What ``torch.compile`` was given, if that has made the module, with its name."""
+    while isinstance(module, torch._dynamo.OptimizedModule):
+        name, module = f"{name}._orig_mod", module._orig_mod
+    return name, module
+
+
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost repeated blocks, ``(name, module)`` in module order.
 
@@ -46,10 +53,10 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     blocks: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
-        children = [(n, c) for n, c in module.named_children() if _is_block(c)]
-        counts = Counter(signature(child) for _, child in children)
+        children = [_plain(n, c) for n, c in module.named_children()]
+        counts = Counter(signature(child) for _, child in children if _is_block(child))
         repeated = {s for s, count in counts.items() if count > 1}
-        for child_name, child in module.named_children():
+        for child_name, child in children:
             full_name = f"{name}.{child_name}" if name else child_name
             if _is_block(child) and signature(child) in repeated:
                 blocks.append((full_name, child))

@@ -136,6 +136,13 @@ def master_of(value: Tensor) -> Tensor:
     return value.__dict__[PARAMETER].master if isinstance(value, Unsharded) else value
 
 
+def sharded_of(value: Tensor) -> ShardedParameter | None:
+    """The parameter that a master, or a gathered value, is of; None: another tensor."""
+    if isinstance(value, Master):
+        return value.__dict__[PARAMETER]()  # type: ignore[no-any-return]
+    return value.__dict__[PARAMETER] if isinstance(value, Unsharded) else None
+
+
 def _refuse_inputs(inputs: Any) -> None:
     for value in tree_leaves(inputs):
         if isinstance(value, Unsharded):

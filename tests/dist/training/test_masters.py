@@ -278,7 +278,7 @@ def _backward_of_inputs(model: nn.Module, batch: Tensor, backward: Backward) -> 
 
 
 def _replaced(model: nn.Module, batch: Tensor, backward: Backward) -> None:
-    model.head.weight = nn.Parameter(torch.zeros(models.VOCABULARY, 10))
+    model.head.weight = nn.Parameter(torch.zeros(models.VOCABULARY, 11))
 
 
 def _added(model: nn.Module, batch: Tensor, backward: Backward) -> None:

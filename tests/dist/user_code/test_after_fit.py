@@ -9,8 +9,6 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
@@ -180,9 +178,6 @@ def _refused(stage: int, mode: str) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)DTensor.*randn_like\(p.grad\)"):
         models.train(Noisy(right=False), strategy)
     models.train(Noisy(right=True), ZeroCompileStrategy(stage, **MODES[mode]))
-    pruning = ModelPruning("l1_unstructured", amount=0.5)
-    with pytest.raises(MisconfigurationException, match=r"ModelPruning.*configure_model"):
-        models.train(models.Module(), ZeroCompileStrategy(stage, compile=False), callbacks=[pruning])
 
 
 def test_what_does_not_work_is_refused_with_the_remedy(ranks: Ranks) -> None:

@@ -17,6 +17,7 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.plugins.compiled_module import with_wish
 from tests.support import models
 from tests.support.harness import on_ranks
+from tests.support.parity import AOT, MODEL
 
 
 class SeenConfig(L.Callback):
@@ -77,11 +78,100 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_what_cannot_be_served_says_what_to_pass(wish: dict[str, Any], options: dict[str, Any], message: str) -> None:
     trainer = models.make_trainer(ZeroCompileStrategy(**options), max_steps=1)
     compiled: Any = torch.compile(models.Module(), **wish)
-    with pytest.raises(MisconfigurationException, match=message.replace("(", r"\(").replace(")", r"\)")):
-        trainer.fit(compiled, models.Batches(0))
+    try:
+        with pytest.raises(MisconfigurationException, match=message.replace("(", r"\(").replace(")", r"\)")):
+            trainer.fit(compiled, models.Batches(0))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_compile_false_is_overruled_with_a_warning() -> None:
     module = from_compiled(torch.compile(models.Module()))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=re.escape("pass the module as it is")):
+        assert with_wish(Config(compile=False), module).compile == "blocks"
+
+
+# ---- a part of the module ----
+
+
+def _wrapped(model: Any) -> None:
+    model.head = torch.compile(model.head, backend="aot_eager")
+
+
+def _each_block(model: Any) -> None:
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = torch.compile(layer, backend="aot_eager")
+
+
+def _in_place(model: Any) -> None:
+    model.layers[0].compile(backend="aot_eager")
+    model.embedding.compile(backend="aot_eager", dynamic=False)
+
+
+def _its_forward(model: Any) -> None:
+    model.layers[1].forward = torch.compile(model.layers[1].forward, backend="aot_eager")
+
+
+PARTS = {"wrapped": _wrapped, "each block": _each_block, "in place": _in_place, "its forward": _its_forward}
+
+
+class Parts(models.Module):
+    """Parts of the model are compiled, and its state is looked at in the middle."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.names = set(self.state_dict())
+        PARTS[how](self.model)
+        self.wrapped = set(self.state_dict())
+
+    def on_train_epoch_end(self) -> None:
+        assert set(self.state_dict()) == self.wrapped
+
+
+@pytest.mark.parametrize("how", list(PARTS))
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(3, AOT), pytest.param(1, AOT, marks=pytest.mark.long), pytest.param(2, AOT, marks=pytest.mark.long),
+     pytest.param(3, {}, marks=pytest.mark.long), pytest.param(3, MODEL, marks=pytest.mark.long)],
+    ids=["3-aot_eager", "1-aot_eager", "2-aot_eager", "3-its own", "3-model"],
+)  # fmt: skip
+@on_ranks(2)
+def test_a_compiled_part_trains_as_ddp(stage: int, options: dict[str, Any], how: str) -> None:
+    """The strategy compiles it; names are those of DDP; afterwards it is the user's compiled one again."""
+    plain = models.Module()
+    module: Any = Parts(how)
+    for parameter, value in zip(module.parameters(), plain.parameters(), strict=True):
+        parameter.data.copy_(value.data)
+    parts, head = dict(module.model.named_modules()), module.model.head
+    strategy = ZeroCompileStrategy(stage, **options)
+    record = models.train(module, strategy, steps=3)
+    models.reference(plain, steps=3)
+    assert max(
+        float((a.detach() - b.detach().cpu()).abs().max())
+        for a, b in zip(module.parameters(), plain.parameters(), strict=True)
+    ) <= 1e-6  # fmt: skip
+    assert record.compiled.forward >= (2 if how == "wrapped" and options != MODEL else 1)
+    assert set(module.state_dict()) == module.wrapped and module.model.head is head
+    if how == "in place":
+        assert module.model.layers[0]._compiled_call_impl is not None
+    elif how == "its forward":
+        assert hasattr(vars(module.model.layers[1])["forward"], "_torchdynamo_orig_callable")
+    else:
+        part = head if how == "wrapped" else module.model.layers[0]
+        assert isinstance(part, torch._dynamo.OptimizedModule) and part in parts.values()
+        assert hasattr(vars(part)["forward"], "_torchdynamo_orig_callable")
+
+
+def test_the_wish_of_a_part_is_served_or_refused() -> None:
+    module: Any = models.Module()
+    module.model.head = torch.compile(module.model.head, mode="reduce-overhead")
+    assert with_wish(Config(), module).options == {"triton.cudagraphs": True}
+    module.model.embedding.compile(options={"max_autotune": True})
+    with pytest.raises(MisconfigurationException, match=r"torch.compile\(self.model.head\) .*another part"):
+        with_wish(Config(), module)
+    module = models.Module()
+    module.model.head.forward = torch.compile(module.model.head.forward, fullgraph=True)
+    with pytest.warns(UserWarning, match=r"torch.compile\(self.model.head, fullgraph=True\).*does not raise"):
+        assert with_wish(Config(), module).backend == "inductor"
+    with pytest.warns(UserWarning, match=r"module `model.head` was compiled"):
         assert with_wish(Config(compile=False), module).compile == "blocks"

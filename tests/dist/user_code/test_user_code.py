@@ -276,15 +276,10 @@ def _module_added(model: nn.Module) -> None:
     model.extra = nn.Linear(2, 2)
 
 
-def _assigned(model: nn.Module) -> None:
-    model.load_state_dict(models.ByteModel().state_dict(), assign=True)
-
-
 CHANGES = {
     "deleted": (_deleted, ("`head.weight`", "removed")),
     "none": (_none, ("`layers.0.up.bias`", "removed")),
     "module added": (_module_added, ("`extra.weight` was added",)),
-    "assigned": (_assigned, ("was replaced", "`load_state_dict`")),
 }
 
 
