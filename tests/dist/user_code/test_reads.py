@@ -177,8 +177,13 @@ def _histograms(module: Any) -> None:
             grad = parameter.grad.detach().cpu()
             assert grad.numpy().shape == value.shape and len(grad.flatten().tolist()) == value.numel()
             assert torch.histc(parameter.grad).sum().item() == value.numel()
-    norms = grad_norm(module, 2)
-    assert not norms or norms["grad_2.0_norm_total"].item() > 0
+    norms = {name: value.item() for name, value in grad_norm(module, 2).items()}
+    strategy = module.trainer.strategy
+    grads = strategy.full_gradients() if strategy._engine is not None else {}
+    expected = {f"grad_2.0_norm/{name}": grad.norm().item() for name, grad in grads.items()}
+    if expected:
+        expected["grad_2.0_norm_total"] = sum(norm**2 for norm in expected.values()) ** 0.5
+    assert norms == pytest.approx(expected, rel=1e-5, abs=1e-7) or strategy._engine is None
     assert module.trainer.strategy.stats.gathers > 0 or module.trainer.state.fn == "fit"
 
 
