@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -401,6 +402,7 @@ class Engine:
                 if self.runtime.messages.mark("rescue", 0, verdict)[1] != "all here":
                     return False
                 group = dist.new_group(backend="gloo", timeout=2 * patience)
+                _warn_of_steps(self.steps.count, group)
             self.steps.give_back(unshard_parameters(self.model, group), group)
         except RuntimeError:  # of the store, of a rank that has gone meanwhile, of a device that has failed
             return False
@@ -433,6 +435,20 @@ class Engine:
     def _silence(self) -> None:
         if self._watched is not None:
             self._watched()
+
+
+def _warn_of_steps(count: float, group: dist.ProcessGroup) -> None:
+    """After a failure ranks may have made different numbers of optimizer steps; collective over ``group``."""
+    counts: list[Any] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(counts, count, group=group)
+    least, most = min(counts), max(counts)
+    if least != most or most % 1:
+        warnings.warn(
+            f"When the run ended rank {counts.index(least)} had made {least:g} optimizer steps, and rank "
+            f"{counts.index(most)} {most:g} (half a step: it was in one). The module is whole again, with parts of "
+            "different steps. Load a checkpoint if that matters.",
+            stacklevel=2,
+        )
 
 
 def _slots_of(module: nn.Module) -> dict[str, ShardedParameter]:

@@ -45,6 +45,9 @@ class OptimizerSteps:
         runtime: holds the model's parameters.
         reduce_pending: reduces what waits for its reduction, before the action that its argument names, or raises.
         stepped: called after each step.
+
+    Attributes:
+        count: of the steps that have succeeded; one that has raised and had updated something is half a step.
     """
 
     def __init__(self, runtime: Runtime, reduce_pending: Callable[[str], None], stepped: Callable[[], None]) -> None:
@@ -59,6 +62,7 @@ class OptimizerSteps:
         self._shared: set[Tensor] = set()  # masters in more than one optimizer
         self._running: list[Optimizer] = []  # their steps, the outermost first
         self._through_lightning: list[Optimizer] = []  # those that `step` is inside of
+        self.count = 0.0
         self._by_unit = False  # whether the running step has updated units
 
     # ---- which are watched ----
@@ -226,9 +230,13 @@ class OptimizerSteps:
         try:
             yield
             by_unit = self._by_unit
+        except BaseException:
+            self.count += 0.5 * self._by_unit
+            raise
         finally:
             self._running.pop()
             step_state.in_step, self._by_unit = before
+        self.count += 1
         self._stepped()
         if by_unit:
             self._runtime.core.forget_outstanding()
