@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -237,3 +238,14 @@ def test_resume(tmp_path: Any) -> None:
         _fit(half, 2, stage=1, state_dict_type=kind, full_param_optimizers="Shampoo").save_checkpoint(path)
         _fit(resumed, 4, path, full_param_optimizers="Shampoo")
         assert models.deviation(half, whole) > 1e-3 and models.deviation(resumed, whole) < 1e-6
+
+
+@on_ranks(2)
+def test_a_step_that_a_mock_has_replaced_is_called_once() -> None:
+    """As Lightning's own tests do it, and its users'."""
+    model = models.ByteModel()
+    with engines.engine(model, 1, compile=False) as engine, mock.patch.object(torch.optim.SGD, "step") as step:
+        optimizer = engines.sgd(engine, model)
+        engines.accumulate(engine, model, models.Batches(models.rank())[0])
+        assert engine.step(optimizer, lambda: None) is step.return_value
+    assert step.call_count == 1
