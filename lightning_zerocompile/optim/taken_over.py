@@ -57,12 +57,17 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
 
 
 def rename(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
-    """Puts another tensor in the place of each that it holds, if ``others`` has one, with the same state."""
+    """Puts another tensor in the place of each that it holds, if ``others`` has one, with the same state.
+
+    State of what it holds no more, which torch could not save, goes.
+    """
+    held = set(masters_of(optimizer))
     for group in optimizer.param_groups:
         group["params"] = [others.get(p, p) for p in group["params"]]
     for parameter, other in others.items():
-        if parameter in optimizer.state:
-            optimizer.state[other] = optimizer.state.pop(parameter)
+        state = optimizer.state.pop(parameter, None)
+        if state is not None and parameter in held:
+            optimizer.state[other] = state
 
 
 def give_back(

@@ -179,7 +179,7 @@ def _histograms(module: Any) -> None:
             assert torch.histc(parameter.grad).sum().item() == value.numel()
     norms = {name: value.item() for name, value in grad_norm(module, 2).items()}
     strategy = module.trainer.strategy
-    grads = strategy.full_gradients() if strategy._engine is not None else {}
+    grads = strategy.full_gradients() if norms and strategy._engine is not None else {}
     expected = {f"grad_2.0_norm/{name}": grad.norm().item() for name, grad in grads.items()}
     if expected:
         expected["grad_2.0_norm_total"] = sum(norm**2 for norm in expected.values()) ** 0.5
