@@ -90,11 +90,11 @@ CHANGES: dict[str, tuple[Change, ...]] = {
 
 
 MODES = {"eager": EAGER, "aot_eager": AOT}
-ALWAYS = {(1, "aot_eager"), (3, "eager")}  # and two changes at stage 3 in compiled code
+COMPILED = {(1, "replaced and told"), (1, "pruned in one"), (3, "replaced"), (3, "made permanent")}  # that always run
 CELLS = [
     pytest.param(
         name, stage, MODES[mode], id=f"{name}-{stage}-{mode}",
-        marks=() if (stage, mode) in ALWAYS or (stage, name) in ((3, "replaced"), (3, "made permanent"))
+        marks=() if (stage, mode) == (3, "eager") or (mode == "aot_eager" and (stage, name) in COMPILED)
         else pytest.mark.long,
     )
     for name in CHANGES for stage in (1, 2, 3) for mode in MODES
