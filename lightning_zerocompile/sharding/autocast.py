@@ -1,14 +1,15 @@
-"""Mixed precision: torch's own layers ask for their parameters in autocast's dtype, so that gathers can move that.
+"""Mixed precision: torch's own layers ask for their parameters in autocast's dtype, so that gathers can move that
+dtype.
 
 [Note: casting layers] Under autocast a ``Linear`` or a ``Conv`` casts its float32 weight and bias before it computes,
-in every frame, compiled or not. The ``forward`` of its subclass (see [Note: class swap]) asks for the cast instead, and
-autocast finds nothing left to do. Nobody else sees that value; whatever else reads ``module.weight`` gets the float32
-parameter. Which parameters are gathered in low precision follows from what was asked for: see [Note: low gathers] in
-csrc/low_gathers.cpp.
+in every frame, compiled or not. The ``forward`` of its subclass (see [Note: class swap]) asks for the cast value
+instead, and autocast finds nothing left to do. Nobody else sees the cast value: whatever else reads ``module.weight``
+gets the float32 parameter. Which parameters are gathered in low precision follows from what was asked for: see
+[Note: low gathers] in csrc/low_gathers.cpp.
 
-A graph drops a read that it only takes ``dtype`` or ``shape`` from, where eager code gathers. So a graph that reads a
-parameter both ways asks for the full value only (compile/passes/unify_casts.py), or one rank would not know what
-another needs.
+If code reads a parameter for its ``dtype`` or ``shape`` only, a graph drops that read, while eager code gathers. So a
+graph that reads a parameter both ways asks for the full value only (compile/passes/unify_casts.py). Otherwise one rank
+would not know which dtype another needs.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _conv(self: Any, input: Tensor) -> Tensor:
 
 
 skip_code(_read.__code__)
-skip_code(_linear.__code__)  # as torch's own layers: inlined, never a frame of Dynamo's own
+skip_code(_linear.__code__)  # treated as torch's own layers are: inlined, never a frame of Dynamo's own
 skip_code(_conv.__code__)
 
 _FORWARDS: dict[type, Callable[..., Any]] = {
@@ -64,7 +65,7 @@ _FORWARDS: dict[type, Callable[..., Any]] = {
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The ``forward`` of a module whose class may have been swapped, without what makes it a region."""
+    """The ``forward`` of a module whose class may have been swapped, without the wrapper that makes it a region."""
     base: Any = getattr(type(module), BASE, type(module))
     casts = any(name.startswith(CAST) for name in module.__dict__)
     return _FORWARDS[base] if casts else base.forward
@@ -78,8 +79,8 @@ def forward_is_inlined(forward: Callable[..., Any]) -> bool:
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
     """Lets each module cast the floating-point tensors that it is passed, in whatever structure, to ``dtype``.
 
-    FSDP2 does so before all other hooks (``MixedPrecisionPolicy.cast_forward_inputs``): parameters that are read in
-    ``dtype`` meet inputs of the same dtype.
+    Parameters that are read in ``dtype`` then meet inputs of the same dtype. As in FSDP2
+    (``MixedPrecisionPolicy.cast_forward_inputs``), the cast comes before all other hooks.
     """
     for module in modules:
         if INPUTS not in module.__dict__:
@@ -113,7 +114,7 @@ class Casts:
         self.low: list[int] = []  # parameters, by number, of which a gather moves the cast
 
     def add(self, sharded: ShardedParameter, places: list[tuple[nn.Module, str]]) -> None:
-        """Lets the module that holds the parameter ask for the cast, if it is one that only ever computes with that."""
+        """Lets the module that holds the parameter ask for the cast, if it is of a class that computes only with it."""
         (module, name), *others = places
         base: Any = getattr(type(module), BASE, type(module))
         torchs_own = base in _FORWARDS and base.forward.__module__ == base.__module__  # nobody has replaced the method
@@ -129,7 +130,7 @@ class Casts:
         self._classes.swap(module, frozenset(module.__dict__[PARAMETERS]), _FORWARDS[base])
 
     def remove(self, sharded: ShardedParameter) -> None:
-        """The parameter stays gathered in full from now on: its module takes that and lets autocast cast it."""
+        """The parameter stays gathered in full from now on: its module reads the full value and autocast casts it."""
         place = self._places.pop(sharded.index, None)
         if place is not None:
             module, name = place

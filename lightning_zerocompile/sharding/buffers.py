@@ -12,7 +12,7 @@ _TOGETHER = 250 * 2**20  # bytes that share a broadcast, as in DDP
 
 
 def move(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Moves what is on another device."""
+    """Moves the buffers that are on another device to ``device``."""
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -22,7 +22,8 @@ def move(modules: Iterable[nn.Module], device: torch.device) -> None:
 def broadcast(modules: Iterable[nn.Module], group: dist.ProcessGroup, meet: Callable[[str], None]) -> None:
     """Rank 0's values on every rank of ``group``, as DDP gives them before each forward.
 
-    ``meet``: called before, if there are buffers: all ranks come to it, or it raises. The broadcast could not.
+    ``meet``: called before the broadcast, if there are buffers. All ranks come to it, or it raises; the broadcast
+    itself could only hang.
     """
     found = dict.fromkeys(buffer for module in modules if module._buffers for buffer in module._buffers.values())
     buffers = [b.detach() for b in found if b is not None and b.numel() > 0]

@@ -1,4 +1,4 @@
-"""What this strategy does not take raises by name, before anything starts; torch's own messages are explained."""
+"""Errors for what this strategy does not support, raised before anything starts; explanations of torch's messages."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of a user's pass or fun
 
 
 def settings_of(config: Config) -> dict[str, str]:
-    """What every rank must have alike beside the model: options and versions, by name.
+    """Options and versions, by name, which every rank must have alike, as it must have the model.
 
-    Not the memory budget or limit: devices may differ, and the ranks agree on the smallest.
+    Neither the memory budget nor the memory limit is among them: devices may differ, and the ranks agree on the
+    smallest.
     """
     names = [field.name for field in fields(config) if not field.name.startswith("memory_")]
     options = {f"option `{name}`": _ADDRESS.sub("", repr(getattr(config, name))) for name in names}
@@ -47,7 +48,7 @@ def settings_of(config: Config) -> dict[str, str]:
 
 
 def trainer_settings(trainer: pl.Trainer) -> dict[str, str]:
-    """Those of the Trainer's arguments that decide what a step computes."""
+    """The Trainer's arguments that decide what a step computes."""
     names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "precision")
     return {f"`Trainer({name}=)`": repr(getattr(trainer, name, None)) for name in names}
 
@@ -60,8 +61,8 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
         settings: what was chosen, by name.
 
     Raises:
-        RuntimeError: names the setting that differs, or the first parameter or buffer, and the rank; or the model has
-            no parameters.
+        RuntimeError: the ranks differ; the message names the setting, or the first parameter or buffer, and the rank.
+            Or the model has no parameters.
     """
     loaded = {  # where values come from decides whether rank 0 sends them
         f"{path}.{name}" if path else name: source.name
@@ -98,7 +99,7 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
 
 
 def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
-    """In what the first rank that differs from rank 0 differs; "": none does."""
+    """How the first rank that differs from rank 0 differs from it; "": no rank does."""
     first, missing = everyone[0], "not there"
     for rank, theirs in enumerate(everyone):
         names = [name for name in dict.fromkeys([*first, *theirs]) if first.get(name) != theirs.get(name)]
@@ -115,7 +116,7 @@ def check_equal_optimizers(
 
     Args:
         optimizers: over the sharded model's parameters.
-        names: of those.
+        names: the names of these parameters.
         messages: the ranks' conversation.
 
     Raises:
@@ -180,7 +181,7 @@ SHARD = (
 
 
 def explain(message: str, param_dtype: torch.dtype | None = None) -> str | None:
-    """What an error of torch's means for a sharded module; None: nothing else than it says."""
+    """What an error of torch's means for a sharded module; None: there is nothing to add to the message."""
     if param_dtype is not None and "same dtype" in message:
         return (
             f"{message} (Parameters are read as {param_dtype}, since `param_dtype` asks for it. Inputs of modules are "

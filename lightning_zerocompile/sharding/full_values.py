@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """All shards of ``value`` as one detached tensor on its device, of ``value.shape``; collective over its mesh.
 
-    ``group``: of the same ranks in the same order, on the CPU; it does the work instead of the mesh's own, and the
-    result is on the CPU.
+    ``group``: a process group of the same ranks in the same order, on the CPU. It communicates instead of the mesh's
+    own, and the result is on the CPU.
 
-    [Note: full values on gloo] ``DTensor.full_tensor`` gathers by an operator that gloo runs as "ALLGATHER_COALESCED",
-    and two of those free one std::string twice, see [Note: gloo gathers]: four in flight at a time crash within
-    20,000 (torch 2.11 and 2.13), and one after the other, as the first may still write its name when the second does,
-    very rarely. So on the CPU the shards travel by ``all_gather``.
+    [Note: full values on gloo] ``DTensor.full_tensor`` gathers by an operator that gloo runs as "ALLGATHER_COALESCED".
+    Two of those free one std::string twice, see [Note: gloo gathers]. With four in flight at a time a process crashes
+    within 20,000 gathers (torch 2.11 and 2.13). One after the other they crash very rarely: the first may still write
+    its name when the second does. So on the CPU the shards travel by ``all_gather``.
     """
     local, placements = value._local_tensor.detach(), value.placements
     if group is not None:
@@ -32,7 +32,7 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor
     if len(placements) != 1 or type(placements[0]) is not Shard:
         return DTensor.full_tensor(value).detach()
     place = local.device
-    if group is None:  # `cpu()` moves a shard to where its ranks may have no backend
+    if group is None:  # a shard that `cpu()` has moved may be where the mesh's group has no backend
         local = local.to(value.device_mesh.device_type)
     dim, group = placements[0].dim % value.ndim, group or value.device_mesh.get_group()
     size, world = value.shape[dim], dist.get_world_size(group)
@@ -47,7 +47,7 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor
 
 
 def _reduced(local: Tensor, placement: Partial, value: DTensor) -> Tensor:
-    """What all ranks' parts amount to. torch adds booleans as numbers modulo 256."""
+    """All ranks' parts, reduced. Booleans are reduced as int64, since torch would add them modulo 256."""
     parts = local.to(torch.int64) if local.dtype is torch.bool else local
     whole = placement._reduce_value(parts, value.device_mesh, 0)
     if isinstance(whole, AsyncCollectiveTensor):

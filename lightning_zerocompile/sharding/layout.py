@@ -19,7 +19,7 @@ def placements_of(size: tuple[int, ...]) -> tuple[Placement]:
 
 
 def local_part(full: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of ``full``, as a copy; a late rank may have none."""
+    """This rank's rows of ``full``, as a copy; the last ranks may have none."""
     if full.dim() == 0:
         return full.detach().clone()
     rows, first = Shard.local_shard_size_and_offset(full.shape[0], mesh.size(), mesh.get_local_rank())
@@ -64,13 +64,13 @@ def sharded_if_full(value: Any, master: Tensor) -> Any:
 
 
 def trained_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dtype:
-    """What a parameter of ``dtype`` is kept in for the optimizer."""
+    """The dtype in which a parameter of ``dtype`` is kept for the optimizer."""
     wider = master_dtype is not None and dtype.is_floating_point and dtype.itemsize < master_dtype.itemsize
     return master_dtype if wider and master_dtype is not None else dtype
 
 
 def shard_dtype(parameter: Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
-    """What the shard of a parameter is kept in: of a frozen one its own dtype, see [Note: frozen parameters] in
+    """The dtype in which the shard of a parameter is kept: a frozen parameter's own, see [Note: frozen parameters] in
     parameter.py, else :func:`trained_dtype`."""
     return trained_dtype(parameter.dtype, master_dtype) if parameter.requires_grad else parameter.dtype
 
@@ -87,7 +87,8 @@ def make_master(
     It is kept in :func:`shard_dtype`.
 
     Args:
-        rows: the values of this rank, [<=rows, ...], which then count instead of the parameter's; nothing is broadcast.
+        rows: this rank's values, [<=rows, ...], if they are known: they are taken instead of the parameter's, and
+            nothing is broadcast.
     """
     if rows is None:
         full = parameter.detach().to(device, copy=True).contiguous()
@@ -98,6 +99,6 @@ def make_master(
         local = rows.to(device, parameter.dtype).contiguous()
     local = local.to(shard_dtype(parameter, master_dtype))
     master = nn.Parameter(as_dtensor(local, tuple(parameter.shape), mesh), requires_grad=parameter.requires_grad)
-    # nn.Parameter cannot make one of this class: it insists that detach does, too
+    # the caller makes it a `Master`: nn.Parameter cannot, since it insists that `detach` returns that class, too
     master.__dict__.update(parameter.__dict__)
     return master

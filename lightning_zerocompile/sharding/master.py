@@ -1,14 +1,14 @@
 """What `parameters()` yields instead of plain parameters: the masters.
 
-[Note: masters] Under DDP one object is everything at once: what ``parameters()`` yields, what ``module.weight`` is, the
-leaf that autograd knows. Here these are two. What user code does to either must have the effect that it has under DDP,
-or raise; it must not act on a shard or on a temporary and be lost:
+[Note: masters] Under DDP one object is everything at once: what ``parameters()`` yields, what ``module.weight`` is, and
+the leaf that autograd knows. Here there are two objects. What user code does to either must have the effect that it has
+under DDP, or raise. It must not act on a shard or on a temporary and be lost. The two are:
 
 * :class:`Master`, from ``parameters()``. In a step, an operation that reads it (an L2 term) takes the full value, with
-  its gradient; an in-place operation changes the shard and takes full arguments; hooks run on the reduced gradient.
-  While gradients wait for their reduction, ``grad`` is this rank's own full sum if it would be None else, and setting
-  it (``zero_grad``) drops what waits.
-* a ``Unsharded`` (unsharded.py), from ``module.weight``. ``requires_grad``, ``grad`` and ``data`` are the parameter's.
+  its gradient. An in-place operation changes the shard and takes full arguments. Hooks run on the reduced gradient.
+  While gradients wait for their reduction, a ``grad`` that would be None is this rank's own full sum. Setting
+  ``grad`` (``zero_grad``) drops what waits.
+* an ``Unsharded`` (unsharded.py), from ``module.weight``. ``requires_grad``, ``grad`` and ``data`` are the parameter's.
 
 Neither appears in traced code.
 """
@@ -38,7 +38,7 @@ PARAMETER = "_zerocompile_parameter"
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors like any other, at no cost
 
 _PROPERTIES = ("__get__", "__set__", "__delete__")
-_GRAD: Any = Tensor.grad  # the property; its stub is that of the value
+_GRAD: Any = Tensor.grad  # the property itself; torch's stub types it as the value
 _GRAD_DTYPE: Any = Tensor.grad_dtype
 _COMPUTED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _DESCRIBING = frozenset(  # answered by the shard's DTensor
@@ -79,7 +79,7 @@ class Master(Sharded):
                 return func(*args, **kwargs)
             written = _written(name, args, kwargs)
             sharded = _parameter_of(written)
-            changes = sharded is not None  # a master; otherwise it is read, perhaps into a tensor of the user's
+            changes = sharded is not None  # a master is written; else it is read, perhaps into a tensor of the user's
             if sharded is None:
                 sharded = _parameter_of((args, kwargs))
             if sharded is None or (not changes and isinstance(written, DTensor)):
@@ -101,7 +101,7 @@ class Master(Sharded):
                     "Do it inside `with strategy.full_parameters(module) as values:`, which gives full values by name."
                 ) from error
 
-    # Optimizers ask every parameter several times a step; by `__torch_function__` that takes five times as long.
+    # Optimizers ask every parameter for `grad` several times a step; `__torch_function__` would take five times as long
     @property  # type: ignore[override, misc, unused-ignore]
     def grad(self) -> Tensor | None:
         with as_plain_tensors():
@@ -138,7 +138,7 @@ def index_of(master: Tensor) -> int:
     """The runtime's number of a master.
 
     Raises:
-        RuntimeError: it is none, or its strategy was torn down.
+        RuntimeError: the tensor is no master, or its strategy was torn down.
     """
     sharded = master.__dict__[PARAMETER]() if isinstance(master, Master) else None
     if sharded is None:
@@ -150,14 +150,14 @@ def index_of(master: Tensor) -> int:
 
 
 def adopt_master(master: Tensor, sharded: ShardedParameter) -> None:
-    """Makes a DTensor the master of ``sharded``, which it does not keep alive."""
+    """Makes a DTensor the master of ``sharded``. The master does not keep ``sharded`` alive."""
     master.__class__ = Master  # type: ignore[assignment, unused-ignore]
     master.__dict__[PARAMETER] = weakref.ref(sharded)
     watch(master, sharded.reads)
 
 
 def release_master(master: Tensor) -> None:
-    """Makes a master a DTensor parameter without a strategy."""
+    """Makes a master an ordinary DTensor parameter, which no strategy manages."""
     if isinstance(master, Master):
         sharded = master.__dict__.pop(PARAMETER)()
         leave(master, "?" if sharded is None else sharded.name)
@@ -174,7 +174,7 @@ def refuse_hooks(name: str, parameter: Tensor) -> None:
 
 
 def keep_hooks(source: Tensor, target: Tensor) -> None:
-    """Lets the post-accumulate hooks of one leaf be those of another, with the handles that users hold."""
+    """Gives ``target`` the post-accumulate hooks of ``source``; the handles that users hold remove them there, too."""
     if source._post_accumulate_grad_hooks:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
@@ -189,7 +189,7 @@ _HOOK = (
 
 
 def _parameter_of(arguments: Any) -> ShardedParameter | None:
-    """The parameter of the first master in the arguments; None: there is none, or its strategy was torn down."""
+    """The parameter of the first master in the arguments; None: there is no master, or its strategy was torn down."""
     for leaf in tree_leaves(arguments):
         if isinstance(leaf, Master):
             sharded: ShardedParameter | None = leaf.__dict__[PARAMETER]()
@@ -235,8 +235,8 @@ def _get_data(master: Tensor) -> Tensor:
 def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
     """The reduced gradient of a master, which may have to be bound first; for use inside :data:`as_plain_tensors`.
 
-    ``waiting``: if there is none, what waits for the end of a window or an accumulation: this rank's own full sum, or,
-    of what was reduced early, the reduced part.
+    ``waiting``: if there is no reduced gradient, return what waits for the end of a window or an accumulation: this
+    rank's own full sum or, of a gradient that was reduced early, its reduced rows.
     """
     grad: Tensor | None = _GRAD.__get__(master)
     if grad is not None or not isinstance(master, Master):
@@ -252,12 +252,12 @@ def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
 
 
 def bound_gradient(master: Tensor) -> Tensor | None:
-    """What is bound to a master, and no other gradient; for use inside :data:`as_plain_tensors`."""
+    """The ``grad`` that is bound to a master, and no unbound one; for use inside :data:`as_plain_tensors`."""
     return _GRAD.__get__(master)  # type: ignore[no-any-return]
 
 
 def bind_gradient(master: Tensor, grad: Tensor | None) -> None:
-    """Binds ``grad`` to a master and drops no other gradient; for use inside :data:`as_plain_tensors`."""
+    """Binds ``grad`` to a master and drops no unbound gradient; for use inside :data:`as_plain_tensors`."""
     _GRAD.__set__(master, grad)
 
 
@@ -278,7 +278,7 @@ def set_data(master: Tensor, value: Tensor) -> None:
 
 
 def _set_grad_dtype(master: Tensor, value: torch.dtype | None) -> None:
-    """The runtime has its own note of it since set-up."""
+    """Refuses another ``grad_dtype`` than at set-up, when the runtime was told of it."""
     sharded, current = _parameter_of(master), _GRAD_DTYPE.__get__(master)
     if sharded is not None and value != current:
         raise RuntimeError(

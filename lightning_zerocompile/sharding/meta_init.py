@@ -15,10 +15,10 @@ from lightning_zerocompile.sharding.pretrained import forget_sources, source_of
 class Places:
     """The modules that hold each parameter, by its fully qualified name; a tied parameter has several.
 
-    [Note: meta device] A model that was built on the meta device is initialised module by module, when the unit of
-    its first parameter is sharded: so no more than that unit is ever whole. A module initialises its own parameters
-    and buffers (``reset_parameters``), or the model around it does (``_init_weights``, Hugging Face's convention).
-    Parameters that `load_pretrained` has found in a folder are read from there instead.
+    [Note: meta device] A model that was built on the meta device is initialised module by module. Each module is
+    initialised when the unit of its first parameter is sharded, so no more than that unit is ever whole. A module
+    initialises its own parameters and buffers (``reset_parameters``), or the model around it does (``_init_weights``,
+    Hugging Face's convention). Parameters that `load_pretrained` has found in a folder are read from there instead.
 
     Args:
         model: with ordinary parameters.
@@ -59,7 +59,9 @@ class Places:
         return parameter
 
     def rows(self, name: str, rank: int, world: int) -> tuple[nn.Parameter, Tensor] | None:
-        """A parameter on the meta device and one rank's rows of its pretrained value, on the CPU; None: it has none.
+        """A parameter on the meta device and one rank's rows of its pretrained value, on the CPU.
+
+        None: the parameter has no pretrained value.
 
         See [Note: pretrained weights].
         """
@@ -71,10 +73,10 @@ class Places:
         return parameter, source.rows(rank, world)
 
     def check(self) -> None:
-        """Before anything is changed: whether every parameter on the meta device can be initialised.
+        """Raises, before anything is changed, if a parameter on the meta device cannot be initialised.
 
         Raises:
-            RuntimeError: names the first that cannot, and the remedy.
+            RuntimeError: names the first such parameter, and the remedy.
         """
         for name, [(module, local_name), *_] in self._places.items():
             parameter = module._parameters[local_name]
@@ -82,7 +84,7 @@ class Places:
                 self._initializer_of(module, f"Parameter `{name}`")
 
     def finish(self) -> None:
-        """Initialises what has only buffers; afterwards nothing is on the meta device."""
+        """Initialises modules that have only buffers; afterwards nothing is on the meta device."""
         for name, module in self._model.named_modules():
             if any(b is not None and b.is_meta for b in module._buffers.values()):
                 self._initialize(module, f"A buffer of `{name}`")
@@ -90,7 +92,8 @@ class Places:
 
     def _initialize(self, module: nn.Module, what: str) -> None:
         initialize = self._initializer_of(module, what)
-        # what is real already (a tied parameter that was sharded before) stays; its initialiser writes to a stand-in
+        # a tensor that is real already (a tied parameter that was sharded before) stays as it is, and the initialiser
+        # writes to a stand-in
         parameters = {n: p for n, p in module._parameters.items() if p is not None}
         kept = {n: p for n, p in parameters.items() if not p.is_meta}
         kept_buffers = {n: b for n, b in module._buffers.items() if b is not None and not b.is_meta}
@@ -101,7 +104,7 @@ class Places:
         try:
             with torch.no_grad():
                 initialize()
-        except NotImplementedError as error:  # torch's, of a tensor without data
+        except NotImplementedError as error:  # torch raises it for a tensor without data
             raise RuntimeError(
                 f"{what} is on the meta device, and its initialiser ({type(module).__name__}) uses a tensor that is "
                 f"still there: {error} Modules are initialised in the order in which the model holds them, so let it "
@@ -139,9 +142,9 @@ class Places:
 
 
 def place(model: nn.Module, device: torch.device) -> None:
-    """Moves what is neither parameter nor buffer: tensors that modules keep on their own (torchmetrics' states).
+    """Moves tensors that are neither parameters nor buffers and that modules keep on their own (torchmetrics' states).
 
-    A LightningModule says ``device`` from then on.
+    From then on ``device`` is the ``device`` attribute of a LightningModule.
     """
     for module in model.modules():
         if isinstance(module, _DeviceDtypeModuleMixin):

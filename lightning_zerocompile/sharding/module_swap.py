@@ -2,8 +2,8 @@
 
 [Note: class swap] A sharded module keeps its masters in ``_parameters``, so ``parameters()``, ``state_dict`` keys and
 optimizers see what they expect; its class is replaced by a subclass in which each parameter's name is a property that
-returns the gathered value. The property calls the traced operator under a compiler and the runtime otherwise; it is
-never compiled as a frame of its own (``skip_code``), or its gather would hide in a graph nobody looks into.
+returns the gathered value. The property calls the traced operator under a compiler and the runtime otherwise. It is
+never compiled as a frame of its own (``skip_code``): its gather would be in a graph that none of our passes sees.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ def _copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """``copy.deepcopy``: an ordinary module with full parameters, on every rank's device; collective.
 
     [Note: copies] ``memo`` is deepcopy's own table of what is copied already, by ``id``. Each master's copy is put
-    there first, so that whatever refers to it (a tied module, a list) finds the same full parameter.
+    there first, so that whatever refers to the master (a tied module, a list) finds the same full parameter.
 
     Raises:
-        RuntimeError: another rank does not copy it.
+        RuntimeError: another rank does not copy the module.
     """
     found = [sharded for module in modules_of(self) for sharded in module.__dict__.get(PARAMETERS, {}).values()]
     found = [sharded for sharded in found if id(sharded.master) not in memo]
@@ -168,7 +168,7 @@ def _extra_repr(self: nn.Module) -> str:
 
 
 def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
-    """What ``named_parameters`` yields under this name: torch asks the attribute, which is the gathered value."""
+    """What ``named_parameters`` yields under this name. torch's own would read the attribute: the gathered value."""
     path, _, name = target.rpartition(".")
     module = self.get_submodule(path)
     if name in module.__dict__.get(PARAMETERS, ()) and (parameter := module._parameters.get(name)) is not None:
@@ -193,17 +193,18 @@ _SYNCED = "synced_gpus"  # transformers' name of an argument of `generate`
 
 
 def _is_generate(function: Any) -> bool:
-    """Whether it is a `generate` as transformers writes it, which can wait for the other ranks."""
+    """Whether ``function`` is a `generate` as transformers writes it, which can wait for the other ranks."""
     return inspect.isfunction(function) and _SYNCED in inspect.signature(function).parameters
 
 
 def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """transformers' ``generate``, which runs as many forwards on each rank as the longest text of all needs.
 
-    [Note: generation] Each forward at stage 3 takes all ranks, and their texts differ in length. transformers syncs
-    them by itself where it knows the strategy (``synced_gpus=None``); here it gets told. What it then does in each
-    forward blocks inside torch, so the ranks compare first that all of them generate. Where no forward gathers (stages
-    1 and 2, kept parameters, inside ``full_parameters``) ranks may generate alone, and nothing is synced.
+    [Note: generation] Each forward at stage 3 takes all ranks, and their texts differ in length. transformers syncs the
+    ranks by itself for strategies that it knows (``synced_gpus=None``). It does not know this one, so it is told to.
+    Its synchronisation blocks inside torch, so the ranks compare first that all of them generate. Where no forward
+    gathers (stages 1 and 2, kept parameters, inside ``full_parameters``) ranks may generate alone, and nothing is
+    synced.
 
     Raises:
         RuntimeError: another rank does not generate.
@@ -217,7 +218,7 @@ def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _gathering(model: nn.Module) -> Reads | None:
-    """What compares the ranks where a forward of ``model`` gathers; None: it does not."""
+    """The object that compares the ranks, if a forward of ``model`` gathers; None: it gathers nothing."""
     found = [sharded for module in modules_of(model) for sharded in module.__dict__.get(PARAMETERS, {}).values()]
     with as_plain_tensors():
         used = [sharded for sharded in found if not sharded.source.numel() and sharded.master.numel()]
@@ -234,7 +235,7 @@ def _ignore_flat_weights(self: nn.RNNBase, value: object) -> None:
 
 
 class ClassCache:
-    """One subclass per (class, parameter names), so equal modules keep equal types and share compiled code."""
+    """One subclass per class, parameter names and forward, so equal modules keep equal types and share code."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, frozenset[str], Callable[..., Any] | None], type] = {}
@@ -286,10 +287,10 @@ KEPT = "_zerocompile_kept"
 
 class Kept:
     """What is made once for a class of models and serves every run of it, see [Note: repeated runs] in
-    compile/regions.py.
+    compile/backend.py.
 
     It belongs to the class of the whole model and dies with it. A copy of that class (one that is pickled by value)
-    starts without.
+    starts with an empty one.
     """
 
     def __init__(self) -> None:
@@ -302,7 +303,7 @@ class Kept:
 
 
 def kept_with(model: nn.Module) -> Kept:
-    """What earlier runs have left with the class of ``model``; nothing stays with a class of torch's or Lightning's."""
+    """The :class:`Kept` of the class of ``model``. On a class of torch's or Lightning's none is kept: it is new."""
     owner: Any = getattr(type(model), BASE, type(model))
     if owner.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
         return Kept()
@@ -322,7 +323,7 @@ def install(classes: ClassCache, module: nn.Module, name: str, sharded: ShardedP
 
 
 def swap_others(classes: ClassCache, model: nn.Module) -> None:
-    """Modules that hold sharded ones know it, too: what they are asked for the whole of, they give whole."""
+    """Also swaps the classes of modules that hold sharded ones: their ``deepcopy``, for one, must be whole, too."""
     for module in modules_of(model):
         compiled = isinstance(module, torch._dynamo.OptimizedModule)  # what it is asked for, the one inside is asked
         if (
@@ -334,8 +335,8 @@ def swap_others(classes: ClassCache, model: nn.Module) -> None:
 
 
 def refresh(modules: Iterable[nn.Module]) -> bool:
-    """Lets the compiler see the parameters as they are now: a frozen parameter has another handle, one that stays
-    gathered another source.
+    """Lets the compiler see the parameters as they are now: a frozen parameter has another handle, and a parameter that
+    stays gathered has another source.
 
     Returns:
         Whether the modules hold their own parameters: ``functional_call`` puts others in their place for a while.
@@ -357,7 +358,7 @@ def refresh(modules: Iterable[nn.Module]) -> bool:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model``, each once; asked for in every step, and four times as fast as ``modules()``."""
+    """The modules of ``model``, each once. Called in every step, so it is four times as fast as ``modules()``."""
     found, seen = [model], {model}
     for module in found:
         for child in module._modules.values():
@@ -428,7 +429,7 @@ def path_of(model: nn.Module, module: nn.Module, name: str) -> str:
 
 
 def owner_of(model: nn.Module) -> Core | None:
-    """The C++ runtime that the model is sharded by; None: by none."""
+    """The C++ runtime that the model is sharded by; None: the model is not sharded."""
     sharded_parameters = (
         sharded for module in model.modules() for sharded in module.__dict__.get(PARAMETERS, {}).values()
     )
@@ -436,7 +437,7 @@ def owner_of(model: nn.Module) -> Core | None:
 
 
 def refuse_shards(model: nn.Module) -> None:
-    """From now on a module of ``model`` that holds a shard says so when it is called or its state is asked for.
+    """From now on a module of ``model`` that holds a shard raises when it is called or its state is asked for.
 
     A forward would mix the shard with full tensors, and a ``state_dict`` would hold this rank's rows without a word.
     """
@@ -457,14 +458,14 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
     """Makes the model an ordinary module with full parameters on the CPU; collective over the shard group.
 
     Each parameter gets the dtype back that it had, whatever the optimizer kept it in. On a device no more than one
-    parameter is whole at a time. If it raises the model is as it was before.
+    parameter is whole at a time. If this raises, the model is as it was before.
 
     Args:
         model: a sharded one.
         group: of the same ranks, on the CPU; it communicates instead of the shard group.
 
     Returns:
-        The whole parameters, by their masters. One that somebody has held all the time is the same object as before.
+        The whole parameters, by their masters. A parameter that somebody still holds is the same object as before.
     """
     full: dict[ShardedParameter, nn.Parameter] = {}
     for module in model.modules():
@@ -515,7 +516,7 @@ def restore_classes(model: nn.Module) -> None:
 
 
 def remove_regions(model: nn.Module) -> None:
-    """Forgets the regions of every module, and what casts its inputs; classes are restored by ``restore_classes``."""
+    """Removes every module's region and the hook that casts its inputs; ``restore_classes`` restores the classes."""
     for module in model.modules():
         module.__dict__.pop(REGION, None)
         inputs = module.__dict__.pop(INPUTS, None)
@@ -524,7 +525,7 @@ def remove_regions(model: nn.Module) -> None:
 
 
 def make_whole(model: nn.Module) -> dict[Tensor, Tensor]:
-    """Unshards the model by whichever engine it is sharded; collective. Returns the parameters by their masters."""
+    """Unshards the model, whichever engine has sharded it; collective. Returns the parameters by their masters."""
     owner = owner_of(model)
     if owner is not None:
         owner.write_back()

@@ -2,9 +2,9 @@
 
 [Note: frozen parameters] A parameter that is frozen when the model is sharded is updated by no optimizer, so its shard
 stays in the parameter's own dtype. It becomes a master where it is first read as one that requires grad: in the next
-step, before any gradient of it can be. The shard is widened in place, which changes no value, so what is gathered stays
-what it is; optimizers, states and the C++ runtime know the same objects as before. It stays wide when it is frozen
-again.
+step, before it can have a gradient. The shard is widened in place. That changes no value, so what is gathered stays the
+same, and optimizers, states and the C++ runtime know the same objects as before. The shard stays wide when the
+parameter is frozen again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FUNCTORCH = (
 
 
 class Unbound(Protocol):
-    """What the gradient is of a master that has none bound: "REDUCED", "SUM" or "EARLY"."""
+    """The kind of gradient of a master that has none bound: "REDUCED", "SUM" or "EARLY"."""
 
     @property
     def name(self) -> str: ...
@@ -67,7 +67,7 @@ class Core(Protocol):
 
 @dataclass
 class StepState:
-    """Whether the user's step runs (the optimizer's is none), and how many regions have been entered."""
+    """Whether the user's step runs (a step of the optimizer does not count), and how many regions are entered now."""
 
     in_step: bool = False
     depth: int = 0
@@ -89,19 +89,19 @@ class ShardedParameter:
     frozen_handle: Tensor  # the same identity, requires no grad
     use_grad_dtype: torch.dtype | None  # what each use's gradient is cast to; None: it stays as it is produced
     core: Core  # the C++ runtime
-    reads: Reads  # compares the ranks before a number of it is read
+    reads: Reads  # compares the ranks before a number is read from the parameter or its gradient
     step_state: StepState
     never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
     local: Tensor  # the master's rows, [<=rows, ...]: the object that the runtime gathers from
     trained_dtype: torch.dtype  # of the master while it is trained
     dtype: torch.dtype  # of the parameter before it was sharded, and again when it is whole
-    original: TensorWeakRef  # the parameter that was there; gone, unless somebody else holds it
-    grad_dtype: torch.dtype | None  # likewise; ``None``: of each gradient's own
+    original: TensorWeakRef  # the parameter before it was sharded; gone, unless somebody else holds it
+    grad_dtype: torch.dtype | None  # of the parameter before it was sharded; ``None``: each gradient keeps its own
 
     def read(self, current: Tensor | None, cast: torch.dtype | None = None) -> Tensor | None:
         """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``).
 
-        ``cast``: in that dtype, for code that computes with nothing else and hands it to nobody.
+        ``cast``: the dtype of the result, for code that computes in no other and hands the value to nobody.
         """
         if current is not self.master:
             return current
@@ -129,21 +129,21 @@ class ShardedParameter:
         if self.local.dtype == self.trained_dtype:
             return
         with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
-            if self.local.is_cuda:  # a gather that is on its way reads the memory that is let go here
+            if self.local.is_cuda:  # a gather in flight may still read the memory that is freed here
                 torch.cuda.synchronize(self.local.device)
             self.local.data = self.local.to(self.trained_dtype)
-            wide = over_local(self.local.detach(), self.master)  # what is written to it counts as a write to `local`
+            wide = over_local(self.local.detach(), self.master)  # a write to `wide` counts as a write to `local`
             master: Any = self.master
-            master.data = wide  # of a wrapper this is its dtype; what is inside follows
+            master.data = wide  # sets the wrapper's dtype only; the next line sets what is inside
             master._local_tensor, master._spec = wide._local_tensor, wide._spec
 
     def widen_for(self, value: Any) -> None:
-        """:meth:`widen` if the shard could not hold what is loaded, ``value``, to the bit; alike on all ranks."""
+        """:meth:`widen` if the shard cannot hold the loaded ``value`` to the bit; all ranks decide alike."""
         narrow = self.local.dtype
         if narrow == self.trained_dtype or not isinstance(value, Tensor) or not value.is_floating_point():
             return
         if value.dtype.itemsize > narrow.itemsize:
-            # of a shard other ranks may find something else
+            # a DTensor is not compared: each rank has other rows, so the ranks might decide differently
             exact = not isinstance(value, DTensor) and torch.equal(value.to(narrow).to(value.dtype), value)
             if not exact:
                 self.widen()
@@ -164,12 +164,13 @@ class ShardedParameter:
         return grad
 
     def own_gradient(self, value: Tensor, kind: str) -> Tensor:
-        """What ``grad`` is of the master, which has none bound.
+        """The ``grad`` of the master, which has none bound.
 
         Args:
-            value: that the runtime has, and ``kind``, the name of its ``Unbound``: "REDUCED", this rank's rows, which
-                become the master's ``grad``; "SUM", this rank's own full sum, [*size]; "EARLY", this rank's rows of
-                what a window has reduced already.
+            value: the gradient that the runtime has.
+            kind: the name of its ``Unbound``. "REDUCED": ``value`` is this rank's rows, which become the master's
+                ``grad``. "SUM": it is this rank's own full sum, [*size]. "EARLY": it is this rank's rows of what a
+                window has reduced already.
         """
         if kind == "REDUCED":
             return self.bind_gradient(value)
@@ -178,8 +179,9 @@ class ShardedParameter:
     def _over(self, local: Tensor) -> DTensor:
         """A gradient of the master over the memory of ``local``, this rank's rows.
 
-        [Note: zeroed gradients] Inside a window ``grad`` is what was there before. What waits to be added to it is not
-        in its memory. So who makes the gradient zero in place (``zero_grad(set_to_none=False)``) drops that, too.
+        [Note: zeroed gradients] Inside a window ``grad`` is what was there before the window. What waits to be added to
+        it is in other memory. So code that makes the gradient zero in place (``zero_grad(set_to_none=False)``) drops
+        what waits, too.
         """
         with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
             grad: DTensor = as_sharded(over_local(local, self.master), self.reads)

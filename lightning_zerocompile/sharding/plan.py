@@ -78,10 +78,10 @@ def _is_inside(name: str, modules: Sequence[str]) -> bool:
 
 
 def check_names(model: nn.Module, modules: Sequence[str]) -> None:
-    """Raises if one of the names that the user gave is of nothing in the model.
+    """Raises if one of the names that the user gave names nothing in the model.
 
     Raises:
-        ValueError: names it, and what there is.
+        ValueError: names it, and the names that there are.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for module in modules:
@@ -110,7 +110,7 @@ def plan_units(
         unit_bytes: size in bytes above which a group is closed.
         dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
         keep_gathered: names of modules or parameters whose units are marked as kept.
-        join_blocks: blocks are not compiled alone, so consecutive ones that are small form groups, too.
+        join_blocks: whether consecutive small blocks form groups, too; for models whose blocks are not compiled alone.
     """
     blocks = find_blocks(model)
     block_of = {f"{name}.": (name, block) for name, block in blocks}
@@ -138,7 +138,7 @@ def plan_units(
 
 
 def _joined(units: list[UnitPlan], unit_bytes: int, blocks: bool) -> list[UnitPlan]:
-    """Consecutive units, whole, in groups of up to ``unit_bytes``; ``blocks``: these, too."""
+    """Joins consecutive units to groups of up to ``unit_bytes`` and splits none; ``blocks``: joins blocks, too."""
     joined: list[UnitPlan] = []
     for unit in units:
         group = joined[-1] if joined else None

@@ -1,9 +1,9 @@
 """Pretrained weights in a folder of safetensors files, of which each rank reads its own rows.
 
-[Note: pretrained weights] :func:`load_pretrained` compares the folder with the module by the files' headers and reads
-nothing of a parameter on the meta device: it notes with the module where the value lies. The value is read when the
-parameter's unit is sharded, this rank's rows alone, and no rank sends it to another. What is noted goes with a deep
-copy of the module, and counts for a parameter that is still on the meta device when the model is sharded.
+[Note: pretrained weights] :func:`load_pretrained` compares the folder with the module by the files' headers. For a
+parameter on the meta device it reads no value: it stores in the module where the value lies. Each rank reads its own
+rows of the value when the parameter's unit is sharded, and no rank sends them to another. The stored place is copied by
+a deep copy of the module. It is used if the parameter is still on the meta device when the model is sharded.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-SOURCES = "_zerocompile_pretrained"  # with a module: by the local name of a parameter, its :class:`Source`
+SOURCES = "_zerocompile_pretrained"  # attribute of a module: by the local name of a parameter, its :class:`Source`
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # Hugging Face's names
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
-_SHOWN = 8  # names in a message
+_SHOWN = 8  # names that a message lists at most
 
 
 def _open(file: str) -> Any:
@@ -44,7 +44,7 @@ def _open(file: str) -> Any:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor in a file: its ``name`` there, its ``shape`` and ``dtype`` (``None``: one that torch does not have)."""
+    """A tensor in a file: its ``name`` there, its ``shape`` and ``dtype`` (``None``: torch has no such dtype)."""
 
     file: str
     name: str
@@ -69,7 +69,7 @@ class Source:
                     return torch.empty(count, *self.shape[1:], dtype=self.dtype)
                 rows: Tensor = there[first : first + count]
                 return rows
-        except Exception as error:  # safetensors has a class of its own, which derives from nothing else
+        except Exception as error:  # safetensors raises a class of its own, which derives from `Exception` alone
             raise RuntimeError(
                 f"Tensor `{self.name}` of {self.file} could not be read: {error}. The folder must stay as it was at "
                 "`load_pretrained` until the model is sharded."
@@ -80,10 +80,11 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], cast: boo
     """Lets ``module`` have the values in ``folder``: safetensors files with Hugging Face's names, and the index file
     where there are several.
 
-    Call it on every rank, in ``configure_model`` or before. Of a parameter on the meta device nothing is read before
-    the strategy shards it: then each rank reads its own rows, one unit after the other, so no rank ever holds the
-    model, or more than one parameter's rows beside its shard. Parameters on other devices, and persistent buffers, get
-    their values at once. A tied parameter needs one of its names in the folder. See [Note: pretrained weights].
+    Call it on every rank, in ``configure_model`` or before. The value of a parameter on the meta device is not read
+    before the strategy shards it. Then each rank reads its own rows, one unit after the other. So no rank ever holds
+    the whole model, or more than one parameter's rows beside its shard. Parameters on other devices, and persistent
+    buffers, get their values at once. A tied parameter needs one of its names in the folder. See
+    [Note: pretrained weights].
 
     Args:
         module: an ordinary module, best built under ``torch.device("meta")``; its ``state_dict`` names are the files'.
@@ -92,8 +93,8 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], cast: boo
 
     Raises:
         FileNotFoundError: the folder, or a file that its index names, is not there.
-        ValueError: tensors are missing or are none of the module's, or shapes or dtypes differ; all kinds are named,
-            and nothing is loaded.
+        ValueError: tensors are missing, the module has no such tensors, or shapes or dtypes differ. The message names
+            every problem, and nothing is loaded.
         RuntimeError: a file cannot be read, or the module is sharded already.
     """
     sources = _sources(Path(folder))
@@ -123,7 +124,7 @@ def source_of(module: nn.Module, name: str) -> Source | None:
 
 
 def forget_sources(module: nn.Module) -> None:
-    """After the module was sharded."""
+    """Removes what :func:`load_pretrained` has stored in the module; called after the module was sharded."""
     for inner in module.modules():
         inner.__dict__.pop(SOURCES, None)
 
@@ -131,7 +132,7 @@ def forget_sources(module: nn.Module) -> None:
 def _sources(folder: Path) -> dict[str, Source]:
     """Every tensor of the folder, from the headers of its files."""
     index = folder / INDEX
-    if (folder / SINGLE).is_file():  # which `from_pretrained` prefers, too
+    if (folder / SINGLE).is_file():  # `from_pretrained` prefers this file, too
         files = [folder / SINGLE]
     elif index.is_file():
         files = [folder / name for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]

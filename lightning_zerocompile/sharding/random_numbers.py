@@ -22,7 +22,7 @@ _IN_PLACE = frozenset(
 )
 _LIKE = frozenset({"randn_like", "rand_like", "randint_like"})
 _OF = frozenset({"bernoulli", "normal", "poisson", "multinomial", "dropout", "dropout_", "alpha_dropout"})
-_SCRATCH = frozenset({"empty_like", "new_empty"})  # what the schemes of torch.nn.init draw into that need several draws
+_SCRATCH = frozenset({"empty_like", "new_empty"})  # where those schemes of torch.nn.init draw that need several draws
 
 
 def are_drawn(func: Any, name: str) -> bool:
@@ -31,7 +31,7 @@ def are_drawn(func: Any, name: str) -> bool:
 
 
 def scheme(name: str, caller: FrameType) -> str:
-    """The initialization scheme that is about to draw into scratch memory shaped as a master; "": none is."""
+    """The scheme of torch.nn.init that is about to draw into scratch memory in a master's shape; "": there is none."""
     if name not in _SCRATCH or caller.f_globals.get("__name__") != "torch.nn.init":
         return ""
     return caller.f_code.co_name.removeprefix("_no_grad_")
@@ -41,7 +41,7 @@ def refuse(name: str, sharded: ShardedParameter | None) -> None:
     """Raises for a shard that would be drawn on its own.
 
     Raises:
-        RuntimeError: names the parameter of ``sharded`` and the remedy; if that is None nothing is raised.
+        RuntimeError: names the parameter and the remedy. If ``sharded`` is None nothing is raised.
     """
     if sharded is not None:
         raise RuntimeError(
@@ -62,12 +62,12 @@ def draw(
     """Calls ``func``, see [Note: random numbers].
 
     Args:
-        masters: those in the arguments.
-        sharded: of the first master; ``None``: its strategy was torn down.
+        masters: the masters among the arguments.
+        sharded: the parameter of the first master; ``None``: its strategy was torn down.
         whole: the full value of a master.
 
     Raises:
-        RuntimeError: outside a step, where there are no full values, the numbers depend on a master's values.
+        RuntimeError: the numbers depend on a master's values, and outside a step there are no full values.
     """
     if sharded is None:
         return func(*args, **kwargs)

@@ -1,10 +1,11 @@
 """What users see of masters and of their gradients: DTensors whose numbers are those of the whole value.
 
 [Note: numbers] Under DDP ``p.grad.norm().item()`` is right on every rank. torch's DTensor keeps a norm, a sum or a
-maximum as this rank's part (a "partial" placement) and ``item()`` hands that part out. So masters, gradients, and what
-is computed from them are :class:`Sharded`: whatever makes a Python number or an array of one takes the whole value.
-That is a collective, and so are some operations of DTensor's own (a median, a norm's square root). Before each the
-ranks say to each other through the store that they come to it; a rank that comes alone raises, see :class:`Reads`.
+maximum as this rank's part (a "partial" placement), and ``item()`` returns that part. So masters, gradients, and what
+is computed from them are :class:`Sharded`: every conversion to a Python number or an array takes the whole value. Such
+a conversion is a collective, and so are some operations of DTensor's own (a median, a norm's square root). Before each
+of them the ranks tell each other through the store that they come to it. A rank that comes alone raises, see
+:class:`Reads`.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
     from lightning_zerocompile.ranks.consistency import Reads
 
 # [Note: dispatch of subclasses] Before torch 2.13 an operator of a DTensor goes straight to DTensor's code in C++, even
-# if its class overrides ``__torch_dispatch__``. What torch asks first is its registry of rules, by operator and class.
-# So each operator of torch's has a rule for our classes there. It calls the override, which hands DTensor's code plain
-# DTensors of the same parts.
+# if its class overrides ``__torch_dispatch__``. torch first asks its registry of rules, by operator and class.
+# So each of torch's operators has a rule for our classes there. The rule calls the override, which hands DTensor's code
+# plain DTensors of the same parts.
 _BY_RULES = TorchVersion(torch.__version__) < "2.13"
 _LIBRARY: Any = torch.library.Library  # untyped
-_RULES = _LIBRARY("aten", "FRAGMENT") if _BY_RULES else None  # they go when it goes
+_RULES = _LIBRARY("aten", "FRAGMENT") if _BY_RULES else None  # the rules are removed when this object is freed
 
-_READS = "_zerocompile_reads"  # compares; None: the strategy is gone
-_ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when it is made zero in place
+_READS = "_zerocompile_reads"  # compares the ranks before a read; None: the strategy is gone
+_ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when the tensor is made zero in place
 _NAME = "_zerocompile_name"  # of the parameter that a failed run has left as a shard
 
 _KEEPS = frozenset({"detach", "alias", "clone", "_to_copy", "squeeze", "unsqueeze", "view", "lift_fresh"})
-_REDUCES = frozenset(  # to this rank's part of the result, without communication
+_REDUCES = frozenset(  # these compute this rank's part of the result, without communication
     {"norm", "linalg_vector_norm", "sum", "max", "min", "amax", "amin", "prod", "any", "all", "count_nonzero"}
 )
 _MAKES = frozenset(
@@ -49,7 +50,7 @@ _MAKES = frozenset(
     "new_empty", "new_full", "new_empty_strided", "copy_", "fill_", "zero_"
     }
 )  # fmt: skip
-_UNKNOWN = ("Sharding propagation failed", "does not have a sharding strategy")  # how DTensor says so
+_UNKNOWN = ("Sharding propagation failed", "does not have a sharding strategy")  # DTensor has no rule for an operation
 _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", "isclose"})
 _NEEDS_ELEMENTS = frozenset({"max", "min", "amax", "amin", "aminmax", "norm", "linalg_vector_norm", "_foreach_norm"})
 
@@ -89,7 +90,7 @@ class Sharded(DTensor):
             return func(_whole(args[0], "item"))
         others = [tensor for tensor in tensors if not isinstance(tensor, Sharded)]
         numbers = all(tensor.dim() == 0 for tensor in ours) and not any(isinstance(other, DTensor) for other in others)
-        if others and numbers:  # among ordinary tensors
+        if others and numbers:  # our numbers among ordinary tensors
             args, kwargs = tree_map(lambda leaf: _whole(leaf, name), (args, kwargs))
             return func(*args, **kwargs)
         if name in _NEEDS_ELEMENTS and any(map(_is_empty_somewhere, ours)):
@@ -155,7 +156,7 @@ class Sharded(DTensor):
 
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override, unused-ignore]
-        """No collective: one rank may print alone. So it says of which part the numbers are."""
+        """No collective, since one rank may print alone. So the text says which part of the value it shows."""
         placement, mesh = self.placements[0], self.device_mesh
         if mesh.size() == 1 or isinstance(placement, Replicate):
             return repr(self._local_tensor.detach())
@@ -218,7 +219,7 @@ def _dispatch_plain(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     result = func(*plain[0], **plain[1])
     for leaf, other in zip(tree_leaves((args, kwargs)), tree_leaves(plain), strict=True):
         if leaf is not other:
-            leaf._spec = other._spec  # such as `squeeze_` changes
+            leaf._spec = other._spec  # operations such as `squeeze_` change it
     return result
 
 
@@ -231,7 +232,7 @@ def _plain(value: Any) -> Any:
 def as_sharded(value: Any, reads: Reads | None, left: str | None = None) -> Any:
     """A plain DTensor as one whose numbers are whole; anything else as it is.
 
-    ``left``: the parameter that it is computed from, if that is left by a failed run.
+    ``left``: the name of the parameter that it is computed from, if a failed run has left that as a shard.
     """
     if type(value) is DTensor:
         value.__class__ = Sharded  # type: ignore[assignment, unused-ignore]
@@ -250,7 +251,7 @@ def watch(value: Tensor, reads: Reads | None) -> None:
 
 
 def leave(value: DTensor, name: str) -> None:
-    """``value``, the parameter ``name``, is left as a shard by a strategy that is gone."""
+    """Marks ``value``, the parameter ``name``, as a shard left by a strategy that is gone."""
     value.__class__ = Sharded  # type: ignore[assignment, unused-ignore]
     value.__dict__[_READS], value.__dict__[_NAME] = None, name
 
@@ -265,7 +266,7 @@ def refuse_left(name: str) -> NoReturn:
 
 
 def _whole(value: Any, what: str) -> Any:
-    """The detached full value of a sharded tensor, after a comparison if that communicates."""
+    """The detached full value of a sharded tensor. If that communicates, the ranks are compared first."""
     if not isinstance(value, Sharded):
         return value
     if all(isinstance(placement, Replicate) for placement in value.placements):
@@ -276,9 +277,9 @@ def _whole(value: Any, what: str) -> Any:
 
 
 def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharded) -> Any:
-    """What an operation that DTensor does not know gives, on every rank: computed from whole values.
+    """The result of an operation that DTensor does not know, computed from whole values on every rank.
 
-    Among sharded tensors the result is a Sharded, to be mixed with others; otherwise an ordinary tensor.
+    If all arguments are DTensors the result is a :class:`Sharded`, which mixes with others; else an ordinary tensor.
     """
     reads, mesh = first.__dict__.get(_READS), first.device_mesh
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -311,7 +312,7 @@ def _replicated(value: Any) -> Any:
 
 @contextmanager
 def _dispatched() -> Iterator[None]:
-    """``torch.tensor([number, ...])`` asks for the numbers where no subclass is dispatched to."""
+    """Enables dispatch to subclasses, which torch disables while ``torch.tensor([number, ...])`` reads the numbers."""
     with torch._C._PreserveDispatchKeyGuard():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
         for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
@@ -319,7 +320,7 @@ def _dispatched() -> Iterator[None]:
 
 
 def _is_empty_somewhere(value: DTensor) -> bool:
-    """Whether a rank has no rows; there torch raises for a maximum, on that rank alone."""
+    """Whether some rank has no rows: torch's maximum raises on such a rank, and on that rank alone."""
     placement, world = value.placements[0], value.device_mesh.size()
     if not isinstance(placement, Shard) or value.numel() == 0:
         return False
@@ -351,13 +352,13 @@ def _compare(value: DTensor, what: str) -> None:
 
 
 def _what(value: DTensor) -> str:
-    """For messages."""
+    """How messages call ``value``."""
     name = value.__dict__.get(_NAME)
     return f"parameter `{name}`" if name else f"a sharded tensor of shape {tuple(value.shape)}"
 
 
 def _refuse_address(value: DTensor) -> None:
-    """Raises where code outside torch asks for memory, of which a shard's full tensor has none."""
+    """Raises where code outside torch asks for the memory of the whole tensor, which a shard does not have."""
     caller = str(sys._getframe(2).f_globals.get("__name__", ""))
     if caller.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
         raise RuntimeError(

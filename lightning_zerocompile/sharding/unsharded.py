@@ -1,7 +1,7 @@
 """What a module's attribute gives to eager code instead of a plain parameter: its gathered value, see [Note: masters].
 
-Operations on it cost nothing extra: it is intercepted by attributes only. What is read outside of blocks is a
-:class:`Watched`, which also knows when it is differentiated with respect to.
+Operations on it cost nothing extra: only its attributes are intercepted. A value that is read outside of blocks is a
+:class:`Watched`, which also notices when user code differentiates with respect to it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Unsharded(Tensor):
     def is_leaf(self) -> bool:  # type: ignore[override, unused-ignore]
         if torch._guards.TracingContext.try_get() is not None:
             return Tensor.is_leaf.__get__(self)  # type: ignore[attr-defined, no-any-return]
-        return True  # so an optimizer takes it; `take_masters` puts the master in its place
+        return True  # so that an optimizer accepts it; `take_masters` then puts the master in its place
 
     @property  # type: ignore[override, misc, unused-ignore]
     def grad_dtype(self) -> torch.dtype | None:
@@ -95,7 +95,7 @@ class Unsharded(Tensor):
 class Watched(Unsharded):
     """A gathered value that was read outside of blocks, where user code may differentiate with respect to it.
 
-    A read after the forward is a new value, on which nothing depends: torch would give no gradient, silently.
+    A read after the forward gives a new value, on which nothing depends, so torch would silently give no gradient.
     """
 
     @classmethod
@@ -116,7 +116,7 @@ skip_code(Watched.__torch_function__.__func__.__code__)  # type: ignore[attr-def
 
 
 def as_unsharded(value: Tensor, sharded: ShardedParameter, watched: bool = False) -> Tensor:
-    """``value``, fresh from the runtime, as the parameter of ``sharded``."""
+    """Makes ``value``, a new tensor from the runtime, the value that user code sees of the parameter."""
     value.__dict__[PARAMETER] = sharded
     value.__class__ = Watched if watched else Unsharded
     return value
@@ -126,7 +126,7 @@ skip_code(as_unsharded.__code__)  # like the getter that calls it, never a frame
 
 
 def unwatch(value: object) -> None:
-    """Before ``value`` goes into compiled code, which need not trace what is watched for."""
+    """Stops watching ``value`` before it goes into compiled code, which would trace the interception for nothing."""
     if type(value) is Watched:
         value.__class__ = Unsharded  # type: ignore[assignment, unused-ignore]
 
