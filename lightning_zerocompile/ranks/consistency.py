@@ -1,6 +1,7 @@
-"""What the ranks must do alike, compared through the store before a collective could go wrong by it.
+"""What the ranks must do alike: compared through the store before a difference could make a collective go wrong.
 
-The runtime in csrc/ calls these: see [Note: order of reductions], [Note: mismatched gathers], [Note: used flags].
+The runtime in csrc/ calls these functions: see [Note: order of reductions], [Note: mismatched gathers],
+[Note: used flags].
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch.distributed as dist
 
 from lightning_zerocompile.ranks.messages import Messages
 
-_ON_ITS_WAY = timedelta(seconds=30)  # how much later another rank may come to where a number is read
+_ON_ITS_WAY = timedelta(seconds=30)  # how much later than this rank another one may come to the read of a number
 _PAUSE = 0.01  # seconds
-_LOOK = timedelta(seconds=0.5)  # how often a rank that waits there looks whether the other has gone elsewhere
+_LOOK = timedelta(seconds=0.5)  # how often a rank that waits at a read looks whether the other has gone elsewhere
 
 
 class Consistency:
@@ -25,12 +26,12 @@ class Consistency:
 
     Args:
         messages: the conversation of these ranks.
-        timeout: how long it waits, for the messages.
+        timeout: how long ranks wait; it is named in errors.
     """
 
     def __init__(self, messages: Messages, timeout: timedelta) -> None:
         self._messages, self._timeout = messages, timeout
-        self._marks = 0  # that were passed
+        self._marks = 0  # that this rank has passed
         self._window = 0
         self._used = ("used", 0)  # the last exchange of used flags: its series and its number there
         self._outside = 0  # of these exchanges
@@ -38,10 +39,10 @@ class Consistency:
         self._reads = 0  # that were compared
 
     def in_window(self, number: int) -> None:
-        """What is exchanged from here on belongs to this window; 0: to none.
+        """What is exchanged from here on belongs to this window; 0: to no window.
 
-        A rank that has failed inside a window is in another one, or in none, while others still exchange in the first:
-        their messages must not be taken for each other.
+        A rank that has failed inside a window may be in the next one, or in none, while others still exchange messages
+        in the first. Their messages must not be confused.
         """
         self._window = number
         self._used = ("used in a window", number * 2**20) if number else ("used", self._outside)
@@ -57,10 +58,10 @@ class Consistency:
         return result
 
     def gather(self, sequence: int, unit: str) -> str:
-        """What is wrong if the ranks' gathers of this number are not of one unit; "" if nothing is."""
+        """Compares gather number ``sequence`` on all ranks. Returns what is wrong; "": all gather the same unit."""
         mine, topic = dist.get_rank(), f"gather/{sequence}"
         heard = self._messages.exchange(topic, unit, f"gather number {sequence}, of unit `{unit}`")
-        if self._compared:  # who has come to this comparison has read the last one
+        if self._compared:  # every rank that has come to this comparison has read the last one
             self._messages.forget(self._compared)
         self._compared = topic
         for rank, theirs in heard.items():
@@ -79,14 +80,16 @@ class Consistency:
         return ""
 
     def mark(self, mine: str) -> None:
-        """Passes a mark. At stage 3 a rank that runs one more batch, or generates one more token, would otherwise meet
-        another gather of the other ranks.
+        """Passes a mark, a place to which all ranks must come after the same gathers.
+
+        Without marks, a rank at stage 3 that runs one batch more, or generates one token more, would match its gathers
+        with other gathers of the other ranks.
 
         Args:
-            mine: the mark, and the gathers behind it.
+            mine: the mark, and the gathers that this rank has made before it.
 
         Raises:
-            RuntimeError: another rank came to another mark, or after other gathers.
+            RuntimeError: another rank came to another mark, or made other gathers before this one.
         """
         rank, theirs = self._messages.mark("mark", self._marks, mine)
         self._marks += 1
@@ -99,15 +102,17 @@ class Consistency:
             )
 
     def used_parameters(self, exchange: int, used: str, asks: bool) -> str:
-        """Which parameters have a gradient on some rank, a letter each: "0": none; the largest of all ranks counts.
+        """Which parameters have a gradient on some rank, one letter each.
+
+        "0" means no gradient. Of the letters of all ranks the largest counts.
 
         Args:
-            exchange: of all, the number of this one.
+            exchange: the number of this exchange.
             used: this rank's letters.
-            asks: whether to wait for the others' letters; otherwise this rank's are told and returned.
+            asks: whether to wait for the others' letters; otherwise this rank's are sent, and returned as they are.
 
         Raises:
-            RuntimeError: a rank has not told its own in time.
+            RuntimeError: a rank has not sent its letters in time.
         """
         series, number = self._used
         if not asks:
@@ -124,13 +129,14 @@ class Consistency:
         return used
 
     def read(self, what: str, within: timedelta) -> None:
-        """Passes the place where each rank asks for a number of a sharded tensor, before what is collective there.
+        """Compares the ranks where each reads a number of a sharded tensor, before the read communicates.
 
-        A rank is known to be elsewhere when it has ended a backward, or passed a mark, that this one has not come to.
+        Another rank is known to be elsewhere when it has ended a backward, or passed a mark, to which this one has not
+        come.
 
         Args:
-            what: is asked for.
-            within: how long another rank is waited for that may still be on its way.
+            what: what this rank reads.
+            within: how long this rank waits for another that may still be on its way.
 
         Raises:
             RuntimeError: another rank asks for something else, or does not ask.
@@ -157,11 +163,11 @@ class Consistency:
                 if now - looked >= 1:
                     looked = now
                     self._messages.waits(f"the read of {what}", "message", number, missing)
-                time.sleep(_PAUSE)  # another rank may have said and taken it back
+                time.sleep(_PAUSE)  # another rank may have sent its message and taken it back
         finally:
             if met:
                 self._reads += 1  # on all ranks: each hears what the others ask for
-            else:  # who comes later must not think that this one waits
+            else:  # a rank that comes later must not think that this one still waits
                 self._messages.tell_numbered("read", number, "")
         if others:
             raise RuntimeError(
@@ -172,7 +178,7 @@ class Consistency:
             )
 
     def _passed(self, ranks: list[int]) -> tuple[int, str] | None:
-        """One of ``ranks`` that this one is behind of, and where that is."""
+        """One of ``ranks`` that has gone further than this one, and what it has done; None: there is none."""
         series, number = self._used
         for rank in ranks:
             if self._messages.heard_now(series, number + 1, rank) is not None:
@@ -185,18 +191,18 @@ class Reads:
     """Compares the ranks before a number of a sharded tensor is read, see [Note: numbers] in sharded.py.
 
     Args:
-        comparisons: of these ranks.
-        timeout: of the strategy.
+        comparisons: what compares these ranks.
+        timeout: the strategy's.
     """
 
     def __init__(self, comparisons: Consistency, timeout: timedelta) -> None:
         self._consistency, self._timeout, self._within = comparisons, timeout, min(timeout, _ON_ITS_WAY)
-        self._alike = 0  # how many know that all ranks do what this one does
+        self._alike = 0  # how many contexts of `alike` this rank is inside of
         self._closed = False
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """In here all ranks do what this one does, so nothing is compared: clipping, an optimizer's update."""
+        """Inside this context all ranks do the same, so nothing is compared: clipping, an optimizer's update."""
         self._alike += 1
         try:
             yield
@@ -209,17 +215,17 @@ class Reads:
         return self._alike > 0
 
     def close(self) -> None:
-        """The ranks may be gone from now on."""
+        """From now on the other ranks may be gone, so every read raises."""
         self._closed = True
 
     def compare(self, what: str, patient: bool = False) -> None:
-        """Before a collective that ``what`` (for the message) takes.
+        """Called before ``what``, which takes a collective; the text is for the message.
 
         Args:
-            patient: another rank may come much later, so it is waited for as long as ranks wait for each other.
+            patient: whether another rank may come much later: then this one waits for it until the timeout.
 
         Raises:
-            RuntimeError: another rank does not come to it, or the strategy is gone.
+            RuntimeError: another rank does not come to ``what``, or the strategy is gone.
         """
         if self._closed:
             raise RuntimeError(

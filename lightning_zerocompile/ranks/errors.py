@@ -19,7 +19,7 @@ from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 __all__ = ["CommunicationError", "explain", "in_phases", "is_communication", "phase"]
 
 _GRACE = timedelta(seconds=5)  # for the others to say that they live; at most a tenth of the timeout
-_SIGNS = (  # torch raises a plain RuntimeError for gloo's; the last is the runtime's own
+_SIGNS = (  # torch raises a plain RuntimeError for gloo's failures; the last sign is that of our own runtime
     "/gloo/", "Connection closed by peer", "Connection reset by peer", "Application timeout caused", "NCCL error",
     " failed on rank ",
 )  # fmt: skip
@@ -40,10 +40,12 @@ R = TypeVar("R")
 
 
 def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Decorates a strategy's method: a failure of communication inside says that it was in ``name``, the innermost.
+    """Decorates a strategy's method: a failure of communication inside it names the phase ``name``.
+
+    Where such methods call each other, the innermost one names the phase.
 
     Raises:
-        CommunicationError: instead of what torch raised, which is its cause.
+        CommunicationError: instead of torch's error, which is its cause.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -64,10 +66,10 @@ def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Conc
 
 
 def in_phases(names: Mapping[str, str]) -> Callable[[type[C]], type[C]]:
-    """Decorates a strategy's class: :func:`phase` of each of its methods, also of inherited ones.
+    """Decorates a strategy's class: applies :func:`phase` to the methods that ``names`` has, also to inherited ones.
 
     Args:
-        names: of the phases, by the methods' names.
+        names: the phases' names, by the methods' names.
     """
 
     def decorate(strategy: type[C]) -> type[C]:
@@ -84,7 +86,7 @@ def is_communication(error: RuntimeError) -> bool:
 
 
 def explain(error: RuntimeError, name: str, messages: Messages | None, timeout: timedelta) -> str:
-    """What to tell the user; asks the other ranks through the store, for at most five seconds."""
+    """The message for the user. It asks the other ranks through the store, for at most five seconds."""
     rank = dist.get_rank() if dist.is_initialized() else "?"
     first = str(error).split("\nException raised from")[0].strip()
     lines = [f"zerocompile: rank {rank} lost another rank in {name}: {first}"]

@@ -1,10 +1,12 @@
-"""Which ranks are gone: a connection of every process to that of the first rank, which the kernel closes when one dies.
+"""Which ranks are gone. Every process holds a connection to the first rank's process, and the kernel closes it when one
+dies.
 
-[Note: liveness] A store keeps what a process has said after its death, so a wait in it notices nothing. A connection
-notices the death itself: a process that computes for minutes, holds the interpreter's lock or is stopped is not
-mistaken for a dead one, and nothing has to be sent while all is well. Each rank holds one connection, to the first
-rank, which passes on whom it has lost, and which ranks wait for each other (see waits.py). Keep-alive packets, which
-the kernel answers, find a host that has vanished. Where the first rank cannot be reached, a wait ends at ``timeout``.
+[Note: liveness] A store keeps a process's messages after its death, so a wait in the store notices nothing. A
+connection notices the death itself. A process that computes for minutes, holds the interpreter's lock or is stopped is
+not mistaken for a dead one, and nothing has to be sent while all is well. Each rank holds one connection, to the first
+rank. The first rank tells the others which ranks it has lost, and which ranks wait for each other (see waits.py).
+Keep-alive packets, which the kernel answers, find a host that has vanished. Where the first rank cannot be reached, a
+wait ends at ``timeout``.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from lightning_zerocompile.ranks.waits import Jury, explain_knot
 
 DIED = "its process has died"
 CLOSED = "it has ended its part of this run"
-_FOUND_WITHIN = 10.0  # seconds, for the first rank to be reached; nobody waits for it
-_LINE = 4096  # bytes of what a connection may say at a time
+_FOUND_WITHIN = 10.0  # seconds in which the first rank must be reached; only this module's thread waits for that
+_LINE = 4096  # bytes that are read from a connection at a time
 _SEND_WITHIN = 1.0  # seconds
 _LOOK = 1000  # milliseconds: how often the threads look when nobody says anything
 
 
 @dataclass
 class _Heard:
-    """What the thread has heard; read by others.
+    """What the thread has heard; other threads read it.
 
     Attributes:
         gone: why a rank will say nothing more.
@@ -50,9 +52,10 @@ class Liveness:
 
     Args:
         ranks: all of them, in the same order everywhere; the first one listens.
-        mine: this one.
-        first_says: gives the first rank's message (its argument there) to all ranks; collective.
-        sample: asked about once a second by a thread: what this rank waits for without saying it itself, if anything.
+        mine: this rank.
+        first_says: gives the first rank's message (its argument on that rank) to all ranks; collective.
+        sample: called about once a second by a thread; returns the report of a wait that this rank does not report by
+            itself, if there is one.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Liveness:
         self._closed = False
         first = mine == ranks[0]
         listener = _listen() if first and len(ranks) > 1 else None
-        tokens = [secrets.token_hex(16), secrets.token_hex(16)]  # by which the two ends know each other
+        tokens = [secrets.token_hex(16), secrets.token_hex(16)]  # the two ends recognise each other by these
         port = 0 if listener is None else listener.getsockname()[1]
         hosts, port, tokens = json.loads(first_says(json.dumps([_addresses() if first else [], port, tokens])))
         os.register_at_fork(after_in_child=partial(_close_copies, weakref.ref(self)))
@@ -85,17 +88,17 @@ class Liveness:
             self._thread.start()
 
     def gone(self, rank: int) -> str | None:
-        """Why a rank will say nothing more; ``None``: it is there, as far as is known."""
+        """Why a rank will say nothing more; ``None``: as far as is known the rank is there."""
         return self._heard.gone.get(rank)
 
     def waits(self, line: str) -> str | None:
-        """Says that this rank waits, and is called again every second while it does.
+        """Reports that this rank waits; called again every second while it does.
 
         Args:
             line: a :meth:`Wait.line`.
 
         Returns:
-            Where all ranks wait, if some wait for each other and this one is among them.
+            Where all ranks wait, if some wait for each other and this rank is one of them; else None.
         """
         with suppress(OSError):
             self._wake.send(f"{line}\n".encode())
@@ -107,7 +110,7 @@ class Liveness:
 
     @property
     def last_knot(self) -> str | None:
-        """Where all ranks waited when this one was found among those that wait for each other and has not raised."""
+        """Where all ranks waited when this rank was found to be in a knot, if it has not raised since; else None."""
         return None if self._heard.knot is None else self._heard.knot[1]
 
     def close(self) -> None:
@@ -119,11 +122,11 @@ class Liveness:
             self._wake.send(b"closed\n")
         if self._thread is not None:
             self._thread.join(5)
-        if self._thread is None or not self._thread.is_alive():  # else it is connecting still, and ends after that
+        if self._thread is None or not self._thread.is_alive():  # else the thread is still connecting; it ends then
             self.close_sockets()
 
     def close_sockets(self) -> None:
-        """Closes this process's copies: those of a forked child would keep a dead rank's connection open."""
+        """Closes this process's sockets. A forked child must close its copies: they would keep a dead rank's open."""
         for one in [*self._sockets, self._wake, self._woken]:
             one.close()
 
@@ -135,7 +138,7 @@ def _close_copies(owner: weakref.ref[Liveness]) -> None:
 
 
 def _addresses() -> list[str]:
-    """Where this host may be reached, the name that the launcher gave the first rank's host last."""
+    """Where this host may be reached. The name that the launcher gave the first rank's host comes last."""
     name = socket.gethostname()
     found = [name]
     with suppress(OSError):
@@ -157,7 +160,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _read(connection: socket.socket) -> str | None:
-    """What a connection says; None: it is closed."""
+    """What has arrived on a connection, "" if nothing has; None: it is closed."""
     try:
         said = connection.recv(_LINE)
     except BlockingIOError:
@@ -168,7 +171,7 @@ def _read(connection: socket.socket) -> str | None:
 
 
 class _Lines:
-    """What connections say, line by line."""
+    """What arrives on connections, cut into lines."""
 
     def __init__(self) -> None:
         self._rests: dict[int, str] = {}
@@ -190,7 +193,7 @@ def _serve(
     woken: socket.socket,
     sample: Callable[[], str | None],
 ) -> None:
-    """The first rank's thread: who connects with the token is one of the others; whose connection ends is gone."""
+    """The first rank's thread. A process that connects with the token is another rank, and gone if it disconnects."""
     rank_of: dict[socket.socket, int | None] = {}
     first, expected, gone = ranks[0], set(ranks[1:]), heard.gone
     jury, lines, judged = Jury(ranks), _Lines(), time.monotonic()
@@ -225,7 +228,7 @@ def _serve(
                     jury.hear(first, line)
                 continue
             if one is listener:
-                with suppress(OSError):  # of too many open files: that rank's end is not noticed
+                with suppress(OSError):  # too many files are open: the end of that rank will not be noticed
                     connection, _address = listener.accept()
                     connection.setblocking(False)
                     _keep_alive(connection)
@@ -274,7 +277,7 @@ def _serve(
 
 
 def _send(connection: socket.socket, text: str) -> None:
-    """A text that may be longer than what the connection takes at once; nobody waits for one that does not listen."""
+    """Sends a text that may be longer than what the connection takes at once; gives up on one that takes nothing."""
     with suppress(OSError):
         connection.settimeout(_SEND_WITHIN)
         connection.sendall(text.encode())
@@ -290,7 +293,7 @@ def _follow(
     woken: socket.socket,
     sample: Callable[[], str | None],
 ) -> None:
-    """Any other rank's thread: the first one says who is gone, and is gone itself when its connection ends."""
+    """Any other rank's thread: the first rank says which ranks are gone, and is gone itself if it disconnects."""
     connection = connect()
     if connection is None:
         return
@@ -342,5 +345,5 @@ def _connect(hosts: Sequence[str], port: int, word: str, answer: str) -> socket.
             if said.decode(errors="replace") == answer:
                 connection.settimeout(None)
                 return connection
-            connection.close()  # what listens there is something else
+            connection.close()  # something else listens on that port
     return None

@@ -1,9 +1,9 @@
-"""Where all ranks come together before a collective that blocks: there a rank that comes alone can still raise.
+"""All ranks meet before a collective that blocks: at the meeting a rank that comes alone can still raise.
 
 Lightning's collectives (a barrier, a broadcast, the reduction of a logged value) and those of checkpoints block inside
-torch, and gloo has no way to end them before `timeout`. So on the CPU each of them is preceded by a small all-reduce
-that this rank waits for itself: see [Note: ranks that wait for each other]. On devices a collective would wait for what
-is queued there, so nothing is done.
+torch, and gloo has no way to end them before `timeout`. So on the CPU a small all-reduce comes before each of them, and
+our own code waits for it, where it can look at the other ranks: see [Note: ranks that wait for each other]. On devices
+the all-reduce would wait for the work that is queued there, so there are no meetings.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Meetings:
 
     Args:
         messages: the conversation of these ranks.
-        group: of the same ranks, used by nothing else; None: nothing is done.
+        group: a process group of the same ranks, used by nothing else; None: there are no meetings.
     """
 
     def __init__(self, messages: Messages, group: dist.ProcessGroup | None) -> None:
         self._messages, self._group = messages, group
-        self.count = 0  # of those that were begun
+        self.count = 0  # of meetings that were begun
 
     def meet(self, what: str) -> None:
-        """Before ``what``, which all ranks must come to.
+        """Called before ``what``, to which all ranks must come.
 
         Raises:
             CommunicationError: another rank has come to something else, waits for this one in something else, or is

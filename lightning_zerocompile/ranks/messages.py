@@ -1,9 +1,10 @@
-"""What ranks tell each other through the store: no collective, so it can say what is wrong before one starts.
+"""What ranks tell each other through the store. Messages are no collective, so they can say what is wrong before one
+starts.
 
-A rank that waits for another one, here or in a collective, looks about once a second whether the other can still
-come. It cannot if its process has died or has ended its part of the run (see [Note: liveness]), if it has said why it
-ends, or if it waits for this one in something else (see [Note: ranks that wait for each other]). A wait of less than a
-second costs no request.
+A rank that waits for another one, here or in a collective, looks about once a second whether the other can still come.
+The other cannot come if its process has died or has ended its part of the run (see [Note: liveness]), if it has said
+why it ends, or if it waits for this rank in something else (see [Note: ranks that wait for each other]). A wait of less
+than a second costs no request.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from lightning_zerocompile.ranks.liveness import CLOSED, Liveness
 from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, Wait
 
 # How many messages of a series stay in the store. A rank is never that far ahead of another: a device queues about a
-# thousand kernels, and what waits there for a slower rank's collective is behind the first of them.
+# thousand kernels at most, and a collective that waits for a slower rank holds up all kernels that are queued after it.
 SERIES = 256
 HAS_LEFT = "which has ended:"  # in every error of a rank that waits for one that is gone
-_NONE = "zerocompile/none"  # what the store answers if there is no message; it is never stored
+_NONE = "zerocompile/none"  # the store's answer if there is no message; no message is equal to it
 _LEFT = "left"  # the topic under which a rank says why it has ended
-_FEW = 3  # ranks up to which each is asked by itself: the answers of all together take three requests
+_FEW = 3  # up to so many ranks are asked one by one: asking all of them together takes three requests
 _LOOK = 1.0  # seconds: how often a rank that waits looks whether the other has ended
-_MANY = 64  # ranks: of more, a part is asked at each look
-_SPIN, _PAUSE = 2e-3, 5e-3  # seconds: how long a rank asks again at once, as a short sleep takes long; then its sleep
+_MANY = 64  # ranks that are asked at one look at most
+# Seconds: at first a rank asks again at once, since even a short sleep takes long; after that it sleeps in between.
+_SPIN, _PAUSE = 2e-3, 5e-3
 
 
 class CommunicationError(RuntimeError):
     """A collective or the store failed; names the phase, this rank, and those that are gone as far as that is known.
 
     Attributes:
-        explained: whether the message says in which phase it was, and what the other ranks have said.
+        explained: whether the message says already in which phase the failure was, and what the other ranks have said.
     """
 
     explained = False
@@ -49,7 +51,7 @@ class Messages:
 
     Args:
         mesh: the shard group, one dimension.
-        name: of this conversation, alike on all ranks and used by no other.
+        name: of this conversation: the same on all ranks, and that of no other conversation.
         timeout: how long a message is waited for.
 
     Attributes:
@@ -73,7 +75,7 @@ class Messages:
         self.started: Callable[[], Mapping[str, int]] = dict
 
     def __deepcopy__(self, memo: object) -> Messages:
-        return self  # whatever refers to it is copied with a parameter; the conversation is one
+        return self  # a copied parameter refers to it, and the ranks have one conversation only
 
     # ---- who is there ----
 
@@ -81,26 +83,26 @@ class Messages:
         """From here on a rank whose process dies is noticed; collective."""
         if self.others and self._liveness is None:
             doing = "has set its model up"
-            on_cpu = self._device == "cpu"  # elsewhere they return before they are done
+            on_cpu = self._device == "cpu"  # on devices torch's collectives return before they are done
             self._direct = DirectCollectives() if on_cpu else None
             first_says = partial(self.of_first, "liveness", doing=doing)
             self._liveness = Liveness(self._ranks, self._mine, first_says, self._standing)
 
     def close(self) -> None:
-        """This rank takes part no more; what :meth:`watch` took is given back."""
+        """This rank takes part no longer; frees what :meth:`watch` has opened."""
         if self._liveness is not None:
             self._liveness.close()
 
     def leave(self, reason: str) -> None:
-        """Tells the others that this rank ends, and why (the first time); neither blocks on them nor raises."""
+        """Tells the others that this rank ends, and why. Only the first call counts; it neither blocks nor raises."""
         if self._has_left:
             return
-        with suppress(RuntimeError):  # of a store whose host has died
+        with suppress(RuntimeError):  # a store whose host has died raises it
             self.tell(_LEFT, reason)
             self._has_left = True
 
     def reasons(self, within: timedelta) -> dict[int, str | None]:
-        """Why the others have ended, by global rank; ``None``: nothing was heard of it in time."""
+        """Why the others have ended, by global rank; ``None``: nothing was heard of that rank in time."""
         deadline = time.monotonic() + within.total_seconds()
         return {rank: self._reason(rank, deadline) for rank in self.others}
 
@@ -116,12 +118,12 @@ class Messages:
         return None if self._liveness is None else self._liveness.gone(rank)
 
     def _end_of(self, rank: int) -> str | None:
-        """Why a rank that has not told what is waited for will not tell it; ``None``: it may."""
+        """Why a rank will not send the message that this one waits for; ``None``: it may still send it."""
         reason = self._look(self._key(_LEFT, rank))
         return self._gone(rank) if reason == _NONE else reason
 
     def some(self, ranks: Sequence[int]) -> list[int]:
-        """A few of them, by turns: what is asked of the store at a look must not grow with their number."""
+        """At most ``_MANY`` of the ranks, by turns: the requests of one look must not grow with the number of ranks."""
         self._turn += 1
         return [ranks[(self._turn * _MANY + k) % len(ranks)] for k in range(_MANY)] if len(ranks) > _MANY else [*ranks]
 
@@ -132,25 +134,25 @@ class Messages:
         """Called about once a second while this rank waits for a collective.
 
         Args:
-            what: for the message.
-            stream: of collectives, whose order all ranks have alike.
-            number: of this one in it, from 1.
+            what: the collective, for the message.
+            stream: the stream of collectives that it is in; all ranks run a stream in the same order.
+            number: its number in the stream, from 1.
 
         Raises:
-            CommunicationError: another rank will not come to it.
+            CommunicationError: another rank will not come to this collective.
         """
         self.check()
         self.waits(what, stream, number)
         for rank in self.some(self.others):
             reason = self._end_of(rank)
-            if reason is not None and reason != CLOSED:  # one that ended in order has done its part of this collective
+            if reason is not None and reason != CLOSED:  # a rank that ended in order has done its part of it
                 raise self._lost(rank, reason)
 
     def waits(self, what: str, stream: str, number: int, on: Sequence[int] = ()) -> None:
-        """Says that this rank waits, as :class:`Wait` has it; again every second.
+        """Reports that this rank waits; called again every second. The arguments are those of :class:`Wait`.
 
         Raises:
-            CommunicationError: it waits for ranks that wait for it.
+            CommunicationError: this rank waits for ranks that wait for it.
         """
         if self._liveness is None:
             return
@@ -161,7 +163,10 @@ class Messages:
             raise error
 
     def _standing(self) -> str | None:
-        """Of a thread: where this rank's main thread stands in what does not look by itself."""
+        """Called by a thread: the collective of ``torch.distributed`` in which the main thread stands, if any.
+
+        Such a collective does not call :meth:`look` by itself.
+        """
         found = None if self._direct is None else self._direct.look()
         if found is None:
             return None
@@ -170,7 +175,7 @@ class Messages:
 
     @property
     def last_knot(self) -> str | None:
-        """Where all ranks waited when some were found to wait for each other, this one in what cannot be ended."""
+        """The message about ranks that wait for each other, if this rank was one and could not raise; else None."""
         return None if self._liveness is None else self._liveness.last_knot
 
     # ---- messages ----
@@ -184,10 +189,10 @@ class Messages:
         self._store().delete_key(self._key(topic, self._mine))
 
     def ask(self, topic: str, rank: int, what: str = "") -> str | None:
-        """The message of ``rank`` (a global one); ``None`` if none came in time. ``what`` it is of, for errors.
+        """The message of the global ``rank``; ``None`` if none came in time. ``what`` is what is asked, for errors.
 
         Raises:
-            CommunicationError: the rank has ended meanwhile; the message says why.
+            CommunicationError: the rank has ended meanwhile; the error says why.
         """
         key, start = self._key(topic, rank), time.monotonic()
         looked = start
@@ -209,8 +214,8 @@ class Messages:
 
     def _look(self, key: str) -> str:
         """What the store has for a key now, or ``_NONE``."""
-        # One round trip, where `check` and `get` (which waits first) take three; and the store's own wait would write
-        # a warning each time that it ends without a message.
+        # One round trip. `check` and `get` (which waits first) take three, and the store's own wait would write a
+        # warning each time that it ends without a message.
         return str(self._store().compare_set(key, _NONE, _NONE).decode())
 
     def tell_numbered(self, topic: str, number: int, message: str) -> None:
@@ -218,23 +223,25 @@ class Messages:
         self.tell(f"{topic}/{number % SERIES}", f"{number}:{message}")
 
     def exchange_numbered(self, topic: str, number: int, message: str, what: str = "") -> dict[int, str | None]:
-        """Every rank's message ``number`` by global rank; None where it did not come in time."""
+        """Sends message ``number``; returns every rank's by global rank, None where it did not come in time."""
         self.tell_numbered(topic, number, message)
         heard = self.ask_numbered(topic, number, what=what)
         return {rank: message if rank == self._mine else heard[rank] for rank in self._ranks}
 
     def heard_now(self, topic: str, number: int, rank: int) -> str | None:
-        """A rank's message ``number`` if it is there; never blocks on it."""
+        """A rank's message ``number`` if it is there already; never blocks on that rank."""
         seen, _, message = self._look(self._key(f"{topic}/{number % SERIES}", rank)).partition(":")
         return message if seen == str(number) else None
 
     def ask_numbered(
         self, topic: str, number: int, within: timedelta | None = None, what: str = ""
     ) -> dict[int, str | None]:
-        """The others' messages ``number`` by global rank; ``None`` where it did not come in time (or ``within``).
+        """The others' messages ``number`` by global rank; ``None`` where one did not come ``within`` that time.
+
+        ``within``: by default the timeout.
 
         Raises:
-            CommunicationError: one has ended meanwhile; the message says why.
+            CommunicationError: a rank has ended meanwhile; the error says why.
         """
         heard: dict[int, str | None] = {}
         waiting = self.others
@@ -248,11 +255,11 @@ class Messages:
             answers = self._read([self._key(f"{topic}/{number % SERIES}", rank) for rank in waiting], each=looks)
             for rank, answer in zip(waiting, answers, strict=True):
                 seen, _, message = answer.partition(":")
-                if seen == str(number):  # an older one: the rank has not come to this number
+                if seen == str(number):  # else it is an older message: the rank has not come to this number
                     heard[rank] = message
             waiting = [rank for rank in waiting if rank not in heard]
             for rank in waiting:
-                if rank in ended:  # and had not told this before
+                if rank in ended:  # and it has not sent this message before
                     raise self._lost(rank, ended[rank])
             if not waiting or late:
                 return {rank: heard.get(rank) for rank in self.others}
@@ -264,8 +271,11 @@ class Messages:
             _rest(now - start)
 
     def _read(self, keys: list[str], each: bool) -> list[str]:
-        """What the store has for each key; of more than a few (in three requests) nothing before all have something,
-        unless ``each`` is to be asked for by itself."""
+        """The store's messages for the keys, ``_NONE`` where there is none.
+
+        More than a few keys are asked for together, in three requests, and count as missing until all have a message.
+        With ``each`` every key is asked for by itself.
+        """
         store = self._store()
         if each or len(keys) <= self._few or not store.has_extended_api():
             return [self._look(key) for key in keys]
@@ -279,7 +289,7 @@ class Messages:
         return self._counts[topic]
 
     def mark(self, topic: str, number: int, message: str) -> tuple[int, str]:
-        """The rank that came to mark ``number`` first, and its message; never blocks on another rank."""
+        """Passes mark ``number``; returns the rank that came there first, and its message. Never blocks on a rank."""
         store, key = self._store(), f"zerocompile/{self._name}/{topic}/"
         first = store.compare_set(f"{key}{number}", "", f"{self._mine}:{message}").decode()
         if self._mine == self._ranks[0] and number >= SERIES:
@@ -288,7 +298,7 @@ class Messages:
         return int(rank), theirs
 
     def marked(self, topic: str, number: int) -> tuple[int, str] | None:
-        """Who came to mark ``number`` first and its message, if somebody has come there."""
+        """The rank that came to mark ``number`` first, and its message; None: no rank has come there."""
         found = self._look(f"zerocompile/{self._name}/{topic}/{number}")
         if found == _NONE:
             return None
@@ -299,7 +309,7 @@ class Messages:
         """The first rank's message, on all ranks.
 
         Raises:
-            CommunicationError: it did not come in time; ``doing`` as in :meth:`silent`.
+            CommunicationError: the message did not come in time; ``doing`` as in :meth:`silent`.
         """
         if self._mine == self._ranks[0]:
             self.tell(topic, message)
@@ -310,7 +320,7 @@ class Messages:
         return theirs
 
     def exchange(self, topic: str, message: str, what: str = "") -> dict[int, str | None]:
-        """Every rank's message by global rank; stops at the first that does not come in time, whose entry is None."""
+        """Every rank's message by global rank. It stops at the first that is not there in time: its entry is None."""
         self.tell(topic, message)
         heard: dict[int, str | None] = {}
         for rank in self._ranks:
@@ -320,10 +330,10 @@ class Messages:
         return heard
 
     def hear_all(self, topic: str, message: str, doing: str) -> dict[int, str]:
-        """:meth:`exchange` where nobody's message may be missing.
+        """:meth:`exchange` where no rank's message may be missing.
 
         Raises:
-            CommunicationError: one did not come in time; ``doing`` says what this rank has come to, as in
+            CommunicationError: a message did not come in time; ``doing`` says what this rank has done, as in
                 :meth:`silent`.
         """
         heard: dict[int, str] = {}
@@ -334,7 +344,10 @@ class Messages:
         return heard
 
     def silent(self, rank: int, doing: str) -> CommunicationError:
-        """The error of this rank, which ``doing`` (a verb in the perfect), about one that has not told it in time."""
+        """The error about ``rank``, which has not done in time what this rank has done.
+
+        ``doing``: what this rank has done, a verb in the perfect ("has begun its first backward").
+        """
         return CommunicationError(
             f"zerocompile: rank {self._mine} {doing}, but rank {rank} has not within {self._timeout}: it died, hangs, "
             "or does not run the same step."

@@ -1,13 +1,14 @@
 """Ranks that wait for each other in different things, so that none of them can go on.
 
-[Note: ranks that wait for each other] A rank that alone reads a weight at stage 3, saves or generates waits in a gather
-for the others, and they wait for it in something else. So a rank that has waited for a second tells the first one, over
-the connection of [Note: liveness], what it waits for and how much it has started of each stream of collectives, and
-tells it again every second while the wait lasts. The first rank knows from that who depends on whom. A rank that says
-nothing computes, compiles, loads or saves: it may go on, and so may whoever waits for it alone. What remains is a knot.
-It counts when every rank in it has repeated the same report: then all of them were waiting at one moment, so nothing
-that is still to come could have ended a wait. Then each of them raises, and says where all of them stand. In the normal
-path, where waits are short, nothing is said.
+[Note: ranks that wait for each other] If one rank alone reads a weight at stage 3, saves or generates, it waits in a
+gather for the others, and they wait for it in something else. So a rank that has waited for a second sends a report to
+the first rank, over the connection of [Note: liveness]: what it waits for, and how many collectives of each stream it
+has started. It sends the report again every second while the wait lasts. From the reports the first rank knows which
+rank depends on which. A rank that reports nothing computes, compiles, loads or saves. It may go on, and so may a rank
+that waits only for ranks that may go on. The ranks that remain are a knot. A knot counts when every rank in it has
+repeated the same report. Then all of them were waiting at one moment, so nothing that is still to come could have ended
+a wait. Each of them then raises, and says where all of them stand. In the normal path, where waits are short, no
+reports are sent.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from types import FrameType
 
 import torch.distributed as dist
 
-DIRECT = "direct"  # the stream of collectives that torch.distributed runs for others: their order is not known here
-_STALE = 5.0  # seconds after which a report that was not repeated counts no more
-_REPEATS = 2  # how often each report of a knot is heard again
-_REPEATS_DIRECT = 10  # with direct collectives in it, which may be on their way for long
-_NAMED = 16  # groups of ranks that a message names
+DIRECT = "direct"  # the stream of collectives that others run by torch.distributed; we do not know their order
+_STALE = 5.0  # seconds after which a report that was not repeated counts no longer
+_REPEATS = 2  # how often each report of a knot must be repeated
+_REPEATS_DIRECT = 10  # the same if the knot has direct collectives in it, which may take long
+_NAMED = 16  # groups of ranks that a message names at most
 
 REMEDY = (
     "What communicates must run on every rank, in the same order: at stage 3 whatever reads or runs the model's "
@@ -44,11 +45,11 @@ class Wait:
     """What one rank waits for.
 
     Attributes:
-        stream: of collectives ("gather", "reduction", "meeting"), "message", or ``DIRECT``.
+        stream: a stream of collectives ("gather", "reduction", "meeting"), "message", or ``DIRECT``.
         number: of the collective in its stream, from 1.
-        what: for the message, with where in the training it is.
-        on: of a message: the ranks that have not told theirs.
-        started: by stream, how many collectives this rank has started.
+        what: what the rank waits for, and where in the training; for the message.
+        on: if it waits for messages: the ranks that have not sent theirs.
+        started: how many collectives this rank has started, by stream.
     """
 
     stream: str
@@ -65,11 +66,11 @@ def knot(waits: Mapping[int, Wait], ranks: Sequence[int]) -> set[int]:
     """The ranks that cannot go on, whatever happens elsewhere.
 
     Args:
-        waits: by rank, of those that wait; the others may go on.
+        waits: by rank, of the ranks that wait; the others may go on.
         ranks: all of them.
     """
     direct = {rank for rank, wait in waits.items() if wait.stream == DIRECT}
-    if direct and len(waits) == len(ranks):  # what these wait for is not known: they stand if everyone else does
+    if direct and len(waits) == len(ranks):  # nobody knows what these wait for: they are stuck if all others are
         stuck = _stuck({rank: wait for rank, wait in waits.items() if rank not in direct}, waits, free=set())
         if stuck and stuck | direct == waits.keys():
             return stuck | direct
@@ -78,7 +79,13 @@ def knot(waits: Mapping[int, Wait], ranks: Sequence[int]) -> set[int]:
 
 
 def _stuck(waits: Mapping[int, Wait], known: Mapping[int, Wait], free: set[int]) -> set[int]:
-    """Of the ranks that wait, those that depend on one that is not ``free``; ``known``: who says what it started."""
+    """The ranks of ``waits`` that depend on a rank which cannot go on.
+
+    Args:
+        waits: by rank, of the ranks that wait.
+        known: the reports that say what their ranks have started.
+        free: ranks that may go on.
+    """
     blockers: dict[tuple[str, int, tuple[int, ...]], set[int]] = {}
     key_of = {rank: (wait.stream, wait.number, tuple(wait.on)) for rank, wait in waits.items()}
     for key in set(key_of.values()):
@@ -93,7 +100,7 @@ def _stuck(waits: Mapping[int, Wait], known: Mapping[int, Wait], free: set[int])
 
 
 class Jury:
-    """The first rank's: hears the reports and finds knots.
+    """Belongs to the first rank, hears the reports and finds knots.
 
     Args:
         ranks: all of them.
@@ -106,7 +113,7 @@ class Jury:
         self._repeats: Counter[int] = Counter()
 
     def hear(self, rank: int, line: str) -> None:
-        """A rank waits; ``line`` is :meth:`Wait.line`."""
+        """Takes the report of a rank that waits; ``line`` is its :meth:`Wait.line`."""
         self._lines[rank] = line, time.monotonic()
         suspected = self._suspects.get(rank)
         if suspected == line:
@@ -115,7 +122,7 @@ class Jury:
             self._suspects = {}
 
     def verdict(self) -> dict[int, str]:
-        """The reports of ranks that wait for each other, by rank; empty while none are known to do so."""
+        """The reports of ranks that wait for each other, by rank; empty while no ranks are known to do so."""
         oldest = time.monotonic() - _STALE
         self._lines = {rank: said for rank, said in self._lines.items() if said[1] >= oldest}
         waits = {rank: Wait(**json.loads(line)) for rank, (line, _) in self._lines.items()}
@@ -151,7 +158,7 @@ def _names(ranks: Sequence[int]) -> str:
 class DirectCollectives:
     """Whether the main thread stands in a blocking collective that Lightning or the user runs by torch.distributed.
 
-    Those of the CPU block inside one call. The frame is compared as an object: in another call it is another one.
+    On the CPU such a collective blocks inside one call. Two looks that find the same frame object are in one call.
     """
 
     def __init__(self) -> None:
