@@ -27,7 +27,7 @@ from lightning_zerocompile.sharding.pretrained import SOURCES, source_of
 from lightning_zerocompile.sharding.sharded import refuse_left
 from lightning_zerocompile.sharding.unsharded import master_of
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of a user's pass or function: of one process
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of a user's pass or function; differs between processes
 
 
 def settings_of(config: Config) -> dict[str, str]:
