@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zerocompile.checkpoint.checkpoints import dist_broadcast, is_first_rank
+from lightning_zerocompile.checkpoint.checkpoints import Checkpoints, dist_broadcast, is_first_rank
 from lightning_zerocompile.checkpoint.export import export
 from lightning_zerocompile.compile.backend import CompileStats
 from lightning_zerocompile.config import Config
@@ -37,21 +39,50 @@ class Statistics:
     eager_reads: dict[str, EagerReads]
 
 
+def check_device(device: torch.device) -> None:
+    """Raises RuntimeError for an accelerator that has no transport here."""
+    if device.type not in ("cpu", "cuda"):
+        raise RuntimeError(
+            f"`strategy='zerocompile'` runs on CPU (gloo) and CUDA (NCCL), not on {device.type!r}. Use "
+            "accelerator='cpu' or accelerator='cuda'."
+        )
+
+
 class EngineOwner:
     """A strategy's sharded model, what users call on it, and what stays of a run that has ended.
 
     Args:
         config: the strategy's options.
+        checkpoint_io: the user's plugin for files, or None.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, checkpoint_io: CheckpointIO | None) -> None:
         self.config = config
+        self._checkpoints = Checkpoints(
+            config.state_dict_type == "sharded", config.full_param_optimizers, config.timeout, checkpoint_io
+        )
         self._engine: Engine | None = None
         self._last: Statistics | None = None  # of the run that has ended
         self._last_report: Report | None = None
         self.host_times: HostTimes | None = None  # of the monitor's
         self.choice: Choice | None = None  # of stage="auto"; it stays for later runs of the same module
         self._chosen_for: weakref.ref[nn.Module] | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers the names; again (a reload) the newest class counts."""
+        for name, stage in (("zerocompile", 3), *((f"zerocompile_stage_{stage}", stage) for stage in (1, 2, 3))):
+            description = f"ZeRO stage {stage} by torch.compile"
+            strategy_registry.register(name, cls, description=description, override=True, stage=stage)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoint files."""
+        return self._checkpoints.io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoints.io = io
 
     @property
     def engine(self) -> Engine:
@@ -208,8 +239,6 @@ class EngineOwner:
         """
         return self.engine.full_gradients(module or self.engine.model)
 
-    # ---- statistics ----
-
     def save_pretrained(
         self,
         folder: str | os.PathLike[str],
@@ -256,6 +285,8 @@ class EngineOwner:
         if self._last_report is None:
             raise AttributeError("There is no report yet: a strategy reports from the Trainer's `setup` on.")
         return self._last_report
+
+    # ---- statistics ----
 
     @property
     def stats(self) -> Stats:

@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.types import _PATH
 from torch import Tensor, nn
@@ -20,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
 from lightning_zerocompile.config import Config, takes_options
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.engine_owner import EngineOwner
+from lightning_zerocompile.engine_owner import EngineOwner, check_device
 from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
 from lightning_zerocompile.plugins.fabric_precision import (
     autocast_dtype,
@@ -102,7 +100,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
     ) -> None:
-        EngineOwner.__init__(self, config)
+        EngineOwner.__init__(self, config, checkpoint_io)
         DDPStrategy.__init__(
             self,
             accelerator=accelerator,
@@ -115,17 +113,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         )
         self._revert_methods: Callable[[], object] | None = None  # while the module is not torch.compile's
         self._backward_sync_control = _BackwardSync(self)
-        self._sharded = config.state_dict_type == "sharded"
-        self._checkpoints = Checkpoints(self._sharded, config.full_param_optimizers, config.timeout, checkpoint_io)
         self._optimizers: list[Optimizer] = []
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers the names; again (a reload) the newest class counts."""
-        for name, stage in (("zerocompile", 3), *((f"zerocompile_stage_{stage}", stage) for stage in (1, 2, 3))):
-            description = f"ZeRO stage {stage} by torch.compile"
-            strategy_registry.register(name, cls, description=description, override=True, stage=stage)
 
     # ---- before anything is set up ----
 
@@ -138,22 +126,9 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
     def precision(self, precision: Precision | None) -> None:
         self._precision = convert_plugin(precision)
 
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        return self._checkpoints.io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoints.io = io
-
     @override
     def setup_environment(self) -> None:
-        if self.root_device.type not in ("cpu", "cuda"):
-            raise RuntimeError(
-                f"`strategy='zerocompile'` runs on CPU (gloo) and CUDA (NCCL), not on {self.root_device.type!r}. Use "
-                "accelerator='cpu' or accelerator='cuda'."
-            )
+        check_device(self.root_device)
         super().setup_environment()
 
     @override
@@ -301,7 +276,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
             ValueError: a directory was asked for, and the state does not hold the module.
         """
         converted = self._convert_stateful_objects_in_state(state, filter or {})
-        if self._sharded:
+        if self.config.state_dict_type == "sharded":
             converted = self._for_directory(state, converted)
         self._checkpoints.save(converted, path, storage_options)
 

@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
@@ -24,10 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
 from lightning_zerocompile.config import Config, takes_options
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.engine_owner import EngineOwner
+from lightning_zerocompile.engine_owner import EngineOwner, check_device
 from lightning_zerocompile.plan.plan import Machine, Plan, make_plan
 from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prepare_callbacks
 from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
@@ -82,7 +80,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         precision_plugin: Precision | None = None,
         plan_batch: Callable[[], Any] | None = None,
     ) -> None:
-        EngineOwner.__init__(self, config)
+        EngineOwner.__init__(self, config, checkpoint_io)
         DDPStrategy.__init__(
             self,
             accelerator=accelerator,
@@ -93,9 +91,6 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             process_group_backend=config.process_group_backend,
             timeout=config.timeout,
         )
-        self._checkpoints = Checkpoints(
-            config.state_dict_type == "sharded", config.full_param_optimizers, config.timeout, checkpoint_io
-        )
         if plan_batch is not None and (config.stage != "auto" or not callable(plan_batch)):
             raise ValueError(
                 f"`plan_batch={plan_batch!r}` must be a function that returns a batch as `training_step` gets it; it "
@@ -105,14 +100,6 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         self._failed = False
         self._revert_layers: Callable[[], object] | None = None  # while a fit's layers are synchronized
         self._revert_methods: Callable[[], object] | None = None  # while the module is not torch.compile's
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers the names; again (a reload) the newest class counts."""
-        for name, stage in (("zerocompile", 3), *((f"zerocompile_stage_{stage}", stage) for stage in (1, 2, 3))):
-            description = f"ZeRO stage {stage} by torch.compile"
-            strategy_registry.register(name, cls, description=description, override=True, stage=stage)
 
     # ---- before anything runs ----
 
@@ -175,11 +162,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self.root_device.type not in ("cpu", "cuda"):
-            raise RuntimeError(
-                f"`strategy='zerocompile'` runs on CPU (gloo) and CUDA (NCCL), not on {self.root_device.type!r}. Use "
-                "accelerator='cpu' or accelerator='cuda'."
-            )
+        check_device(self.root_device)
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment; pass it to a Trainer before using it.")
         super().setup_environment()
@@ -317,15 +300,6 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         self.engine.runtime.pass_mark("the end of prediction")
 
     # ---- state ----
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        return self._checkpoints.io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoints.io = io
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
