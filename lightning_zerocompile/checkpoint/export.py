@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_zerocompile.checkpoint.directory import on_all_ranks
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.module_swap import PARAMETERS
-from lightning_zerocompile.sharding.pretrained import INDEX, SINGLE
+from lightning_zerocompile.sharding.pretrained import INDEX, SINGLE, saved_tensors
 
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _UNFINISHED = ".unfinished"
@@ -77,16 +77,11 @@ def _tensors(module: nn.Module, dtype: torch.dtype | None) -> dict[str, tuple[Te
     """What is written, with its dtype there: parameters and persistent buffers, each once."""
     found: dict[str, tuple[Tensor, torch.dtype]] = {}
     seen: set[Tensor] = set()
-    for path, holder in module.named_modules():
-        sharded = holder.__dict__.get(PARAMETERS, {})
-        buffers = {n: b for n, b in holder._buffers.items() if n not in holder._non_persistent_buffers_set}
-        for name, tensor in {**holder._parameters, **buffers}.items():
-            if tensor is None or tensor in seen:
-                continue
+    for name, holder, local_name, tensor in saved_tensors(module):
+        if tensor not in seen:
             seen.add(tensor)
-            own = sharded[name].dtype if name in sharded else tensor.dtype
-            chosen = dtype if dtype is not None and own.is_floating_point else own
-            found[f"{path}.{name}" if path else name] = tensor, chosen
+            own = holder.__dict__.get(PARAMETERS, {}).get(local_name, tensor).dtype
+            found[name] = tensor, dtype if dtype is not None and own.is_floating_point else own
     return found
 
 

@@ -246,8 +246,8 @@ class Graphs:
     def __init__(self, config: Config) -> None:
         self.stats = CompileStats()  # of the run that calls
         self.running: Code | None = None  # what it calls
-        self._dynamic = config.dynamic
-        self._backends = {regional: make_backend(config, self._count, regional) for regional in (True, False)}
+        self._config = config
+        self._backends: dict[bool, Callable[..., Any]] = {}  # made when something is compiled: they import Inductor
         self._codes: dict[tuple[Any, ...], Code] = {}
 
     def code_of(self, module: nn.Module, regional: bool) -> Code:
@@ -255,13 +255,15 @@ class Graphs:
         base, forward = _base(module), forward_of(module)
         key = (base, forward, regional, signature(module, base))
         if key not in self._codes:
+            if regional not in self._backends:
+                self._backends[regional] = make_backend(self._config, self._count, regional)
             number = sum(other[:3] == key[:3] for other in self._codes)
             self._codes[key] = Code(forward, number, functools.partial(self._compile, self._backends[regional]))
         return self._codes[key]
 
     def _compile(self, backend: Callable[..., Any], function: Any, guard_failed: Callable[[Any], None]) -> Any:
         """``torch.compile``, which does not pass on that a guard failed."""
-        return torch._dynamo.optimize(backend, dynamic=self._dynamic, guard_fail_fn=guard_failed)(function)
+        return torch._dynamo.optimize(backend, dynamic=self._config.dynamic, guard_fail_fn=guard_failed)(function)
 
     def _count(self, module: fx.GraphModule) -> None:
         self.stats.add(module)

@@ -97,11 +97,7 @@ def give_back(
 def _whole(kept: Any, group: dist.ProcessGroup | None) -> Any:
     if not isinstance(kept, Tensor):
         return kept
-    if isinstance(kept, DTensor):
-        own = kept.device_mesh.device_type  # Lightning has moved states to the CPU
-        there: Any = kept if group is not None or kept.device.type == own else kept.to(own)
-        return full_value(there, group).cpu()
-    return kept.detach().cpu()
+    return (full_value(kept, group) if isinstance(kept, DTensor) else kept.detach()).cpu()
 
 
 def sharded_states(states: Sequence[tuple[Tensor, Mapping[str, Any]]], whole: bool) -> list[dict[str, Any]]:

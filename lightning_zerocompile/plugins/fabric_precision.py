@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
-from lightning_zerocompile.plugins.precision import cast_buffers
+from lightning_zerocompile.plugins.precision import agreed_dtype, cast_buffers
 
 
 class FabricHalfPrecision(HalfPrecision):
@@ -59,12 +59,7 @@ def compute_dtype(plugin: Precision, param_dtype: torch.dtype | None) -> torch.d
             "'16-true', 'bf16-mixed' or '16-mixed'."
         )
     fixed = plugin._desired_input_dtype if isinstance(plugin, FabricHalfPrecision) else None
-    if fixed is not None and param_dtype not in (None, fixed):
-        raise MisconfigurationException(
-            f"precision={plugin.precision!r} computes in {fixed} but `param_dtype={param_dtype}` asks for another "
-            "dtype; leave one of the two at its default."
-        )
-    return fixed or param_dtype
+    return agreed_dtype(str(plugin.precision), fixed, param_dtype)
 
 
 def autocast_dtype(plugin: Precision) -> torch.dtype | None:

@@ -241,9 +241,18 @@ def compute_dtype(plugin: Precision, param_dtype: torch.dtype | None) -> torch.d
             "precision '32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed', or derive the plugin "
             "from the class of that precision in `lightning_zerocompile.plugins.precision` instead of Lightning's."
         )
+    return agreed_dtype(str(plugin.precision), fixed, param_dtype)
+
+
+def agreed_dtype(precision: str, fixed: torch.dtype | None, param_dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that a precision computes in, or, where it leaves that open (``None``), the option's.
+
+    Raises:
+        MisconfigurationException: both are given and differ.
+    """
     if fixed is not None and param_dtype not in (None, fixed):
         raise MisconfigurationException(
-            f"precision={plugin.precision!r} computes in {fixed} but `param_dtype={param_dtype}` asks for another "
+            f"precision={precision!r} computes in {fixed} but `param_dtype={param_dtype}` asks for another "
             "dtype; leave one of the two at its default."
         )
     return param_dtype if fixed is None else fixed

@@ -23,17 +23,15 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor
     its name when the second does. So on the CPU the shards travel by ``all_gather``.
     """
     local, placements = value._local_tensor.detach(), value.placements
-    if group is not None:
-        local = local.cpu()
-        if all(placement.is_replicate() for placement in placements):
-            return local.clone()
+    place = local.device if group is None else torch.device("cpu")
+    if group is not None and all(placement.is_replicate() for placement in placements):
+        return local.to(place, copy=True)
+    # a shard that `cpu()` has moved may be where the mesh's group has no backend
+    local = local.to(value.device_mesh.device_type if group is None else place)
     if len(placements) == 1 and isinstance(placements[0], Partial):
-        return _reduced(local, placements[0], value)
+        return _reduced(local, placements[0], value).to(place)
     if len(placements) != 1 or type(placements[0]) is not Shard:
         return DTensor.full_tensor(value).detach()
-    place = local.device
-    if group is None:  # a shard that `cpu()` has moved may be where the mesh's group has no backend
-        local = local.to(value.device_mesh.device_type)
     dim, group = placements[0].dim % value.ndim, group or value.device_mesh.get_group()
     size, world = value.shape[dim], dist.get_world_size(group)
     most = -(-size // world)

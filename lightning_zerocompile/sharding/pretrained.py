@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,15 +98,15 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], cast: boo
         RuntimeError: a file cannot be read, or the module is sharded already.
     """
     sources = _sources(Path(folder))
-    own = _own_tensors(module)
-    _check(type(module).__name__, folder, own, sources, cast)
-    for names in own.values():
-        source = next((sources[name] for name in names if name in sources), None)
+    own: dict[Tensor, list[SavedTensor]] = {}
+    for entry in saved_tensors(module):
+        own.setdefault(entry.tensor, []).append(entry)
+    _check(type(module).__name__, folder, {t: [entry.name for entry in held] for t, held in own.items()}, sources, cast)
+    for tensor, entries in own.items():
+        source = next((sources[entry.name] for entry in entries if entry.name in sources), None)
         if source is None:
             continue
-        for name in names:
-            holder, local_name = _holder(module, name)
-            tensor = _held(holder, local_name)
+        for _, holder, local_name, _ in entries:
             if local_name in holder._parameters and tensor.is_meta:
                 holder.__dict__.setdefault(SOURCES, {})[local_name] = source
             elif tensor.is_meta:
@@ -153,27 +153,22 @@ def _sources(folder: Path) -> dict[str, Source]:
     return sources
 
 
-def _own_tensors(module: nn.Module) -> dict[Tensor, list[str]]:
-    """Parameters and persistent buffers, with all their names."""
-    own: dict[Tensor, list[str]] = {}
+class SavedTensor(NamedTuple):
+    """A parameter or a persistent buffer: its name in the module's ``state_dict``, who holds it, and under what."""
+
+    name: str
+    holder: nn.Module
+    local_name: str
+    tensor: Tensor
+
+
+def saved_tensors(module: nn.Module) -> Iterator[SavedTensor]:
+    """What ``state_dict`` saves, tensors; a tied one by each of its names."""
     for path, holder in module.named_modules(remove_duplicate=False):
         buffers = {n: b for n, b in holder._buffers.items() if n not in holder._non_persistent_buffers_set}
         for name, tensor in {**holder._parameters, **buffers}.items():
             if tensor is not None:
-                own.setdefault(tensor, []).append(f"{path}.{name}" if path else name)
-    return own
-
-
-def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, local_name = name.rpartition(".")
-    return module.get_submodule(path), local_name
-
-
-def _held(holder: nn.Module, name: str) -> Tensor:
-    parameter = holder._parameters.get(name)
-    tensor = holder._buffers[name] if parameter is None else parameter
-    assert tensor is not None  # `_own_tensors` has found it
-    return tensor
+                yield SavedTensor(f"{path}.{name}" if path else name, holder, name, tensor)
 
 
 def _check(

@@ -162,9 +162,9 @@ class Sharded(DTensor):
             return repr(self._local_tensor.detach())
         what, rank = f"of shape {tuple(self.shape)}", f"rank {mesh.get_local_rank()} of {mesh.size()}"
         if isinstance(placement, Shard):
-            length = self.shape[placement.dim]
-            first = min(mesh.get_local_rank() * -(-length // mesh.size()), length)
-            rows = f"{first}:{first + self._local_tensor.shape[placement.dim]}"
+            length, here = self.shape[placement.dim], mesh.get_local_rank()
+            count, first = Shard.local_shard_size_and_offset(length, mesh.size(), here)
+            rows = f"{first}:{first + count}"
             part = f"holds [{', '.join([':'] * placement.dim + [rows])}] of it"
         else:
             part = "holds this part of it, before the reduction"
