@@ -75,8 +75,8 @@ void Runtime::arm() {
 // another node: a hook of the tensor would stay with the first.
 void Runtime::watch_backward(const Tensor& result, std::vector<int64_t> units, std::string compiled) {
   TORCH_CHECK(result.grad_fn() != nullptr,
-              text("zerocompile: a tensor of sizes ", result.sizes(), " that no operation has made (a leaf, or one that ",
-                   "requires no grad) is not a result of a region, so the region's backward cannot begin at it"));
+              text("zerocompile: a tensor of sizes ", result.sizes(), " that no operation has made (a leaf, or one ",
+                   "that requires no grad) is not a result of a region, so the region's backward cannot begin at it"));
   result.grad_fn()->add_tensor_pre_hook(std::make_unique<Entry>(
       [weak = weak_from_this(), units = std::move(units), compiled = std::move(compiled)] {
         if (auto self = weak.lock()) self->enter_backward(units, compiled);

@@ -103,7 +103,8 @@ void Gathers::await(const Unit& unit) {
   if (state.gathering.awaited(registry_.device())) return;
   const auto what = text("the gather of unit `", unit.name,
                          state.gathered_in == Way::Back ? "` in backward" : "` in forward");
-  wait_for(state.gathering, registry_.device(), what, registry_.rank(), questions_.look(what, "gather", state.gather_number));
+  const auto look = questions_.look(what, "gather", state.gather_number);
+  wait_for(state.gathering, registry_.device(), what, registry_.rank(), look);
 }
 
 // Whether the unit is gathered, what is gathered is what the masters hold (`full`: to the bit), and `needed` (-1: any)
@@ -145,11 +146,12 @@ void Gathers::check_order(const Units& units, Way way, bool full) {
   sequence_.agreed();
 }
 
-// [Note: ranks apart] A rank that fails inside a window whose parameters are gathered at each use may have started fewer
-// gathers than the others, which stand in one that it does not come to. If all of them catch what they raise, their next
-// gathers would be paired with the old ones. So every rank that leaves such a window by an exception says what it has
-// gathered, and compares that (`meet`) before its next gather. If it is the same everywhere all start from the same
-// state: nothing is gathered, and nothing is known of what follows what. Otherwise `meet` raises, now and later.
+// [Note: ranks apart] A rank that fails inside a window whose parameters are gathered at each use may have started
+// fewer gathers than the others, which stand in one that it does not come to. If all of them catch what they raise,
+// their next gathers would be paired with the old ones. So every rank that leaves such a window by an exception says
+// what it has gathered, and compares that (`meet`) before its next gather. If it is the same everywhere all start from
+// the same state: nothing is gathered, and nothing is known of what follows what. Otherwise `meet` raises, now and
+// later.
 void Gathers::come_apart(std::function<void()> meet) {
   meet_ = std::move(meet);
   for (const auto& unit : registry_.units()) {
@@ -284,10 +286,10 @@ void Gathers::gather_in_runs(const Units& units, bool full) {
   }
 }
 
-// [Note: several streams] User code may run parts of its model on streams of its own, and autograd runs their backward on
-// the same ones. What we do unseen has to be ordered for all of them, as torch orders what it does unseen. A gather is
-// ordered before each stream that reads the unit (`Pending::wait`); the memory of its values is not used again before
-// all of these are done. A gradient that arrives on another stream than the one before is ordered after that
+// [Note: several streams] User code may run parts of its model on streams of its own, and autograd runs their backward
+// on the same ones. What we do unseen has to be ordered for all of them, as torch orders what it does unseen. A gather
+// is ordered before each stream that reads the unit (`Pending::wait`); the memory of its values is not used again
+// before all of these are done. A gradient that arrives on another stream than the one before is ordered after that
 // (`follow_producers`), so the last one is ordered after all, and so is what follows it: a reduction, or the end of the
 // backward. With one stream none of this costs anything.
 void Gathers::keep_for_readers(const Unit& unit, const Tensor& full) const {
@@ -319,10 +321,10 @@ void Gathers::drop(const Unit& unit) {
   counts_.resident_bytes -= state.bytes;
 }
 
-// [Note: units after an exception] To drop a unit that is on its way is to wait for it, and another rank may have failed
-// before it came to it. But to keep it would let this rank hold what ranks without the exception have dropped, and the
-// next gathers would not match. So it counts as dropped, and its memory stays until the gather is done; a later gather
-// of the unit waits for it.
+// [Note: units after an exception] To drop a unit that is on its way is to wait for it, and another rank may have
+// failed before it came to it. But to keep it would let this rank hold what ranks without the exception have dropped,
+// and the next gathers would not match. So it counts as dropped, and its memory stays until the gather is done; a later
+// gather of the unit waits for it.
 void Gathers::drop_after_exception(const Unit& unit) {
   auto& state = of(unit);
   if (!state.resident || unit.lifetime == Lifetime::Step || state.lent) return;

@@ -57,9 +57,9 @@ class GatherOrder {
 // through the store, before the collective starts, which unit each of them has at that number. What is known is the
 // same on all ranks, since all were there; a model without branches compares nothing in a steady state. A rank that
 // leaves a known way compares alone, and raises when the others have not answered in time; what neither notices is
-// found at the start of the next step, where the ranks compare all that they have gathered (`course`).
-// Units that the runtime gathers together (an optimizer has written them, a window holds them) are one step of this way:
-// their order is the runtime's, and would otherwise show each unit with two followers, to be compared for ever.
+// found at the start of the next step, where the ranks compare all that they have gathered (`course`). Units that the
+// runtime gathers together (an optimizer has written them, a window holds them) are one step of this way: their order
+// is the runtime's, and would otherwise show each unit with two followers, to be compared for ever.
 class GatherSequence {
  public:
   struct Step {

@@ -1,6 +1,6 @@
-// Gathered values: when a unit is gathered, who uses it until when, and what user code writes to it. The sources: gather
-// (starting and dropping), uses (regions, eager code, graphs), lend (units that stay gathered), low_gathers (in which
-// dtype). Whoever calls holds the runtime's mutex and has begun a use (`Runtime::begin_use`).
+// Gathered values: when a unit is gathered, who uses it until when, and what user code writes to it. The sources:
+// gather (starting and dropping), uses (regions, eager code, graphs), lend (units that stay gathered), low_gathers (in
+// which dtype). Whoever calls holds the runtime's mutex and has begun a use (`Runtime::begin_use`).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

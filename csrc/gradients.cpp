@@ -71,7 +71,7 @@ bool Runtime::may_be_late() const {
 }
 
 void Runtime::leave_in_flight() {
-  home_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  home_ = current_stream(device_);
   last_retired_.order(*home_);  // what was retired in the backward may have been so on another stream
   for (auto& reduction : in_flight_) {
     reserve(reduction);  // what an earlier backward has left is added to, and may be dropped meanwhile
@@ -82,7 +82,7 @@ void Runtime::leave_in_flight() {
 // Of this unit, or (-1) of all.
 void Runtime::await_gradients(int64_t unit) {
   if (in_flight_.empty() || !home_) return;
-  const auto here = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  const auto here = current_stream(device_);
   for (auto& reduction : in_flight_) {
     const auto& units = reduction.units;
     if (unit >= 0 && std::find(units.begin(), units.end(), unit) == units.end()) continue;

@@ -13,17 +13,18 @@
 
 namespace zerocompile {
 
-// [Note: re-entry] What asks the other ranks is Python code, in the middle of a gather or of a reduction, with our mutex
-// held. Python runs signal handlers between its instructions on the main thread, so a handler that saves a checkpoint
-// (Lightning's for SLURM) or reads a parameter would come back in here on the same thread, which owns the mutex: its
-// collectives would run before those that were announced, and tear-down would free what the interrupted call goes on
-// with. So whatever changes anything raises. Other threads wait for the mutex.
+// [Note: re-entry] What asks the other ranks is Python code, in the middle of a gather or of a reduction, with our
+// mutex held. Python runs signal handlers between its instructions on the main thread, so a handler that saves a
+// checkpoint (Lightning's for SLURM) or reads a parameter would come back in here on the same thread, which owns the
+// mutex: its collectives would run before those that were announced, and tear-down would free what the interrupted call
+// goes on with. So whatever changes anything raises. Other threads wait for the mutex.
 class Questions {
  public:
   std::function<std::vector<int64_t>(std::vector<int64_t>)> agree;     // rank 0's order of reductions
   std::function<std::string(int64_t, std::string)> compare;            // a gather: what another rank gathers instead
   std::function<std::string(int64_t, std::string, bool)> unite;        // the used flags
-  // Called once a second while this rank waits: for what, its stream ("gather", "reduction") and number there; may raise.
+  // Called once a second while this rank waits: for what, its stream ("gather", "reduction") and number there; may
+  // raise.
   std::function<void(std::string, std::string, int64_t)> waiting;
 
   void set(decltype(agree) new_agree, decltype(compare) new_compare, decltype(unite) new_unite,
@@ -34,8 +35,8 @@ class Questions {
     waiting = flagged(std::move(new_waiting));
   }
 
-  // On the CPU a rank that waits looks about once a second whether the others still come: one may have died, have failed
-  // in a window that this rank is still in, or wait for this one in something else.
+  // On the CPU a rank that waits looks about once a second whether the others still come: one may have died, have
+  // failed in a window that this rank is still in, or wait for this one in something else.
   std::function<void()> look(const std::string& what, const char* stream, int64_t number) const {
     if (waiting == nullptr) return nullptr;
     return [this, what, stream, number] { waiting(what, stream, number); };

@@ -24,10 +24,11 @@ int64_t row_numel(const Parameter& p) {
 
 // Whether it has a gradient to be reduced now; that of a frozen one waits until it is trained again.
 bool waits(const Parameter& p, const Gradient& g) { return g.grad.defined() && p.master.requires_grad(); }
+
 // [Note: agreed dtype] With `grad_dtype=None` the dtype of a gradient is a fact of one rank and of one backward, and a
-// collective needs one that all ranks know. So such a unit is never reduced before the end of a backward, where the ranks
-// agree each time: on the last of this list that one of them produced. Such units come last in the order of reductions:
-// the others are reduced while the backward runs, as ever.
+// collective needs one that all ranks know. So such a unit is never reduced before the end of a backward, where the
+// ranks agree each time: on the last of this list that one of them produced. Such units come last in the order of
+// reductions: the others are reduced while the backward runs, as ever.
 constexpr std::array<at::ScalarType, 7> kGradDtypes = {
     at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble};
 constexpr char kUnused = '0', kUsed = '1', kFirstDtype = '2';

@@ -68,8 +68,9 @@ class Registry {
   void shut_down();  // from here on every use of a parameter raises
   bool is_shut_down() const { return shut_down_; }
 
-  // [Note: checked indices] An index that comes from outside (Python, an operator, what autograd has saved) goes through
-  // these: the runtime may be shut down, and a parameter's unit may not be planned yet. They raise, with the name.
+  // [Note: checked indices] An index that comes from outside (Python, an operator, what autograd has saved) goes
+  // through these: the runtime may be shut down, and a parameter's unit may not be planned yet. They raise, with the
+  // name.
   void check_running() const;
   const Parameter& parameter(int64_t index) const;
   const Unit& unit(int64_t index) const;

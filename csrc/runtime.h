@@ -1,5 +1,5 @@
-// Begin here. The runtime decides in every frame, compiled or not, what is gathered and what is reduced; the graphs only
-// say "needed here" and "ready here". It has the lock, and holds the classes that own the state.
+// Begin here. The runtime decides in every frame, compiled or not, what is gathered and what is reduced; the graphs
+// only say "needed here" and "ready here". It has the lock, and holds the classes that own the state.
 //
 // The life of one gather (stage 3):
 //   1. A region is entered (`Runtime::enter`), a graph comes to `gather_unit` (ops.cpp; `Runtime::use`), or eager code
@@ -51,8 +51,8 @@ namespace zerocompile {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// What the gradient of a master is that has none bound: the reduced one; or, in a window or an accumulation, this rank's
-// own full sum, or its rows of what was reduced early.
+// What the gradient of a master is that has none bound: the reduced one; or, in a window or an accumulation, this
+// rank's own full sum, or its rows of what was reduced early.
 enum class Unbound : int64_t { Reduced = 0, Sum = 1, Early = 2 };
 
 // Shared with what autograd holds, whose end may come on any thread, with the GIL held: it must not ask for our mutex.

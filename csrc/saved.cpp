@@ -7,12 +7,12 @@
 
 namespace zerocompile {
 
-// [Note: saved tensors] A gathered weight that eager code saves for backward is kept as its identity and gathered
-// again when backward asks for it. What was saved may be any view of the weight's memory: of other sizes, of a part, in
-// another dtype (`view_as_complex`, `view(dtype)`), conjugated or negated by a bit. All of that is kept. A subclass of Tensor
-// that dispatches operators itself is kept as it is, which keeps the gathered memory: only it knows what it is. One that
-// does not comes back as a plain tensor, as torch's hooks have it. Hooks switch torch's own check for in-place writes
-// off, so it is repeated here.
+// [Note: saved tensors] A gathered weight that eager code saves for backward is kept as its identity and gathered again
+// when backward asks for it. What was saved may be any view of the weight's memory: of other sizes, of a part, in
+// another dtype (`view_as_complex`, `view(dtype)`), conjugated or negated by a bit. All of that is kept. A subclass of
+// Tensor that dispatches operators itself is kept as it is, which keeps the gathered memory: only it knows what it is.
+// One that does not comes back as a plain tensor, as torch's hooks have it. Hooks switch torch's own check for in-place
+// writes off, so it is repeated here.
 namespace {
 
 bool dispatches_itself(const Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::Python); }

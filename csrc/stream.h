@@ -136,8 +136,8 @@ class Pending {
 // `finish` returns what to wait for. On the CPU there is no stream and the collectives' own handles are kept.
 //
 // [Note: unfinished launches] An exception between two collectives of a launch (out of memory) leaves the first one on
-// its way: it still reads and writes memory that the exception's way out would free. So a launch tells `started` what to
-// wait for on every way out, and its owner keeps what that reads and writes.
+// its way: it still reads and writes memory that the exception's way out would free. So a launch tells `started` what
+// to wait for on every way out, and its owner keeps what that reads and writes.
 class Lane {
  public:
   explicit Lane(c10::Device device) : device_(device) {}
