@@ -131,7 +131,7 @@ const Unit& Registry::unit(int64_t index) const {
 }
 
 const Unit& Registry::unit_of(const Parameter& p) const {
-  TORCH_CHECK(p.unit >= 0, text("zerocompile: parameter `", p.name, "` is used while its model is still being sharded, ",
+  TORCH_CHECK(p.unit >= 0, text("zerocompile: parameter `", p.name, "` is used while its model is still being sharded, "
                                 "so it belongs to no unit yet. Initialise the model on a real device before training, ",
                                 "or use the parameter once the model is set up"));
   return units_[p.unit];
