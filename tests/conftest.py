@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -68,9 +69,24 @@ def ranks(worlds: harness.Worlds) -> harness.Ranks:
 
 
 @pytest.fixture(autouse=True)
-def no_process_group_is_left() -> Iterator[None]:
-    """In this process, so that the test that left one fails, not a later one that makes its own."""
+def nothing_is_left() -> Iterator[None]:
+    """In this process, so that the test that left it fails, not a later one that makes its own process group.
+
+    A Trainer writes to the environment where its process group is, and processes that a later test starts would read
+    that: so the environment is what it was before.
+    """
+    before = set(os.environ)
+    yield
+    for name in set(os.environ) - before:
+        del os.environ[name]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("this test left a process group in the process that runs the tests: use the fixture `one_process`")
+
+
+@pytest.fixture
+def one_process(nothing_is_left: None) -> Iterator[None]:
+    """For a test that trains in this process: its process group is destroyed."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-        pytest.fail("this test left a process group in the process that runs the tests")

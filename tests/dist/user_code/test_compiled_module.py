@@ -74,6 +74,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(("wish", "options", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
 def test_what_cannot_be_served_says_what_to_pass(wish: dict[str, Any], options: dict[str, Any], message: str) -> None:
     trainer = models.make_trainer(ZeroCompileStrategy(**options), max_steps=1)
