@@ -206,7 +206,9 @@ def test_a_histogram_of_one_rank_alone_raises() -> None:
     """In seconds, when the other has come to something else; and training goes on."""
     module = _fit(_alone, 3, EAGER, ("on_before_optimizer_step",))
     if models.rank() == 0:
-        assert "`histc`" in module.message and "Every rank must ask" in module.message, module.message
+        assert "`histc`" in module.message, module.message
+        # which of the two is found first
+        assert "Every rank must ask" in module.message or "must run on every rank" in module.message, module.message
         assert module.seconds < 35
 
 
