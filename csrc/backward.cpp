@@ -139,7 +139,7 @@ void Runtime::abort_failed_backward() {
   // What waits for the end of a window must not be dropped in silence, nor be used without the part that is missing.
   TORCH_CHECK(!began_deferred_,
               text("zerocompile: a backward raised inside `coalesce_grad_reduction` or an accumulation, "
-                   "so the gradients that wait for its end are incomplete on rank ", registry_.rank(),
+                   "so the gradients that wait for its end are incomplete on rank ", registry_.global_rank(),
                    ". Leave it with the exception, which drops them, or call `zero_grad()`, and repeat the step"));
   drop_gradients();
 }
@@ -183,16 +183,16 @@ void Runtime::agree_on_order() {
     const auto& members = registry_.units()[index].parameters;
     return std::all_of(members.begin(), members.end(), [&](int64_t i) { return record(i).cast_grad; });
   });
-  reduce_order_ = questions_.agree != nullptr && registry_.world() > 1 ? questions_.agree(order) : order;
+  reduce_order_ = questions_.agree != nullptr && registry_.all_ranks() > 1 ? questions_.agree(order) : order;
   TORCH_CHECK(reduce_order_.size() == registry_.units().size(),
               text("zerocompile: rank 0 has ", reduce_order_.size(), " units, rank ",
-                   registry_.rank(), " has ", registry_.units().size()));
+                   registry_.global_rank(), " has ", registry_.units().size()));
 }
 
 // Rank 0's order, for ranks that are in a backward while rank 0 is at a window's end without one.
 void Runtime::publish_order() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (registry_.rank() == 0) agree_on_order();
+  if (registry_.global_rank() == 0) agree_on_order();
 }
 
 // ---- taking gradients ----

@@ -46,8 +46,9 @@ void all_gather_flat(c10d::ProcessGroup& group, Lane::Launch& launch, std::vecto
 
 // [Note: gloo reduce-scatters] Gloo's reduce-scatter is an all-reduce of a copy of each input, whose work ignores the
 // timeout of a wait: a rank could not look meanwhile whether the others still come. So the same is done here.
-void all_reduce_each(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                     const std::vector<at::Tensor>& inputs, const c10d::ReduceOp& op) {
+void all_reduce_each(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
+                     std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& inputs,
+                     const c10d::ReduceOp& op) {
   const bool average = op == c10d::ReduceOp::AVG;
   std::vector<at::Tensor> sums;
   for (const auto& input : inputs) {
@@ -58,13 +59,12 @@ void all_reduce_each(c10d::ProcessGroup& group, Lane::Launch& launch, std::vecto
     options.asyncOp = true;
     launch.add(group.allreduce(tensors, options));
   }
-  launch.then([sums = std::move(sums), outputs = std::move(outputs), rank = group.getRank(), world = group.getSize(),
-               average] {
+  launch.then([sums = std::move(sums), outputs = std::move(outputs), rank, world, all = group.getSize(), average] {
     at::NoGradGuard no_grad;
     for (size_t k = 0; k < outputs.size(); ++k) {
       const auto rows = sums[k].size(0) / world;
       outputs[k].copy_(sums[k].narrow(0, rank * rows, rows));
-      if (average) outputs[k].div_(world);
+      if (average) outputs[k].div_(all);
     }
   });
 }
@@ -83,9 +83,13 @@ void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at:
 #endif
 }
 
-void reduce_scatter(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                    std::vector<at::Tensor> inputs, const c10d::ReduceOp& op) {
-  if (outputs.front().device().is_cpu()) return all_reduce_each(group, launch, std::move(outputs), inputs, op);
+void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
+                    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op) {
+  if (outputs.front().device().is_cpu()) {
+    return all_reduce_each(group, rank, world, launch, std::move(outputs), inputs, op);
+  }
+  TORCH_CHECK(group.getSize() == world && group.getRank() == rank,
+              "zerocompile: on devices a reduce-scatter is of the shard group alone");
   c10d::ReduceScatterOptions options;
   options.reduceOp = op;
   options.asyncOp = false;

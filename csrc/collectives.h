@@ -16,9 +16,10 @@ namespace zerocompile {
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
                 std::vector<at::Tensor> inputs);
 
-// outputs[i]: [n_i, ...], inputs[i]: [world * n_i, ...], all of one dtype.
-void reduce_scatter(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                    std::vector<at::Tensor> inputs, const c10d::ReduceOp& op);
+// outputs[i]: [n_i, ...], inputs[i]: [world * n_i, ...], all of one dtype; the rows of `rank` of `world`. They are the
+// group's own; on the CPU the group may have more ranks, which all add.
+void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
+                    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op);
 
 // Waits for what is on its way; a failure says that it was `what`. `look` may raise, which ends the wait with that;
 // null: there is nothing to look at.

@@ -104,7 +104,7 @@ void Gathers::await(const Unit& unit) {
   const auto what = text("the gather of unit `", unit.name,
                          state.gathered_in == Way::Back ? "` in backward" : "` in forward");
   const auto look = questions_.look(what, "gather", state.gather_number);
-  wait_for(state.gathering, registry_.device(), what, registry_.rank(), look);
+  wait_for(state.gathering, registry_.device(), what, registry_.global_rank(), look);
 }
 
 // Whether the unit is gathered, what is gathered is what the masters hold (`full`: to the bit), and `needed` (-1: any)

@@ -88,8 +88,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("backwards", &Stats::backwards);
 
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
-      .def(py::init([](const std::string& gather_group, const std::string& reduce_group, const std::string& device) {
-        return std::make_shared<Runtime>(gather_group, reduce_group, c10::Device(device));
+      .def(py::init([](const std::string& gather_group, const std::string& reduce_group,
+                       const std::string& replica_group, int64_t all_ranks, int64_t global_rank,
+                       const std::string& device) {
+        return std::make_shared<Runtime>(gather_group, reduce_group, replica_group, Place{all_ranks, global_rank},
+                                         c10::Device(device));
       }))
       .def("add_parameter",
            [](Runtime& self, std::string name, std::vector<int64_t> size, at::ScalarType dtype,

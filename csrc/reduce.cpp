@@ -207,11 +207,19 @@ void Runtime::reduce_by_collective(Lane::Launch& launch, const std::vector<int64
     inputs.push_back(on_the_wire(gradients[shards[k].gradient].full));
     outputs.push_back(on_the_wire(view_of(result, size, shards[k].offset)));
   }
-  const bool average = divisor_ == static_cast<double>(registry_.world());
-  if (!inputs.empty() && registry_.world() == 1) {
+  const bool average = divisor_ == static_cast<double>(registry_.all_ranks());
+  const c10d::ReduceOp op = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+  if (!inputs.empty() && reduce_group_->getSize() == 1) {
     at::_foreach_copy_(outputs, inputs);
   } else if (!inputs.empty()) {
-    reduce_scatter(*reduce_group_, launch, outputs, inputs, average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+    reduce_scatter(*reduce_group_, registry_.rank(), registry_.world(), launch, outputs, inputs, op);
+  }
+  if (!inputs.empty() && replica_group_ != nullptr) {  // after the first, in the lane's order
+    std::vector<Tensor> rows{on_the_wire(result)};
+    c10d::AllreduceOptions options;
+    options.reduceOp = op;
+    options.asyncOp = false;
+    launch.add(replica_group_->allreduce(rows, options));
   }
   launch.then([=, divisor = average ? 1.0 : divisor_] {
     at::NoGradGuard no_grad;
@@ -247,11 +255,12 @@ void Runtime::replicate_group(const std::vector<int64_t>& group, Reduction& redu
     of(p).grad_owned = false;
     stats_.reductions += 1;
     stats_.reduce_bytes += static_cast<int64_t>(sum.nbytes());
-    if (registry_.world() > 1) {
-      std::vector<Tensor> tensors{on_the_wire(sum)};
+    std::vector<Tensor> tensors{on_the_wire(sum)};
+    for (const auto& ranks : {reduce_group_, replica_group_}) {
+      if (ranks == nullptr || ranks->getSize() == 1) continue;
       c10d::AllreduceOptions options;
       options.asyncOp = device_.is_cpu();
-      launch.add(reduce_group_->allreduce(tensors, options));
+      launch.add(ranks->allreduce(tensors, options));
     }
     auto existing = existing_grad(p);
     reduced_.emplace_back(group[k], existing.defined() ? Tensor() : results[k]);
@@ -295,7 +304,7 @@ std::vector<char> Runtime::agree_on_used(const std::function<void()>& meanwhile)
     if (of(p).contributed) used[i] = p.cast_grad ? kUsed : letter_of(p, of(p).raw_dtype);
     asks = asks || (p.master.requires_grad() && !(of(p).contributed && p.cast_grad));
   }
-  const bool alone = registry_.world() == 1 || questions_.unite == nullptr;
+  const bool alone = registry_.all_ranks() == 1 || questions_.unite == nullptr;
   if (!alone) questions_.unite(exchanges_, used, /*asks=*/false);
   if (!deferred_) meanwhile();
   if (!alone && asks) used = questions_.unite(exchanges_, used, /*asks=*/true);

@@ -59,15 +59,15 @@ int64_t Registry::add_parameter(const std::weak_ptr<Runtime>& runtime, Parameter
   p.index = static_cast<int64_t>(parameters_.size());
   static_cast<ParameterSpec&>(p) = std::move(spec);
   p.replicated = p.size.empty();
-  p.rows = p.replicated ? 1 : (p.size[0] + world_ - 1) / world_;
+  p.rows = p.replicated ? 1 : (p.size[0] + shards_.world - 1) / shards_.world;
   TORCH_CHECK(local.device().type() == device_.type(),
               text("zerocompile: parameter `", p.name, "` is on ", local.device(),
                    " but the strategy runs on ", device_));
-  const int64_t first = std::min(rank_ * p.rows, p.replicated ? 0 : p.size[0]);
+  const int64_t first = std::min(shards_.rank * p.rows, p.replicated ? 0 : p.size[0]);
   const int64_t expected = p.replicated ? 0 : std::min(p.rows, p.size[0] - first);
   TORCH_CHECK(p.replicated || (local.dim() > 0 && local.size(0) == expected),
               text("zerocompile: the shard of `", p.name,
-                   "` must hold ", expected, " rows on rank ", rank_, ", got a tensor of sizes ", local.sizes()));
+                   "` must hold ", expected, " rows on rank ", all_.rank, ", got a tensor of sizes ", local.sizes()));
   p.master = std::move(master);
   p.local = std::move(local);
   p.identity = new_identity(runtime, p.index);
@@ -151,7 +151,7 @@ std::string Registry::names_of(const std::vector<int64_t>& units) const {
 std::vector<int64_t> Registry::padded_size(const Parameter& p) const {
   if (p.replicated) return {1};
   auto size = p.size;
-  size[0] = p.rows * world_;
+  size[0] = p.rows * shards_.world;
   return size;
 }
 
@@ -166,7 +166,7 @@ int64_t Registry::full_bytes(const Unit& unit) const {
 }
 
 int64_t Registry::sent_bytes(const Parameter& p, at::ScalarType dtype) const {
-  const auto rows = c10::multiply_integers(padded_size(p)) / world_;
+  const auto rows = c10::multiply_integers(padded_size(p)) / shards_.world;
   return (rows * static_cast<int64_t>(c10::elementSize(dtype)) + 511) / 512 * 512;
 }
 
@@ -175,7 +175,7 @@ std::vector<std::vector<int64_t>> Registry::runs_of(const std::vector<int64_t>& 
   std::vector<std::vector<int64_t>> runs;
   int64_t bytes = 0;
   for (auto index : units) {
-    const auto size = padded ? units_[index].sent * world_ : full_bytes(units_[index]);
+    const auto size = padded ? units_[index].sent * shards_.world : full_bytes(units_[index]);
     if (runs.empty() || bytes + size > limit) {
       runs.emplace_back();
       bytes = 0;

@@ -54,9 +54,18 @@ struct Unit {
   int64_t sent = 0;   // bytes of one rank's rows of it
 };
 
+// This rank's place in a group of ranks.
+struct Place {
+  int64_t world = 1, rank = 0;
+};
+
+// [Note: replicas] Parameters are sharded over W ranks, the shard group; R such groups hold the same rows, one replica
+// each. A gather is inside one of them. A gradient is the mean over all R * W ranks, and whatever ranks agree on, all of
+// them agree on. The reduction on devices: inside the shard group first, and then what is left, this rank's rows, over
+// the R ranks that have them. On the CPU it is one collective of all ranks, as gloo reduces whole gradients anyway.
 class Registry {
  public:
-  Registry(c10::Device device, int64_t world, int64_t rank) : device_(device), world_(world), rank_(rank) {}
+  Registry(c10::Device device, Place shards, Place all) : device_(device), shards_(shards), all_(all) {}
   ~Registry() { clear(); }
   Registry(const Registry&) = delete;
   Registry& operator=(const Registry&) = delete;
@@ -82,8 +91,10 @@ class Registry {
   std::string names_of(const std::vector<int64_t>& units) const;  // for messages and traces
 
   c10::Device device() const { return device_; }
-  int64_t world() const { return world_; }
-  int64_t rank() const { return rank_; }
+  int64_t world() const { return shards_.world; }  // of the shard group
+  int64_t rank() const { return shards_.rank; }
+  int64_t all_ranks() const { return all_.world; }
+  int64_t global_rank() const { return all_.rank; }
   int64_t usual_bytes() const { return usual_bytes_; }  // `sent` of the most frequent unit, the repeated block
   std::vector<int64_t> padded_size(const Parameter& p) const;
   int64_t sent_bytes(const Parameter& p, at::ScalarType dtype) const;
@@ -96,7 +107,7 @@ class Registry {
   int64_t full_bytes(const Unit& unit) const;
 
   c10::Device device_;
-  int64_t world_, rank_;
+  Place shards_, all_;
   std::vector<Parameter> parameters_;
   std::vector<Unit> units_;
   std::unordered_map<const void*, int64_t> by_handle_;  // storage of a handle -> parameter

@@ -10,14 +10,30 @@
 
 namespace zerocompile {
 
-Runtime::Runtime(const std::string& gather_group, const std::string& reduce_group, c10::Device device)
+namespace {
+
+Place place_in(const std::string& group_name) {
+  const auto group = c10d::resolve_process_group(group_name);
+  return {group->getSize(), group->getRank()};
+}
+
+}  // namespace
+
+Runtime::Runtime(const std::string& gather_group, const std::string& reduce_group, const std::string& replica_group,
+                 Place all, c10::Device device)
     : device_(device),
       reduce_group_(c10d::resolve_process_group(reduce_group)),
+      replica_group_(replica_group.empty() ? nullptr : c10d::resolve_process_group(replica_group)),
       group_name_(gather_group),
-      registry_(device, reduce_group_->getSize(), reduce_group_->getRank()),
+      registry_(device, place_in(gather_group), all),
       gathers_(registry_, questions_, c10d::resolve_process_group(gather_group)),
-      divisor_(static_cast<double>(registry_.world())),
-      reduce_lane_(device) {}
+      divisor_(static_cast<double>(registry_.all_ranks())),
+      reduce_lane_(device) {
+  const int64_t reduced = reduce_group_->getSize() * (replica_group_ ? replica_group_->getSize() : 1);
+  TORCH_CHECK(reduced == registry_.all_ranks(),
+              text("zerocompile: the process groups of reductions have ", reduced, " ranks, not all ",
+                   registry_.all_ranks()));
+}
 
 // ---- set-up and end ----
 
@@ -51,7 +67,7 @@ void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
 
 void Runtime::check_entry(const char* what) const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  questions_.check_entry(what, registry_.rank());
+  questions_.check_entry(what, registry_.global_rank());
 }
 
 int64_t Runtime::peer_bytes() const {
@@ -90,6 +106,7 @@ int64_t Runtime::summing_peer_bytes() const {
 void Runtime::set_summing_peers(const Tensor& buffer, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
+  TORCH_CHECK(replica_group_ == nullptr, "zerocompile: copies between devices reduce inside one replica only");
   summing_peers_ = std::make_unique<PeerMemory>(buffer, group_name_, kernels_, timeout_ms);
 }
 
@@ -125,7 +142,7 @@ void Runtime::await(Reduction& reduction) {
   const auto what = text("the reduction of unit `", registry_.names_of(reduction.units), "` in backward number ",
                          stats_.backwards);
   const auto look = questions_.look(what, "reduction", reduction.number);
-  for (auto& done : reduction.done) wait_for(done, device_, what, registry_.rank(), look);
+  for (auto& done : reduction.done) wait_for(done, device_, what, registry_.global_rank(), look);
 }
 
 // [Note: abandoned communication] After a failure this rank waits for nobody: another may have failed before it came to
@@ -158,6 +175,7 @@ void Runtime::shutdown(bool wait) {
   summing_peers_.reset();
   kernels_.reset();
   reduce_group_.reset();
+  replica_group_.reset();
 }
 
 // ---- gathered values ----
@@ -165,7 +183,7 @@ void Runtime::shutdown(bool wait) {
 // A use begins, in a forward or in a backward.
 Phase Runtime::begin_use() {
   registry_.check_running();
-  questions_.check_entry("gather", registry_.rank());
+  questions_.check_entry("gather", registry_.global_rank());
   abort_failed_backward();
   const auto now = phase();
   if (now == Phase::Backward) arm();

@@ -112,7 +112,10 @@ using ReducedGrad = std::pair<int64_t, Tensor>;
 
 class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
-  Runtime(const std::string& gather_group, const std::string& reduce_group, c10::Device device);
+  // `gather_group`: of the shard group. `reduce_group`: of the shard group, on the CPU of all ranks. `replica_group`: of
+  // the ranks that hold the same rows, "" on the CPU and where no other does: see [Note: replicas]. `all`: of all ranks.
+  Runtime(const std::string& gather_group, const std::string& reduce_group, const std::string& replica_group, Place all,
+          c10::Device device);
 
   // set-up
   int64_t add_parameter(ParameterSpec spec, Tensor master, Tensor local, Tensor handle);
@@ -255,7 +258,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   mutable std::recursive_mutex mutex_;
   c10::Device device_;
   c10::intrusive_ptr<c10d::ProcessGroup> reduce_group_;
-  std::string group_name_;  // of all ranks, for memory that they map
+  c10::intrusive_ptr<c10d::ProcessGroup> replica_group_;  // null: what the first has reduced is the sum of all ranks
+  std::string group_name_;  // of the shard group, for memory that they map
   Registry registry_;
   Questions questions_;
   Gathers gathers_;

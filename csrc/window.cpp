@@ -65,7 +65,7 @@ void Runtime::check_backward_ended() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(!backward_,
               text("zerocompile: the last backward before this reduction raised or has not ended on rank ",
-                   registry_.rank(), ", so its gradients are incomplete"));
+                   registry_.global_rank(), ", so its gradients are incomplete"));
 }
 
 // The window closes (or an accumulation ends without a further backward): one reduction of all that was deferred.

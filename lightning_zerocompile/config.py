@@ -116,6 +116,10 @@ class Config:
         mode: torch.compile's mode. ``"reduce-overhead"`` and ``"max-autotune"`` replay CUDA graphs.
         dynamic: torch.compile's ``dynamic``.
         options: Inductor's options; passes of the user in the slots we need run before ours.
+        replicas: how many times the model is held (hybrid sharding, FSDP's HYBRID_SHARD): each replica is sharded over
+            its part of the ranks, which follow each other. Parameters are gathered inside a part, gradients averaged
+            over all ranks; the memory is that of a part. ``"nodes"``: one replica on each host. Several on the CPU
+            only, so far.
         activation_budget: the share of its activations that a compiled module saves for its backward: 1 what
             torch.compile would, 0 as little as it can; torch chooses what is cheapest to compute again. Gathered values
             are never saved, and random numbers are not drawn again. ``None``: torch's own setting.
@@ -174,6 +178,14 @@ class Config:
             "(the fastest that fits)."
         ),
     ] = 3
+    replicas: Annotated[
+        int | Literal["nodes"],
+        Check(
+            "is not understood; choose a number of replicas that divides that of the ranks, or 'nodes' (one on each "
+            "host).",
+            holds=lambda replicas: replicas == "nodes" or replicas > 0,
+        ),
+    ] = 1
     compile: Annotated[
         Literal["blocks", "model", False],
         Check(

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from lightning_zerocompile.checkpoint.state import serving_full_values
 from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
+from lightning_zerocompile.ranks.groups import Groups, number_of_replicas
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
 from lightning_zerocompile.runtime.memory_budget import MemoryBudget
 from lightning_zerocompile.runtime.runtime import Runtime
@@ -64,8 +64,11 @@ class Engine:
         autocast_dtype: of the autocast that every step runs under; ``None``: there is none.
         settings: what else all ranks must have alike, by name.
         wished: parts of the model that are compiled although they are no blocks.
+        nodes: number of hosts.
 
     Raises:
+        ValueError: the ranks cannot be divided among the replicas.
+        NotImplementedError: several replicas on devices.
         RuntimeError: the ranks hold different models, options or versions; a parameter is a shard that a failed run has
             left, is on a foreign device or cannot be initialised.
     """
@@ -80,6 +83,7 @@ class Engine:
         autocast_dtype: torch.dtype | None = None,
         settings: Mapping[str, str] | None = None,
         wished: Sequence[nn.Module] = (),
+        nodes: int = 1,
     ) -> None:
         self.model, self.device, self.config = model, device, config
         take_over(model)
@@ -93,15 +97,17 @@ class Engine:
                 "(siblings of one class with equal parameters). Call `torch.utils.checkpoint.checkpoint` in its "
                 "`forward` instead, or use `activation_budget`, which needs none."
             )
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-        own = [dist.new_group(backend=backend, timeout=config.timeout) for _ in range(_groups_needed(device))]
-        gathers, reductions = [mesh.get_group(), *own][-2:]
-        self._own_groups, self.units = own, tuple(units)
+        replicas = number_of_replicas(config.replicas, nodes, dist.get_world_size())
+        if replicas > 1 and device.type != "cpu":
+            raise NotImplementedError(
+                f"`replicas={config.replicas!r}`: several replicas train on the CPU only, so far. Use replicas=1: the "
+                "model is sharded over all ranks."
+            )
+        self._groups = Groups.make(device, backend, config.timeout, replicas)
+        self._groups.connect(device)
+        self.units = tuple(units)
         self._watched: Callable[[], object] | None = None  # ends what says that torch.compile takes long
-        if device.type != "cpu":  # NCCL connects the ranks at first use and blocks the host: here all ranks are
-            dist.all_reduce(torch.zeros(1, device=device), group=reductions)
-        meetings = own[0] if device.type == "cpu" else None
-        self.runtime = Runtime(mesh, device, config, gathers, reductions, meetings)
+        self.runtime = Runtime(self._groups, device, config)
         self.budget, self.gather_watch = MemoryBudget(self.runtime), GatherWatch(self.runtime)
         self.steps = OptimizerSteps(self.runtime, self.reduce_pending, self.budget.optimizer_stepped)
         try:
@@ -248,7 +254,7 @@ class Engine:
 
     def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
         # in the reductions' group: in that of the gathers, the forward would wait for all that the optimizer started
-        buffers.broadcast(modules, self._own_groups[-1], self.runtime.meetings.meet)
+        buffers.broadcast(modules, self._groups.everyone, self.runtime.meetings.meet)
 
     def before_backward(self, loss: Tensor) -> None:
         """Lets the runtime know the outermost backward when it starts: the loss's gradient comes first."""
@@ -372,8 +378,7 @@ class Engine:
         if self.manages(self.model):
             self.steps.give_back(make_whole(self.model))
         self.runtime.shutdown()
-        for group in self._own_groups:
-            dist.destroy_process_group(group)
+        self._groups.destroy()
 
     def rescue(self) -> bool:
         """After a failure: makes the model an ordinary module again, if every rank ends its run within a few seconds.
@@ -401,7 +406,7 @@ class Engine:
                 verdict = "gone" if None in reasons.values() else "all here"
                 if self.runtime.messages.mark("rescue", 0, verdict)[1] != "all here":
                     return False
-                group = dist.new_group(backend="gloo", timeout=2 * patience)
+                group = self._groups.new_shard_group(2 * patience)
                 _warn_of_steps(self.steps.count, group)
             self.steps.give_back(unshard_parameters(self.model, group), group)
         except RuntimeError:  # of the store, of a rank that has gone meanwhile, of a device that has failed
@@ -458,10 +463,3 @@ def _slots_of(module: nn.Module) -> dict[str, ShardedParameter]:
         for prefix, inner in module.named_modules()
         for name, sharded in inner.__dict__.get(PARAMETERS, {}).items()
     }
-
-
-def _groups_needed(device: torch.device) -> int:
-    """[Note: two groups] Gathers and reductions overlap, and their relative order may differ between ranks: each has a
-    process group. On devices gathers use the default one, which costs no further communicator; gloo shares a group
-    badly with the user's collectives (see [Note: gloo gathers]), so there both are our own; ranks meet in a third."""
-    return 3 if device.type == "cpu" else 1

@@ -175,7 +175,8 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
                 autocast_dtype=autocast,
                 optimizer=torch.optim.AdamW,  # those of the loop come later
             )
-            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts))
+            nodes = self.num_nodes
+            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts, nodes))
         except BaseException:
             self._restore_methods()
             raise

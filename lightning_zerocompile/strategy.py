@@ -201,7 +201,8 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             self.model = self.precision_plugin.convert_module(module)
             autocast, settings = autocast_dtype(self.precision_plugin), trainer_settings(trainer)
             backend = self._get_process_group_backend()
-            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts))
+            nodes = self.num_nodes
+            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts, nodes))
             self.model_to_device()
         prepare_callbacks(trainer, module, self.engine)
         if fitting:

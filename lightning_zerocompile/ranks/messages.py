@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zerocompile.ranks.liveness import CLOSED, Liveness
 from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, Wait
@@ -47,10 +46,10 @@ class CommunicationError(RuntimeError):
 
 
 class Messages:
-    """Messages between the ranks of a mesh.
+    """Messages between all ranks.
 
     Args:
-        mesh: the shard group, one dimension.
+        device: the kind of device of the ranks, ``"cpu"`` or ``"cuda"``.
         name: of this conversation: the same on all ranks, and that of no other conversation.
         timeout: how long a message is waited for.
 
@@ -60,8 +59,8 @@ class Messages:
         started: how many collectives of each stream this rank has started; see :class:`Wait`.
     """
 
-    def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta) -> None:
-        self._ranks, self._device = dist.get_process_group_ranks(mesh.get_group()), mesh.device_type
+    def __init__(self, device: str, name: str, timeout: timedelta) -> None:
+        self._ranks, self._device = list(range(dist.get_world_size())), device
         self._mine = dist.get_rank()
         self.others = [rank for rank in self._ranks if rank != self._mine]
         self._name, self._timeout, self._few = name, timeout, _FEW

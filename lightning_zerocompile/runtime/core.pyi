@@ -101,7 +101,16 @@ class Stats:
 
 @final
 class Runtime:
-    def __init__(self, gather_group: str, reduce_group: str, device: str, /) -> None: ...
+    def __init__(
+        self,
+        gather_group: str,
+        reduce_group: str,
+        replica_group: str,
+        all_ranks: int,
+        global_rank: int,
+        device: str,
+        /,
+    ) -> None: ...
 
     # ---- set-up and end ----
 

@@ -29,7 +29,7 @@ def has_copy_engines(
     if mesh.size() == 1 or wanted is False:
         return False
     reason = "" if device.type == "cuda" else f"{device.type} devices have no copy engines"
-    return not _refused(reason or _unreachable(device, messages), wanted)
+    return not _refused(reason or _unreachable(mesh, device, messages), wanted)
 
 
 def _refused(reason: str, wanted: bool | Literal["auto"]) -> bool:
@@ -73,10 +73,12 @@ def map_buffer(
     return None if _refused(reason, wanted) else buffers[0]
 
 
-def _unreachable(device: torch.device, messages: Messages) -> str:
-    """Why some rank's device cannot read another's memory; "" if all can, alike on all ranks."""
+def _unreachable(mesh: DeviceMesh, device: torch.device, messages: Messages) -> str:
+    """Why some rank's device cannot read another's memory of its shard group; "" if all can, alike on all ranks."""
     mine = json.dumps([socket.gethostname(), device.index])
-    places = {rank: json.loads(text or "[null, null]") for rank, text in messages.exchange("place", mine).items()}
+    near = dist.get_process_group_ranks(mesh.get_group())
+    everywhere = messages.exchange("place", mine)
+    places = {rank: json.loads(everywhere.get(rank) or "[null, null]") for rank in near}
     hosts, indices = {host for host, _ in places.values()}, [index for _, index in places.values()]
     reason = ""
     if len(hosts) > 1:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from lightning_zerocompile.config import Config, Lifetime, Policy
 from lightning_zerocompile.ranks.consistency import Consistency, Reads
+from lightning_zerocompile.ranks.groups import Groups
 from lightning_zerocompile.ranks.meetings import STREAM, Meetings
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.runtime import build, ops
@@ -89,30 +89,33 @@ class Runtime:
     """Sharded parameters of one model: units, gathers, reductions, the masters' gradients.
 
     Args:
-        mesh: the shard group, one dimension; its size is the world size W.
+        groups: in which the ranks communicate.
         device: of this rank.
         config: the strategy's options.
-        gather_group, reduce_group: process groups over the mesh's ranks; two, so that only the order within gathers
-            and within reductions has to agree between ranks.
-        meeting_group: of the same ranks, see :class:`Meetings`.
+
+    Attributes:
+        mesh: the shard group, one dimension; its size is W.
+        world_size: the number of all ranks.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        device: torch.device,
-        config: Config,
-        gather_group: dist.ProcessGroup,
-        reduce_group: dist.ProcessGroup,
-        meeting_group: dist.ProcessGroup | None,
-    ) -> None:
-        self.mesh, self.device, self.config = mesh, device, config
+    def __init__(self, groups: Groups, device: torch.device, config: Config) -> None:
+        self.mesh, self.device, self.config = groups.shards, device, config
+        self.world_size = dist.get_world_size()
+        self._replicated = groups.shards.size() < self.world_size
         self.policy = Policy.of_stage(config.chosen_stage)
         build.load()
         from lightning_zerocompile.runtime import core  # built just now
 
         ops.register()
-        self.core = core.Runtime(gather_group.group_name, reduce_group.group_name, str(device))
+        alike = "" if groups.replicas is None else groups.replicas.group_name
+        self.core = core.Runtime(
+            groups.gathers.group_name,
+            groups.reductions.group_name,
+            alike,
+            self.world_size,
+            dist.get_rank(),
+            str(device),
+        )
         self._lifetimes = {Lifetime.USE: core.Lifetime.USE, Lifetime.STEP: core.Lifetime.STEP}
         self._never_used = core.never_used
         self.core.set_prefetch(config.prefetch)
@@ -134,8 +137,8 @@ class Runtime:
             if owner is not None:
                 owner._bind(reduced)
 
-        self.name = reduce_group.group_name  # alike on all ranks, and no other runtime's
-        self.messages = Messages(mesh, self.name, config.timeout)
+        self.name = groups.everyone.group_name  # alike on all ranks, and no other runtime's
+        self.messages = Messages(device.type, self.name, config.timeout)
         self.comparisons = Consistency(self.messages, config.timeout)
         self.reads = Reads(self.comparisons, config.timeout)
         self.core.set_callbacks(
@@ -145,7 +148,7 @@ class Runtime:
             self.comparisons.used_parameters,
             self.messages.look,
         )
-        self.meetings = Meetings(self.messages, meeting_group)
+        self.meetings = Meetings(self.messages, groups.meetings)
 
         def started() -> dict[str, int]:
             owner = this()
@@ -216,6 +219,8 @@ class Runtime:
         loaded = not first_failure(messages, "kernels", lambda: self.core.set_kernels(code))
         self.core.set_peers(buffer, timeout)
         size = self.core.summing_peer_bytes() if loaded else 0
+        if self._replicated:
+            size = 0  # see [Note: replicas]
         summing = map_buffer(mesh, self.device, messages, "auto", size, "reductions")
         if summing is not None:
             self.core.set_summing_peers(summing, timeout)
@@ -364,7 +369,7 @@ class Runtime:
         Raises:
             RuntimeError: another rank came to another mark, or after other gathers.
         """
-        if self.mesh.size() > 1 and len(self._kept) < len(self._masters):
+        if self.world_size > 1 and len(self._kept) < len(self._masters):
             self.comparisons.mark(f"{what}, after {self.core.gathered_so_far()}")
 
     # ---- phases of a step ----

@@ -47,7 +47,7 @@ class Windows:
         self._runtime, self._core = runtime, runtime.core
         self._messages, self._consistency = runtime.messages, runtime.comparisons
         self._apart: dict[int, str] = {}  # what was gathered when a window failed, see [Note: ranks apart]
-        self._world = runtime.mesh.size()
+        self._world = runtime.world_size
         self._gathers_at_use = runtime.policy.lifetime is Lifetime.USE
         self._number = 0
         self._fits: dict[torch.dtype | None, bool] = {}  # by accumulate_dtype

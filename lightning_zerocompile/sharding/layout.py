@@ -92,8 +92,8 @@ def make_master(
     """
     if rows is None:
         full = parameter.detach().to(device, copy=True).contiguous()
-        if mesh.size() > 1:
-            dist.broadcast(full, group=mesh.get_group(), group_src=0)
+        if dist.get_world_size() > 1:
+            dist.broadcast(full, src=0)  # to all replicas, see [Note: replicas] in csrc/registry.h
         local = local_part(full, mesh)
     else:
         local = rows.to(device, parameter.dtype).contiguous()

@@ -1,0 +1,138 @@
+"""The process groups of one sharded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What the ranks of a model communicate in. See [Note: two groups], and [Note: replicas] in csrc/registry.h.
+
+    [Note: two groups] Gathers and reductions overlap, and their relative order may differ between ranks: each has a
+    process group. On devices gathers use the default one where that is the shard group, which costs no further
+    communicator; gloo shares a group badly with the user's collectives (see [Note: gloo gathers]), so there both are
+    our own; ranks meet in a third.
+
+    Attributes:
+        shards: the shard group, one dimension of W ranks that follow each other: masters are sharded over it. See
+            [Note: lasting mesh].
+        gathers: of the same ranks.
+        reductions: of the same ranks; on the CPU of all ranks.
+        replicas: of the R ranks that hold the same rows; None: one holds them, or ``reductions`` is of all ranks.
+        everyone: of all ranks; used between forwards only.
+        meetings: of all ranks, on the CPU alone.
+        own: what has to be destroyed.
+    """
+
+    shards: DeviceMesh
+    gathers: dist.ProcessGroup
+    reductions: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup
+    meetings: dist.ProcessGroup | None
+    own: tuple[dist.ProcessGroup, ...]
+
+    @classmethod
+    def make(cls, device: torch.device, backend: str, timeout: timedelta, replicas: int) -> Groups:
+        """Collective over the default process group.
+
+        Args:
+            device: of this rank.
+            backend: of the groups.
+            timeout: of their collectives.
+            replicas: R, which divides the number of ranks.
+        """
+        world, on_cpu = dist.get_world_size(), device.type == "cpu"
+
+        def new(partition: list[list[int]] | None = None) -> dist.ProcessGroup:
+            return new_group(partition or [list(range(world))], backend, timeout)
+
+        if replicas == 1:
+            shards = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+            if on_cpu:
+                meetings, gathers, reductions = own = (new(), new(), new())
+                return cls(shards, gathers, reductions, None, reductions, meetings, own)
+            reductions = new()
+            return cls(shards, shards.get_group(), reductions, None, reductions, None, (reductions,))
+        size = world // replicas
+        rows = [list(range(first, first + size)) for first in range(0, world, size)]
+        columns = [list(ranks) for ranks in zip(*rows, strict=True)]
+        held = _lasting_group(rows, backend, timeout)
+        shards = DeviceMesh.from_group(held, device.type, mesh_dim_names=("shard",))
+        if on_cpu:
+            gathers, meetings, reductions = own = (new(rows), new(), new())
+            return cls(shards, gathers, reductions, None, reductions, meetings, own)
+        reductions, alike, everyone = own = (new(rows), new(columns), new())
+        return cls(shards, held, reductions, alike, everyone, None, own)
+
+    def connect(self, device: torch.device) -> None:
+        """NCCL connects the ranks at first use and blocks the host: here all ranks are."""
+        if device.type != "cpu":
+            for group in (self.reductions, self.replicas):
+                if group is not None:
+                    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def new_shard_group(self, timeout: timedelta) -> dist.ProcessGroup:
+        """One of the shard group's ranks on the CPU; all ranks must call."""
+        world, size = dist.get_world_size(), self.shards.size()
+        return new_group([list(range(first, first + size)) for first in range(0, world, size)], "gloo", timeout)
+
+    def destroy(self) -> None:
+        """Gives the groups back; no collective of theirs may be on its way."""
+        for group in self.own:
+            dist.destroy_process_group(group)
+
+
+def _lasting_group(partition: list[list[int]], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of DTensors that are sharded so: a later model of the same process gets the same one.
+
+    [Note: lasting mesh] torch remembers what an operator on DTensors results in, with the mesh, by which ranks the mesh
+    has. So results of one model's DTensors may communicate in the group of an earlier one, which therefore must be
+    there: it is found among torch's own by its description, and goes when they are all destroyed.
+    """
+    description = f"zerocompile: {partition}"
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc == description:
+            return group
+    return new_group(partition, backend, timeout, description)
+
+
+def new_group(
+    partition: list[list[int]], backend: str, timeout: timedelta, description: str | None = None
+) -> dist.ProcessGroup:
+    """A group for each part of the ranks, all made by all ranks; returns that of this rank."""
+    mine, found = dist.get_rank(), None
+    for ranks in partition:
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, group_desc=description)
+        found = group if mine in ranks else found
+    if found is None:
+        raise ValueError(f"rank {mine} is in no part of {partition}")
+    return found
+
+
+def number_of_replicas(wanted: int | Literal["nodes"], nodes: int, ranks: int) -> int:
+    """R, of ``replicas`` as the user gave it.
+
+    Args:
+        wanted: the option.
+        nodes: number of hosts.
+        ranks: number of all ranks.
+
+    Raises:
+        ValueError: it does not divide the ranks, or hosts have different numbers of them.
+    """
+    replicas = nodes if wanted == "nodes" else wanted
+    if ranks % replicas:
+        what = f"the {nodes} nodes" if wanted == "nodes" else f"{replicas}"
+        raise ValueError(
+            f"`replicas={wanted!r}`: {ranks} ranks cannot be divided by {what}. Each replica of the model is sharded "
+            "over the same number of ranks; choose a divisor of their number."
+        )
+    return replicas
