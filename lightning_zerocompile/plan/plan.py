@@ -20,6 +20,7 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.memory import Memory, Schedule, Traffic, UnitBytes, simulate, unit_bytes
 from lightning_zerocompile.plan.optimizers import optimizer_bytes
 from lightning_zerocompile.plan.trace import PlanError, Step, Trace, trace_step, training_step
+from lightning_zerocompile.ranks.groups import number_of_replicas
 from lightning_zerocompile.sharding.plan import check_names, plan_units
 
 STAGES = (1, 2, 3)
@@ -170,13 +171,18 @@ def make_plan(
             "first."
         )
     config, machine = config or Config(), machine or Machine()
+    if config.replicas == "nodes":
+        raise PlanError("`replicas='nodes'`: a plan knows no hosts. Give it the number of replicas.")
+    try:
+        replicas = number_of_replicas(config.replicas, 1, world_size)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    shards = world_size // replicas  # what one replica is sharded over
     check_names(module, config.keep_gathered)
     one_graph = config.compile == "model"
     units = plan_units(module, config.unit_bytes, compute_dtype, config.keep_gathered, join_blocks=one_graph)
-    sizes = unit_bytes(module, units, world_size, compute_dtype, config.master_dtype, config.reduce_dtype)
-    optimizers = optimizer_bytes(
-        module, units, world_size, config.master_dtype, config.full_param_optimizers, optimizer
-    )
+    sizes = unit_bytes(module, units, shards, compute_dtype, config.master_dtype, config.reduce_dtype)
+    optimizers = optimizer_bytes(module, units, shards, config.master_dtype, config.full_param_optimizers, optimizer)
     notes, trace = [], None
     if batch is None:
         notes.append("There was no batch: activations are not in these figures.")
@@ -203,6 +209,8 @@ def make_plan(
         )
     if config.memory_budget is not None:
         notes.append("`memory_budget` is spent on what is free at the peak; units that it keeps are not in stage 3.")
+    if replicas > 1:
+        notes.append("Bytes and seconds are of one replica: the all-reduce over the replicas is not counted.")
     if not machine.gloo:
         notes.append("Not counted: the CUDA context, NCCL's buffers, the allocator's fragmentation; allow some GiB.")
     buffers = sum(buffer.nbytes for buffer in module.buffers())
@@ -213,7 +221,7 @@ def make_plan(
         schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers)
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         traffic = accumulated(traffic, memory.resident, accumulate, defers)
-        seconds = _seconds(trace, traffic, sizes, world_size, accumulate, machine)
+        seconds = _seconds(trace, traffic, sizes, shards, accumulate, machine)
         fits = None if machine.memory is None else memory.peak <= machine.memory
         fits = None if batch is None and fits else fits  # activations may not
         made.append(StagePlan(stage, memory, traffic, seconds, fits))

@@ -47,7 +47,10 @@ def _killed(stage: int, options: dict[str, Any]) -> None:
     _fit(KilledInWindow(), ZeroCompileStrategy(stage=stage, timeout=timedelta(minutes=5), **options))
 
 
-@pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (2, AOT), pytest.param(3, AOT, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(1, EAGER), *(pytest.param(stage, AOT, marks=pytest.mark.long) for stage in (2, 3))],
+)
 def test_a_wait_in_the_store_notices_a_dead_process(stage: int, options: dict[str, Any]) -> None:
     text = failing.expect_error(_killed, stage, options)
     assert "rank 0 lost another rank in" in text and "its process has died" in text and "hangs after" not in text, text

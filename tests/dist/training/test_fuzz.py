@@ -38,12 +38,12 @@ def fuzz(ranks: Ranks, folder: Path, modes: tuple[str, ...], count: int, number:
 
 @pytest.mark.slow
 def test_random_programs_run_eagerly(ranks: Ranks, tmp_path: Path) -> None:
-    fuzz(ranks, tmp_path, ("eager",), 70)
+    fuzz(ranks, tmp_path, ("eager",), 50)
 
 
 @pytest.mark.slow
 def test_random_programs_run_compiled(ranks: Ranks, tmp_path: Path) -> None:
-    fuzz(ranks, tmp_path, ("blocks", "model"), 15)
+    fuzz(ranks, tmp_path, ("blocks", "model"), 10)
 
 
 @pytest.mark.long

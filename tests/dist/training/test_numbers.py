@@ -20,6 +20,7 @@ from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.engine import Engine
 from tests.support import engines, models
 from tests.support.harness import on_ranks
+from tests.support.parity import ENDS
 
 NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda x: x.norm().item(),
@@ -60,7 +61,7 @@ def _differences(ours: nn.Module, twin: nn.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@ENDS
 @on_ranks(2)
 def test_numbers_are_whole(stage: int) -> None:
     found = []
@@ -117,7 +118,7 @@ def _forward(engine: Engine, model: nn.Module, number: int) -> None:
         engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[number]))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@ENDS
 @on_ranks(2)
 def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
     """Rank 0 asks alone, while rank 1 goes on to another backward; it raises in seconds and can go on."""

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.plan.plan import make_plan
+from lightning_zerocompile.plan.trace import PlanError
 from lightning_zerocompile.ranks.groups import number_of_replicas
 from tests.support import checkpoints, engines, models
 from tests.support.harness import on_ranks
@@ -197,6 +199,15 @@ def _refused(replicas: Any) -> str:
 @on_ranks(2)
 def test_ranks_that_cannot_be_divided() -> None:
     assert re.search(r"`replicas=3`: 2 ranks cannot be divided by 3.*choose a divisor", _refused(3))
+
+
+def test_a_plan_of_replicas_is_that_of_a_part() -> None:
+    halves = make_plan(models.Module(), world_size=4, config=Config(replicas=2)).stages
+    two_ranks = make_plan(models.Module(), world_size=2).stages
+    assert [stage.memory for stage in halves] == [stage.memory for stage in two_ranks]
+    for replicas in (3, "nodes"):
+        with pytest.raises(PlanError, match=f"`replicas={replicas!r}`"):
+            make_plan(models.Module(), world_size=4, config=Config(replicas=replicas))  # type: ignore[arg-type]
 
 
 def test_the_number_of_replicas() -> None:
