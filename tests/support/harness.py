@@ -95,7 +95,8 @@ def _last_words(text: str) -> str:
     return "\n".join(lines[next(after, 0) :]) or text
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
@@ -123,7 +124,7 @@ def _environment(rank: int, world: int, port: int, gpus: int | None = None) -> d
 @contextmanager
 def two_scripts(script: str, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks that run Python code in processes of their own; killed at the end."""
-    port, processes = _free_port(), []
+    port, processes = free_port(), []
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     for rank in range(2):
         environment = os.environ | _environment(rank, 2, port) | {"PYTHONPATH": path}
@@ -221,7 +222,7 @@ class Ranks:
             return
         for attempt in range(3):
             try:
-                return self._start_on(_free_port())
+                return self._start_on(free_port())
             except RankError as error:
                 if attempt == 2 or "EADDRINUSE" not in str(error):  # another process may take the port first
                     raise

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import models
-from tests.support.harness import IMPORTED, _free_port
+from tests.support.harness import IMPORTED, free_port
 
 ROOT = Path(__file__).parents[3]
 STEPS = 6  # of a whole run
@@ -110,7 +110,7 @@ def _slurm(folder: Path, *arguments: Any) -> list[Any]:
     """Two tasks as ``srun`` starts them; what :func:`run` returns there."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    port, tasks = str(_free_port()), []
+    port, tasks = str(free_port()), []
     for rank in range(2):
         variables = {
             "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
