@@ -116,10 +116,6 @@ class Config:
         mode: torch.compile's mode. ``"reduce-overhead"`` and ``"max-autotune"`` replay CUDA graphs.
         dynamic: torch.compile's ``dynamic``.
         options: Inductor's options; passes of the user in the slots we need run before ours.
-        replicas: how many times the model is held (hybrid sharding, FSDP's HYBRID_SHARD): each replica is sharded over
-            its part of the ranks, which follow each other. Parameters are gathered inside a part, gradients averaged
-            over all ranks; the memory is that of a part. ``"nodes"``: one replica on each host. Several on the CPU
-            only, so far.
         activation_budget: the share of its activations that a compiled module saves for its backward: 1 what
             torch.compile would, 0 as little as it can; torch chooses what is cheapest to compute again. Gathered values
             are never saved, and random numbers are not drawn again. ``None``: torch's own setting.
@@ -164,6 +160,10 @@ class Config:
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
         timeout: how long ranks wait for each other in a collective or for a message. When it ends, or a peer closes its
             connection (gloo), the error names the phase and the rank.
+        replicas: how many times the model is held (hybrid sharding, FSDP's HYBRID_SHARD): each replica is sharded over
+            its part of the ranks, which follow each other. Parameters are gathered inside a part, gradients averaged
+            over all ranks; the memory is that of a part. ``"nodes"``: one replica on each host. Several on the CPU
+            only, so far.
 
     ``param_dtype``, ``reduce_dtype`` and ``master_dtype`` take a dtype or its name.
 
@@ -178,14 +178,6 @@ class Config:
             "(the fastest that fits)."
         ),
     ] = 3
-    replicas: Annotated[
-        int | Literal["nodes"],
-        Check(
-            "is not understood; choose a number of replicas that divides that of the ranks, or 'nodes' (one on each "
-            "host).",
-            holds=lambda replicas: replicas == "nodes" or replicas > 0,
-        ),
-    ] = 1
     compile: Annotated[
         Literal["blocks", "model", False],
         Check(
@@ -268,6 +260,14 @@ class Config:
     timeout: Annotated[
         timedelta, Check("must be a positive datetime.timedelta.", holds=lambda time: time > timedelta(0))
     ] = timedelta(minutes=30)
+    replicas: Annotated[
+        int | Literal["nodes"],
+        Check(
+            "is not understood; choose a number of replicas that divides that of the ranks, or 'nodes' (one on each "
+            "host).",
+            holds=lambda replicas: replicas == "nodes" or replicas > 0,
+        ),
+    ] = 1
 
     def __post_init__(self) -> None:
         for name, (hint, check) in _checks().items():

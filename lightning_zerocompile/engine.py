@@ -397,7 +397,7 @@ class Engine:
         if not self.manages(self.model) or not (alone or self.device.type == "cpu"):
             return False
         patience = min(_PATIENCE, self.config.timeout / 10)
-        group = None
+        group, made = None, []
         try:
             if alone:
                 self.runtime.core.write_back()
@@ -406,14 +406,14 @@ class Engine:
                 verdict = "gone" if None in reasons.values() else "all here"
                 if self.runtime.messages.mark("rescue", 0, verdict)[1] != "all here":
                     return False
-                group = self._groups.new_shard_group(2 * patience)
-                _warn_of_steps(self.steps.count, group)
+                everyone, group = made = self._groups.make_on_cpu(2 * patience)
+                _warn_of_steps(self.steps.count, everyone)
             self.steps.give_back(unshard_parameters(self.model, group), group)
         except RuntimeError:  # of the store, of a rank that has gone meanwhile, of a device that has failed
             return False
         finally:
-            if group is not None:
-                dist.destroy_process_group(group)
+            for one in made:
+                dist.destroy_process_group(one)
         remove_regions(self.model)
         self._silence()
         self.attach_optimizers([])

@@ -167,6 +167,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         autocast, backend = autocast_dtype(self.precision), self._get_process_group_backend()
         self._revert_methods = put_plain_methods(module)
         try:
+            nodes = self.num_nodes
             config = self._choose(
                 config,
                 module,
@@ -174,8 +175,8 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
                 compute_dtype=dtype,
                 autocast_dtype=autocast,
                 optimizer=torch.optim.AdamW,  # those of the loop come later
+                nodes=nodes,
             )
-            nodes = self.num_nodes
             self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts, nodes))
         except BaseException:
             self._restore_methods()

@@ -224,6 +224,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
                 autocast_dtype=autocast_dtype(self.precision_plugin),
                 batch=self._plan_batch,
                 accumulate=trainer.accumulate_grad_batches,
+                nodes=self.num_nodes,
             )
         finally:
             if revert is not None:

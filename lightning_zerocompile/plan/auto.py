@@ -21,6 +21,7 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.optimizers import OptimizerError
 from lightning_zerocompile.plan.plan import Machine, Plan, in_units, make_plan
 from lightning_zerocompile.plan.trace import PlanError, said
+from lightning_zerocompile.ranks.groups import number_of_replicas
 from lightning_zerocompile.runtime.memory_budget import free_memory, smallest_share
 
 SHARE, SHARE_WITHOUT_BATCH = 0.9, 0.6  # of the memory that a plan may fill; without a batch activations are the rest
@@ -85,6 +86,7 @@ def choose_stage(
     batch: Callable[[], Any] | None = None,
     accumulate: int = 1,
     optimizer: Callable[[Any], Any] | None = None,
+    nodes: int = 1,
 ) -> Choice:
     """See [Note: stage auto]; collective over the default process group.
 
@@ -96,6 +98,7 @@ def choose_stage(
         batch: makes a batch of one rank, as ``training_step`` gets it.
         accumulate: backwards for each step of the optimizer.
         optimizer: makes the optimizer of parameters instead of ``configure_optimizers``.
+        nodes: number of hosts.
 
     Raises:
         PlanError: no stage fits, or a rank cannot plan; on all ranks, before anything is allocated.
@@ -107,7 +110,7 @@ def choose_stage(
             module,
             None if batch is None else _made(batch),
             world_size=world,
-            config=config,
+            config=dataclasses.replace(config, replicas=number_of_replicas(config.replicas, nodes, world)),
             machine=Machine(gloo=device.type == "cpu"),
             compute_dtype=compute_dtype,
             autocast_dtype=autocast_dtype,

@@ -79,10 +79,11 @@ class Groups:
                 if group is not None:
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def new_shard_group(self, timeout: timedelta) -> dist.ProcessGroup:
-        """One of the shard group's ranks on the CPU; all ranks must call."""
+    def make_on_cpu(self, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """New groups of all ranks and of the shard group's, which the caller destroys; all ranks must call."""
         world, size = dist.get_world_size(), self.shards.size()
-        return new_group([list(range(first, first + size)) for first in range(0, world, size)], "gloo", timeout)
+        parts = [list(range(first, first + size)) for first in range(0, world, size)]
+        return new_group([list(range(world))], "gloo", timeout), new_group(parts, "gloo", timeout)
 
     def destroy(self) -> None:
         """Gives the groups back; no collective of theirs may be on its way."""

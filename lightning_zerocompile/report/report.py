@@ -133,7 +133,7 @@ def report_of(engine: Engine, stats: Stats, compiled: CompileStats, host: HostTi
         free = None
     return Report(
         stage=config.chosen_stage,
-        world_size=runtime.mesh.size(),
+        world_size=runtime.world_size,
         device=str(runtime.device),
         compiled=what_is_compiled(engine),
         modes={"mode": config.mode, "memory_budget": config.memory_budget},
