@@ -216,7 +216,7 @@ class Engine:
         self.runtime.core.write_back()
         former: dict[Tensor, Tensor] = {sharded.master: former_of(sharded) for sharded in replaced}
         for sharded, parameter in replaced.items():
-            take_values(sharded, parameter, self._own_groups[-1])
+            take_values(sharded, parameter, self._groups.everyone)
         for module in modules:
             for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
                 module._parameters[name] = sharded.master
@@ -397,7 +397,8 @@ class Engine:
         if not self.manages(self.model) or not (alone or self.device.type == "cpu"):
             return False
         patience = min(_PATIENCE, self.config.timeout / 10)
-        group, made = None, []
+        made: tuple[dist.ProcessGroup, ...] = ()
+        group = None
         try:
             if alone:
                 self.runtime.core.write_back()
@@ -406,7 +407,7 @@ class Engine:
                 verdict = "gone" if None in reasons.values() else "all here"
                 if self.runtime.messages.mark("rescue", 0, verdict)[1] != "all here":
                     return False
-                everyone, group = made = self._groups.make_on_cpu(2 * patience)
+                made = everyone, group = self._groups.make_on_cpu(2 * patience)
                 _warn_of_steps(self.steps.count, everyone)
             self.steps.give_back(unshard_parameters(self.model, group), group)
         except RuntimeError:  # of the store, of a rank that has gone meanwhile, of a device that has failed
