@@ -29,14 +29,14 @@ from lightning_zerocompile.sharding.plan import signature
 
 @dataclass
 class CompileStats:
-    """Graphs that were compiled since set-up, also those that came from a compile cache of torch's; not those that an
-    earlier run in this process has left (see [Note: repeated runs]).
+    """Graphs that were compiled since set-up, also those that came from a compile cache of torch's. Graphs that an
+    earlier run in this process has left are not counted (see [Note: repeated runs]).
 
     Attributes:
-        dynamo_graphs: Dynamo's, whatever they are for.
-        forward: those that read parameters, for training or for inference.
-        backward: those among them that have a backward.
-        recompilations: those of all that are another graph for code that had one.
+        dynamo_graphs: all of Dynamo's graphs.
+        forward: the graphs that read parameters, for training or for inference.
+        backward: the graphs among these that have a backward.
+        recompilations: of all graphs, those for code that had a graph already.
     """
 
     dynamo_graphs: int = 0
@@ -45,7 +45,7 @@ class CompileStats:
     recompilations: int = 0
 
     def add(self, module: fx.GraphModule) -> None:
-        """Counts one of Dynamo's graphs. The passes cannot: they do not run where a compile cache has the graph."""
+        """Counts one of Dynamo's graphs. The passes cannot count: they do not run if a compile cache has the graph."""
         self.dynamo_graphs += 1
         number = CompileContext.current_compile_id()
         self.recompilations += number is not None and bool(number.frame_compile_id)
@@ -74,7 +74,7 @@ class Composed(CustomGraphPass):  # type: ignore[misc, unused-ignore]
 
 
 def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> dict[str, Any]:
-    """Inductor's configuration: the mode's, the user's on top, ours last; passes of the user run before ours."""
+    """Inductor's configuration: the mode's options, then the user's, then ours. The user's passes run before ours."""
     import torch._inductor.config as inductor
 
     options: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
     options |= {name.replace("-", "_"): value for name, value in config.options.items()}
     passes: dict[str, CustomGraphPass] = {"joint_custom_pre_pass": TagRecompute(), "post_grad_custom_post_pass": lower}
     if config.activation_budget is not None:
-        passes["joint_custom_post_pass"] = SaveRandom()  # later: Inductor makes random numbers its own before
+        passes["joint_custom_post_pass"] = SaveRandom()  # after Inductor has put its own random operators in
     for place, ours in passes.items():
         theirs = options.get(place) or getattr(inductor, place)
         options[place] = ours if theirs is None else Composed(theirs, ours)
@@ -98,23 +98,23 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
         options.setdefault("triton.reorder_for_reducing_graph_partitions", False)
     if options.get("cpp_wrapper") and torch.__version__ < "2.12":  # torch sets these for forward graphs only
         compiled_once = {"autotune_at_compile_time": True, "autotune_cublasLt": False, "store_cubin": True}
-        for name, value in compiled_once.items():  # without, it tunes a backward's kernels by running our operators
+        for name, value in compiled_once.items():  # else it tunes a backward's kernels by running our operators
             options.setdefault(f"triton.{name}", value)
     return options
 
 
-# [Note: CUDA graphs] A replay would pass our operators by. They are tagged `cudagraph_unsafe`, so Inductor cuts its
-# graph at each of them, and only what is between two is recorded; it may not move them to have fewer cuts, since that
-# would gather earlier and reduce later. What is recorded reads resident values where they are
-# (`mark_static_address`); values that stage 3 gathers anew, it copies into its own memory first. It leaves gradients in
-# memory that a later replay writes to: what is handed over is copied (`set_copies_gradients`). A step is one
-# iteration (`cudagraph_mark_step_begin`): by default each graph called without autograd begins another, which makes
-# the last one's results invalid.
+# [Note: CUDA graphs] A replay would not run our operators. They are tagged `cudagraph_unsafe`, so Inductor cuts its
+# graph at each of them and records only what is between two cuts. Inductor may not move our operators to have fewer
+# cuts, since that would gather earlier and reduce later. A recorded part reads resident values where they are
+# (`mark_static_address`). Values that stage 3 gathers anew are first copied into the recorded part's own memory. It
+# leaves gradients in memory that a later replay writes to, so a gradient is copied when it is handed over
+# (`set_copies_gradients`). A step is one iteration (`cudagraph_mark_step_begin`). By default each graph that is called
+# without autograd would begin another iteration, which makes the last one's results invalid.
 
 
 def make_backend(config: Config, count: Callable[[fx.GraphModule], None], regional: bool) -> Callable[..., Any]:
-    """The backend that torch.compile calls with each of Dynamo's graphs; ``regional`` as in "
-    ":class:`PlaceCommunication`."""
+    """The backend that torch.compile calls with each of Dynamo's graphs; ``regional`` as in
+    :class:`PlaceCommunication`."""
     lower = PlaceCommunication(regional, config.unit_bytes)
     run = _inductor(config, lower, regional) if config.backend == "inductor" else _aot_eager(config, lower)
     settings: dict[str, Any] = {"backward_pass_autocast": "off"}
@@ -125,8 +125,9 @@ def make_backend(config: Config, count: Callable[[fx.GraphModule], None], region
         reject_writes(module)
         unify_casts(module)
         count(module)
-        # as in eager code, where backward runs behind autocast; torch's default traces it inside, which on devices
-        # sums bias gradients in float32 and runs the backward of float32 islands in half precision
+        # The backward is traced without autocast, since in eager code it runs after autocast has ended. torch's default
+        # traces it inside autocast. On devices that sums bias gradients in float32, and it runs the backward of code
+        # that had switched autocast off in half precision.
         with functorch.patch(settings):  # type: ignore[no-untyped-call, unused-ignore]
             return run(module, inputs)
 
@@ -181,12 +182,12 @@ def _aot_eager(config: Config, lower: CustomGraphPass) -> Callable[[fx.GraphModu
 
 
 # [Note: repeated runs] Dynamo keeps graphs with a function's code object, at most eight for each, and runs the function
-# eagerly beyond that. A class's ``forward`` has one code object, so all runs in a process (k folds, a sweep),
-# validation, `generate` with its lengths, and layers of any size would use up the same eight. Therefore what Dynamo
-# compiles is a copy: one for each kind of equal modules, for training and for inference apart. The copies are kept with
-# the class of the whole model. So are the classes that its modules are given, and the backend, since Dynamo's guards
-# insist on these: a later run with the same options finds its graphs there. Nothing of a model itself is kept; what
-# differs between runs (handles, sources) are inputs of the graphs. CUDA graphs record addresses and are made anew.
+# eagerly beyond that. A class's ``forward`` has one code object. So all runs in a process (k folds, a sweep),
+# validation, `generate` with its lengths, and layers of any size would use up the same eight. Therefore Dynamo compiles
+# copies of the function: one for training and one for inference, for each kind of equal modules. The copies are kept
+# with the class of the whole model. So are the classes that its modules are given, and the backend, since Dynamo's
+# guards check these. A later run with the same options finds its graphs there. Nothing of a model itself is kept: what
+# differs between runs (handles, sources) is an input of the graphs. CUDA graphs record addresses and are made anew.
 
 
 class Refused(NamedTuple):
@@ -201,9 +202,9 @@ class Code:
     """A class's ``forward``, compiled for training and for inference, see [Note: repeated runs].
 
     Args:
-        forward: of the class.
-        number: how many copies of it there were before.
-        compile: compiles a function; calls its second argument with each guard that fails.
+        forward: the class's.
+        number: how many copies of it were made before.
+        compile: compiles its first argument, a function, and calls its second with each guard that fails.
     """
 
     def __init__(self, forward: Callable[..., Any], number: int, compile: Callable[..., Any]) -> None:
@@ -218,7 +219,7 @@ class Code:
         return run(module, *args, **kwargs)
 
     def refused(self) -> Refused | None:
-        """What has met Dynamo's limit so far: the ``forward``, or a part of it behind a graph break."""
+        """The code that has reached Dynamo's limit: the ``forward`` or a part of it after a graph break; else None."""
         for code, reasons in self._failed.items():
             graphs = len(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
             if graphs >= torch._dynamo.config.recompile_limit:
@@ -244,7 +245,7 @@ class Graphs:
     """What is compiled with one configuration, in one run or in several."""
 
     def __init__(self, config: Config) -> None:
-        self.stats = CompileStats()  # of the run that calls
+        self.stats = CompileStats()  # of the run that calls now
         self.running: Code | None = None  # what it calls
         self._config = config
         self._backends: dict[bool, Callable[..., Any]] = {}  # made when something is compiled: they import Inductor
@@ -274,7 +275,7 @@ class Graphs:
 def _copy_of(forward: Callable[..., Any], suffix: str) -> Callable[..., Any]:
     """The function with a code object of its own; ``suffix``: what its name ends with in traces and messages.
 
-    One that is no frame of Dynamo's own, or not a plain function, is called by the copy.
+    If ``forward`` is not a plain function, or one that Dynamo inlines only, the copy is a function that calls it.
     """
     plain = isinstance(forward, FunctionType) and "_torchdynamo_orig_callable" not in vars(forward)
     if not plain or forward_is_inlined(forward):

@@ -1,4 +1,4 @@
-"""What torch.compile is doing, said on rank 0 while it takes long: a start of minutes must not look like a hang."""
+"""Rank 0 says what torch.compile does while it takes long: a start of minutes must not look like a hang."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from functools import partial
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only  # type: ignore[attr-defined, unused-ignore]
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
-_PATIENCE, _HEARTBEAT = 10.0, 30.0  # seconds until the first line; between those after it
+_PATIENCE, _HEARTBEAT = 10.0, 30.0  # seconds until the first line, and between later lines
 
 
 class Progress:
-    """Counts the seconds that torch.compile takes, and says on rank 0 where these are many.
+    """Counts the seconds that torch.compile takes, and logs a line on rank 0 where these are many.
 
     Attributes:
-        what: the module whose compiled code runs now, set by who calls it; "": none of ours.
-        seconds: that torch.compile took while this object watched.
+        what: the module whose compiled code runs now, set by the caller of that code; "": no module of ours.
+        seconds: how long torch.compile took while this object watched.
         patience: seconds until the first line.
     """
 
@@ -29,7 +29,7 @@ class Progress:
         self._done = threading.Event()
 
     def watch(self) -> Callable[[], None]:
-        """Begins to watch; returns what ends it."""
+        """Begins to watch; returns a function that ends it."""
         callback_handler.register_start_callback(self._begins)
         callback_handler.register_end_callback(self._ends)
         return partial(_end, self)
@@ -47,7 +47,7 @@ class Progress:
 
 
 def _say(what: str, patience: float, since: float, done: threading.Event) -> None:
-    """Until ``done``, in a thread of its own: a compilation does not come back before it is over."""
+    """Logs lines until ``done``; in a thread of its own, since the compilation blocks the thread that it runs in."""
     if done.wait(patience):
         return
     while True:

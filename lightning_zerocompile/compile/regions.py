@@ -46,11 +46,11 @@ HOOKED = (
 )
 
 
-_CONFIGURATIONS = 8  # whose graphs are kept for later runs of a model's class
+_CONFIGURATIONS = 8  # the last so many configurations of a model's class keep their graphs for later runs
 
 
 def _graphs_of(runtime: Runtime, config: Config) -> Graphs:
-    """What an equal run in this process has left, or a new one for this and later runs."""
+    """The graphs that an equal run in this process has left, or new ones for this and later runs."""
     if config.cuda_graphs:
         return Graphs(config)
     kept, key = runtime.kept.graphs, (config, str(runtime.device), runtime.mesh.size())
@@ -86,9 +86,9 @@ class Region:
     trusted: bool = False  # its code is torch's own: it reads parameters and never writes to them
     regathers: bool = False  # its units are gathered again for its backward, see [Note: entry of backward]
     compiled: bool = False
-    ran_eagerly: Callable[[bool], None] = lambda hooked: None  # told when a compiled one ran eagerly, in part or whole
+    ran_eagerly: Callable[[bool], None] = lambda hooked: None  # called if a compiled region ran eagerly, even in part
     step_state: StepState = field(default_factory=StepState)
-    checkpointed: bool = False  # it runs again in the backward, which finds nothing saved but its inputs
+    checkpointed: bool = False  # it saves its inputs only and runs again in the backward
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.checkpointed and torch.is_grad_enabled():
@@ -123,8 +123,9 @@ class Region:
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether a call of one of the modules runs hooks of the user's.
 
-    Dynamo traces hooks and does not look at them again, so a graph would run those that it has seen, for all equal
-    modules and for ever. torch's own (``weight_norm``, ``prune``) belong to what a module is, and may be traced.
+    Dynamo traces hooks and does not check later whether they have changed. So a graph would run the hooks that it has
+    seen, for all equal modules and for ever. torch's own hooks (``weight_norm``, ``prune``) are a part of what the
+    module computes, so they may be traced.
     """
     everywhere = torch.nn.modules.module
     if (
@@ -157,15 +158,15 @@ class Regions:
 
     def __init__(self, runtime: Runtime, config: Config) -> None:
         self.stats, self.progress = CompileStats(), Progress()
-        self.compiled = 0  # modules
+        self.compiled = 0  # number of compiled modules
         self.fallbacks: list[Fallback] = []  # one for each kind of equal modules
         self._runtime, self._config = runtime, config
         self._graphs = _graphs_of(runtime, config)
         self._warned: set[tuple[Any, ...]] = set()
 
     def add(self, name: str, module: nn.Module, units: list[int]) -> None:
-        """Makes ``module`` a region. The units in ``units`` stay gathered while it runs; without any, its graph gathers
-        each parameter where it is used."""
+        """Makes ``module`` a region. The units in ``units`` stay gathered while it runs; if there are none, its graph
+        gathers each parameter where it is used."""
         core, compiled, eager = self._runtime.core, bool(self._config.compile), forward_of(module)
         region = Region(name, core, units, eager, eager, compiled=compiled)
         region.inside = list(module.modules())[1:]
@@ -238,7 +239,7 @@ def _entering(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def top_level_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The children that have parameters, by name; of those that only hold others (ModuleList), theirs."""
+    """The children that have parameters, by name. A child that only holds others (ModuleList) is replaced by these."""
     for name, child in module.named_children():
         if next(child.parameters(), None) is None:
             continue

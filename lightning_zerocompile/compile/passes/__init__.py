@@ -1,1 +1,1 @@
-"""Graph passes, FX in and FX out: ``tag`` says what backward recomputes, ``lower`` places the communication."""
+"""Graph passes, each from FX graph to FX graph."""

@@ -2,22 +2,23 @@
 
 ``gather``       -> ``gather_unit`` ("needed from here"), ``release_`` ("not needed any more")     [lifetime: one use]
                     (``gather_cast`` too: its source has the dtype of the cast)
-                 -> the resident value itself behind ``wait_``                                     [lifetime: one step]
+                 -> the resident value itself, after ``wait_``                                     [lifetime: one step]
 ``reduce_grad``  -> ``reduce_unit_`` ("these gradients are here"), ``reduce_fence_`` ("not overwritten before here")
 
-Each call costs the host some microseconds: what is small goes along with a neighbour (in a graph that is not one
+Each call costs the host some microseconds. So small values share a call with a neighbour (in a graph that is not one
 region up to ``unit_bytes``, as consecutive units are joined there), and a single parameter has overloads without lists.
 
-[Note: memory of shared buffers] Inductor plans memory by what it sees in the graph. A gathered value is shared with
-the runtime and with other graphs, a gradient is read by a collective that runs on. So each is an argument, declared
-mutable, of an operator behind its last use: until there Inductor neither reuses nor overwrites its memory. A region's
-values and gradients are such arguments at its end. A graph that is not one region gives them up earlier, while the
-runtime may still share them: it is compiled without reuse of buffers (``allow_buffer_reuse``), so what it gives up is
-freed, not written to. Only the memory of a gradient that the graph itself reads, too, is kept until the end: Inductor
-may turn its last reader into one that works in place. A gradient that others may hold as well, since the graph returns
-it or was given it, is handed over as a copy, as AccumulateGrad does.
+[Note: memory of shared buffers] Inductor plans memory by what it sees in the graph. It does not see that a gathered
+value is shared with the runtime and with other graphs, nor that a gradient is read by a collective that runs on. So
+each of them is an argument, declared mutable, of an operator after its last use: up to that operator Inductor neither
+reuses nor overwrites its memory. A region's values and gradients are such arguments at its end. A graph that is not one
+region gives them up earlier, while the runtime may still share them. Such a graph is compiled without reuse of buffers
+(``allow_buffer_reuse``), so the memory that it gives up is freed, not written to. Only the memory of a gradient that
+the graph itself reads, too, is kept until the end: Inductor may turn its last reader into one that works in place. A
+gradient that others may hold as well, since the graph returns it or was given it, is handed over as a copy, as
+AccumulateGrad does.
 
-The pass depends on nothing but the graph and its own configuration: no rank, no identity (they are the handles'
+The pass depends on nothing but the graph and its own configuration: no rank, no identity (identities are the handles'
 values), no communication. So a compile cache that ranks share always holds the right graph.
 """
 
@@ -34,9 +35,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from lightning_zerocompile.compile.passes.recompute import TRAINING
 from lightning_zerocompile.runtime.ops import flatten
 
-_SMALL = 2**20  # bytes: what is smaller than this goes along with a neighbour of any size
+_SMALL = 2**20  # bytes: a smaller value shares a call with a neighbour of any size
 
-_SOURCE = get_hash_for_files((__file__,))  # now: the file may change while this process runs the code it has
+_SOURCE = get_hash_for_files((__file__,))  # at import: the file may change while this process runs its old code
 
 
 def _output(graph: fx.Graph) -> fx.Node:
@@ -73,7 +74,7 @@ def _aliases(node: fx.Node) -> set[fx.Node]:
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """What uses the node or a view of it."""
+    """The nodes that use the node or a view of it."""
     aliases = _aliases(node)
     return {user for alias in aliases for user in alias.users} - aliases
 
@@ -114,7 +115,7 @@ class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
 
     def _lower_gathers(self, graph: fx.Graph) -> None:
         gathers = (torch.ops.zerocompile.gather.default, torch.ops.zerocompile.gather_cast.default)
-        by_read: dict[Any, fx.Node] = {}  # what is read of which parameter
+        by_read: dict[Any, fx.Node] = {}  # by operator and handle: one gather for equal reads of a parameter
         for node in list(graph.nodes):
             if node.target not in gathers:
                 continue
@@ -130,7 +131,7 @@ class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         used = [node for node in by_read.values() if not _is_resident(node)]
         _copy_what_is_returned(graph, list(by_read.values()))
         used, resident = _by_first_use(graph, used), _by_first_use(graph, resident)
-        # a backward waits once: its forward has waited for all of them, long before
+        # a backward waits for all of them at once: its forward has waited for them long before
         at_once = self.regional or _is_backward(graph)
         limit = max(self.unit_bytes, _SMALL)
         for group in [resident] if at_once else _with_neighbours(graph, resident, used, limit):
@@ -186,7 +187,7 @@ class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
 
     def _reduce_where_produced(self, graph: fx.Graph, grads: list[tuple[fx.Node, Any, fx.Node]]) -> None:
         meetings = _meetings(graph)
-        waiting: list[tuple[fx.Node, Any]] = []  # for a neighbour
+        waiting: list[tuple[fx.Node, Any]] = []  # gradients that will share a call with the next one
         for (grad, handle, anchor), following in itertools.zip_longest(grads, grads[1:]):
             waiting.append((grad, handle))
             size = sum(_bytes(g) for g, _ in waiting)
@@ -198,12 +199,12 @@ class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """What describes its value."""
+    """The entries of ``node.meta`` that describe its value."""
     return {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
 
 
 def _bytes(node: fx.Node) -> int:
-    """Of its value; 0 if its size is not known."""
+    """The bytes of the node's value; 0 if its size is not known."""
     nbytes = node.meta["val"].numel() * node.meta["val"].element_size()
     return nbytes if isinstance(nbytes, int) else 0
 
@@ -226,8 +227,11 @@ def _by_first_use(graph: fx.Graph, gathers: list[fx.Node]) -> list[fx.Node]:
 
 
 def _meetings(graph: fx.Graph) -> dict[fx.Node, int]:
-    """How many nodes before each may wait for other ranks: a gradient from before such a node, for which these ranks
-    may wait, must not be kept until behind it."""
+    """How many nodes before each node may wait for other ranks.
+
+    A gradient that is ready before such a waiting node must be handed over before it: the other ranks may wait for the
+    gradient.
+    """
     count, before = 0, {}
     for node in graph.nodes:
         before[node] = count
@@ -237,8 +241,10 @@ def _meetings(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _with_neighbours(graph: fx.Graph, gathers: list[fx.Node], others: list[fx.Node], limit: int) -> list[list[fx.Node]]:
-    """In groups of up to ``limit`` bytes, in the order of use; a larger one may have small ones behind it. None spans
-    one of ``others``."""
+    """Groups of up to ``limit`` bytes, in the order of use. Small gathers may follow a larger one in its group.
+
+    A group ends at each of ``others``.
+    """
     groups: list[list[fx.Node]] = []
     room = 0
     for gather in _by_first_use(graph, gathers + others):
@@ -286,7 +292,7 @@ def _fence(graph: fx.Graph, memory: list[fx.Node]) -> None:
 
 
 def _own(graph: fx.Graph, grad: fx.Node, anchor: fx.Node) -> fx.Node:
-    """The gradient, or, before ``anchor``, a copy of one that is not the graph's alone."""
+    """The gradient, or a copy of it, made before ``anchor``, if others than the graph may hold it."""
     base = _base(grad)
     if base.op != "placeholder" and _output(graph) not in _readers(base):
         return grad
@@ -323,7 +329,7 @@ def _copy_what_is_returned(graph: fx.Graph, gathers: list[fx.Node]) -> None:
 
 
 def _drop_dummies(graph: fx.Graph, reductions: list[fx.Node]) -> list[fx.Node]:
-    """Replaces the handles' gradients in the output by None; returns the nodes that computed them, in graph order."""
+    """Replaces the handles' gradients in the output by None; returns the nodes that compute them, in graph order."""
     dead = set(reductions)
     order = []
     for node in graph.nodes:
@@ -333,7 +339,7 @@ def _drop_dummies(graph: fx.Graph, reductions: list[fx.Node]) -> list[fx.Node]:
             order.append(node)
     output = _output(graph)
     results = output.args[0]
-    visible = output.meta.get("user_visible_output_idxs")  # Inductor's, made before this pass
+    visible = output.meta.get("user_visible_output_idxs")  # Inductor has set it before this pass
     if visible is not None:
         output.meta["user_visible_output_idxs"] = [i for i in visible if results[i] not in dead]  # type: ignore
     output.args = (type(results)(None if isinstance(r, fx.Node) and r in dead else r for r in results),)  # type: ignore

@@ -2,8 +2,8 @@
 
 The partitioner would otherwise save a transposed or cast copy of every weight for backward. So ``gather`` and
 everything that is computed from nothing but gathers is tagged ``MUST_RECOMPUTE`` (lightning_zerocompile/README.md, rule
-3). A gradient that depends on nothing but the forward (a Function that ignores what comes in) is still handed over in
-the backward.
+3). A gradient that depends on nothing but the forward (of a Function that ignores the gradient that it gets) is still
+handed over in the backward.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def tag_recompute(graph: fx.Graph) -> int:
 
 
 def save_random(graph: fx.Graph) -> int:
-    """Tags what draws random numbers in place, so that it is not drawn anew in backward; returns how many nodes.
+    """Tags, in place, the nodes that draw random numbers, so that backward does not draw anew; returns how many.
 
-    [Note: activation budget] Below a budget of 1 torch's partitioner takes anything for recomputation, dropout's mask,
-    too, which would be another one. It leaves nodes that are ``MUST_SAVE`` out of its choice.
+    [Note: activation budget] Below a budget of 1 torch's partitioner may recompute anything. It may also recompute
+    dropout's mask, and the recomputed mask would be another one. It never recomputes nodes that are ``MUST_SAVE``.
     """
     tagged = 0
     for node in graph.nodes:
@@ -58,11 +58,11 @@ def _draws(node: fx.Node) -> bool:
     return bool(given.get("dropout_p") != 0)  # attention without dropout draws nothing
 
 
-_SOURCE = get_hash_for_files((__file__,))  # now: the file may change while this process runs the code it has
+_SOURCE = get_hash_for_files((__file__,))  # at import: the file may change while this process runs its old code
 
 
 class TagRecompute(CustomGraphPass):  # type: ignore[misc, unused-ignore]
-    """:func:`tag` as an Inductor pass."""
+    """:func:`tag_recompute` as an Inductor pass."""
 
     def __call__(self, graph: fx.Graph) -> None:
         tag_recompute(graph)

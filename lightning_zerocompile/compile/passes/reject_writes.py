@@ -1,7 +1,8 @@
 """Dynamo's graph: a write to a parameter inside a compiled region is an error, not a silent loss.
 
-In a graph a gathered value is a temporary: `weight.mul_(2)` would change that temporary and nothing else. What is a
-view of it is told by storage: Dynamo has run each operation on tensors without data, kept in `example_value`.
+In a graph a gathered value is a temporary: `weight.mul_(2)` would change that temporary and nothing else. Views of it
+are recognised by their storage: Dynamo has run each operation on tensors without data, which are kept in
+`example_value`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def reject_writes(module: fx.GraphModule) -> None:
         for target in tree_leaves(_written(node)):
             if isinstance(target, fx.Node) and weights.intersection(_storages(target)):
                 _refuse(node)
-    for node in nodes:  # by an operation that does not say so
+    for node in nodes:  # written to by an operation that does not declare it
         for value in _tensors(node):
             if _storage(value) in weights and not value.is_inference() and value._version > 0:
                 _refuse(node)
@@ -64,7 +65,7 @@ def _tensors(node: fx.Node) -> Iterator[Tensor]:
 
 
 def _unwrapped(value: Tensor) -> Tensor:
-    """What a transform (``torch.vmap`` inside the region) has wrapped: the wrapper has no storage."""
+    """The tensor that a transform (``torch.vmap`` inside the region) has wrapped: the wrapper has no storage."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)
@@ -85,7 +86,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _written(node: fx.Node) -> list[Any]:
-    """What the node writes to in place."""
+    """The arguments to which the node writes in place."""
     name = _name(node)
     written: list[Any] = [node.kwargs.get("out")]
     if node.args and (is_in_place(name) or node.kwargs.get("inplace")):

@@ -1,8 +1,8 @@
 """Dynamo's graph: a parameter that is also read in full is asked for in full only, and cast in the graph.
 
-Eager code gathers for every read, a graph only for what it computes with; so that a rank that compiles and a rank that
-does not ask for the same, a read whose value is dropped later counts here (see [Note: casting layers] in
-sharding/autocast.py).
+Eager code gathers for every read, a graph only for the values that it computes with. A rank that compiles and a rank
+that does not must ask for the same, so a read whose value is dropped later counts here, too (see [Note: casting layers]
+in sharding/autocast.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _is(node: fx.Node, name: str) -> bool:
 
 
 def unify_casts(module: fx.GraphModule) -> None:
-    """Replaces such casting reads by casts, in place."""
+    """Replaces the casting reads of parameters that are also read in full by casts in the graph; in place."""
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule) and _unify_casts(inner.graph):
             inner.recompile()
