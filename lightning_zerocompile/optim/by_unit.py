@@ -1,21 +1,21 @@
 """Optimizers of known kind step unit by unit on plain tensors, so that a unit is gathered while the next is updated.
 
-[Note: step by unit] Lightning, schedulers and hooks see one ``optimizer.step(closure)``. The closure we hand to it runs
-the user's, then updates every unit's local shards with the optimizer's own ``step`` (its parameter lists narrowed to
-that unit, or to a few small ones), and takes the gradients away, so that the step which the closure returns to finds
-nothing to do.
-DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter and without the overlap.
+[Note: step by unit] Lightning, schedulers and hooks see one ``optimizer.step(closure)``. We pass a closure of our own.
+It runs the user's, then updates every unit's local shards with the optimizer's own ``step`` (its parameter lists
+narrowed to that unit, or to a few small ones), and takes the gradients away. So the step to which the closure returns
+finds nothing to do. DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter and without the
+overlap.
 
 On a device the reductions that end last are those of the units that the forward uses first, and the next forward waits
-for their gathers first. So the last quarter of the units is updated first, and gathered meanwhile; the others follow in
-the order of the forward (see [Note: reductions behind a backward] in csrc/gradients.cpp). A small model is updated at
-once: there the host is what counts.
+for their gathers first. So the last quarter of the units is updated first, and its units are gathered while the others
+are updated. The others follow in the order of the forward (see [Note: reductions behind a backward] in
+csrc/gradients.cpp). A small model is updated in one round, since there the time of the host counts.
 
 [Note: whole values] Adafactor and Muon update a parameter from all of its rows. Such an optimizer sees whole
-parameters, gradients and states, one unit at a time, on every rank; afterwards each rank keeps its rows. So it computes
-what it computes under DDP, and memory is that of the shards plus one unit. State of another shape than its parameter's
-(Adafactor's factors) is on every rank. Users name their own optimizers of this kind in ``full_param_optimizers``; one
-that also counts in its parameter groups finds the same count for every unit.
+parameters, gradients and states, one unit at a time, on every rank. Afterwards each rank keeps its rows. So the
+optimizer computes what it computes under DDP, and memory is that of the shards plus one unit. State of another shape
+than its parameter's (Adafactor's factors) is on every rank. Users name their own optimizers of this kind in
+``full_param_optimizers``. If one of them counts steps in its parameter groups, it finds the same count for every unit.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from lightning_zerocompile.sharding.layout import local_part, over_local, shard_
 from lightning_zerocompile.sharding.master import as_plain_tensors, bind_gradient, gradient_of, index_of
 from lightning_zerocompile.sharding.replaced import Former
 
-_TAKES_ANY_STATE = (optim.Adam, optim.AdamW)  # fused; SGD's takes only parameters that all have a momentum, or none
-_TOGETHER = 2**25  # elements: a device updates fewer in less time than the host needs for a call of the optimizer
+_TAKES_ANY_STATE = (optim.Adam, optim.AdamW)  # if fused; fused SGD needs a momentum of all its parameters, or of none
+_TOGETHER = 2**25  # elements: a device updates so many in about the time that the host needs to call the optimizer
 
 
 class Gradients(Protocol):
-    """What the runtime does with the reduced gradients of parameters, by their numbers."""
+    """The reduced gradients of the runtime, by the numbers of their parameters."""
 
     def lend_gradients(self, parameters: Sequence[int], values: Sequence[Tensor]) -> list[int]: ...
 
@@ -54,13 +54,14 @@ class Gradients(Protocol):
 
 @dataclass
 class _Round:
-    """What is updated together.
+    """Units that are updated together.
 
     Attributes:
         units: their numbers.
-        masters: the optimizer's parameters in them, with the ``numbers`` that the runtime knows them by.
-        groups: the optimizer's group of each.
-        values: the local part of each, [<=rows, ...].
+        masters: the optimizer's parameters in these units.
+        numbers: the runtime's number of each master.
+        groups: the optimizer's group of each master.
+        values: the local part of each master, [<=rows, ...].
     """
 
     units: list[int] = field(default_factory=list)
@@ -71,10 +72,10 @@ class _Round:
 
 
 class _Plan:
-    """The rounds of an optimizer, made from its groups' parameters; used as long as nothing of that changes.
+    """The rounds of an optimizer, made from its groups' parameters and used until these or the units change.
 
-    ``together``: units are updated together until their shards have so many elements, or all of them if they have no
-    more than twice as many; 0: each alone, also without any.
+    ``together``: units are added to a round until their shards have so many elements; if all units have at most twice
+    as many, there is one round. 0: each unit is a round, even if its shards have no elements.
     """
 
     def __init__(self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int) -> None:
@@ -95,7 +96,7 @@ class _Plan:
     def _rounds(
         units: Sequence[tuple[int, list[Tensor]]], size: int, group_of: Mapping[Tensor, int]
     ) -> Iterator[_Round]:
-        """Of at least ``size`` elements each, if there are as many; which units they are is the same on all ranks."""
+        """Rounds of at least ``size`` elements; the last may be smaller. All ranks put the same units in a round."""
         started, numel = _Round(), 0
         for unit, members in units:
             values = [_value(master, whole=False) for master in members]
@@ -127,11 +128,11 @@ class UnitStepper:
     Args:
         units: masters of each unit, in the order in which the next forward needs them.
         updated: called with the numbers of units when their masters are written.
-        kept: those masters of a list whose ``grad`` stays.
+        kept: returns the masters of a list whose ``grad`` survives the step.
         gradients: where the reduced gradients are.
         full_param_optimizers: names of the user's optimizers that see whole values.
-        together: units are updated together until their shards have so many elements, by a fused Adam or AdamW: those
-            that are not fused make temporary values of all that they update.
+        together: a fused Adam or AdamW updates units together until their shards have so many elements. Optimizers that
+            are not fused would make temporary values of all that they update at once.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class UnitStepper:
                 finally:
                     for group, parameters in zip(optimizer.param_groups, lists, strict=True):
                         group["params"] = parameters
-                self._gradients.release_gradients(plan.numbers, [])  # of those that are in no unit's update, too
+                self._gradients.release_gradients(plan.numbers, [])  # also those that no round has used
             return result
 
         try:
@@ -178,15 +179,15 @@ class UnitStepper:
                 for master, grad in kept.items():
                     bind_gradient(master, grad)
         for group, new in zip(optimizer.param_groups, options, strict=False):
-            group.update(new)  # the step that found nothing to do has counted, too
+            group.update(new)  # the step that found nothing to do may have counted itself in the groups, too
 
     def _plan(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> _Plan:
         fused = type(optimizer) in _TAKES_ANY_STATE and all(group.get("fused") for group in optimizer.param_groups)
         together, units = self.together if fused else 1, self._units()
         if sees_whole_values(
             optimizer, self._full_param_optimizers
-        ):  # which are communicated: in one order on all ranks
-            together, units = 0, sorted(units, key=itemgetter(0))  # ... whose forwards may differ
+        ):  # whole values are communicated, so all ranks need one order, also if their forwards differ
+            together, units = 0, sorted(units, key=itemgetter(0))
         plan = self._plans.get(optimizer)
         if plan is None or not plan.fits(lists, units, together):
             plan = self._plans[optimizer] = _Plan(lists, units, together)
@@ -248,12 +249,13 @@ class UnitStepper:
                 new = new_state.get(value)
                 if new is not None:
                     _store(state[master], new, master, value, whole)
-            # a retry must find the gradients that nothing was updated from
+            # a retry must find the gradients that no update has used
             self._gradients.release_gradients(one.numbers if succeeded else [], values)
 
 
 class _Options:
-    """The options of an optimizer's groups, which are the same before each unit's update and after it."""
+    """The options of an optimizer's groups. Each unit's update starts from the same ones and must end with equal
+    ones."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -271,10 +273,10 @@ class _Options:
             group.update(options)
 
     def note(self, groups: set[int]) -> None:
-        """Keeps what the update of a unit made of the options of ``groups``.
+        """Keeps the options of ``groups`` as the update of a unit has left them.
 
         Raises:
-            RuntimeError: another unit's update made something else of them.
+            RuntimeError: another unit's update has left other options.
         """
         now = self._now()
         for number in groups:
@@ -297,7 +299,7 @@ def _of_the_model(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def _share(master: Tensor) -> int:
-    """Elements that a rank has of it, rounded up: the same number on all ranks."""
+    """The elements that a rank holds of ``master``, rounded up: the same number on all ranks."""
     return -(-master.numel() // master.device_mesh.size()) if isinstance(master, DTensor) else master.numel()
 
 
@@ -314,7 +316,7 @@ def _value(value: Any, whole: bool) -> Any:
 
 
 def _store(entry: dict[str, Any], new: dict[str, Any], master: Tensor, value: Tensor, whole: bool) -> None:
-    """Keeps what the update made of a plain tensor as state of the master: DTensors, over the same memory if local."""
+    """Keeps a plain tensor's state after an update as the master's: as DTensors, over the same memory if local."""
     for name, kept in new.items():
         if not whole and name in entry and _value(entry[name], whole) is kept:
             continue

@@ -35,8 +35,8 @@ class OptimizerSteps:
 
     [Note: watched steps] torch calls no hook when ``step()`` raises. So ``step`` of each watched optimizer is wrapped,
     as torch's learning rate schedulers wrap it: by an attribute of the object. What a step has begun ends on every way
-    out of it, and only one that has succeeded releases gradients: after one that raised they are what they were, as in
-    torch. (An optimizer that updates unit by unit, or torch's own multi-tensor kernels, may have updated some of its
+    out of it. Only a step that has succeeded releases gradients. After a step that raised they are what they were, as
+    in torch. (An optimizer that updates unit by unit, or torch's own multi-tensor kernels, may have updated some of its
     parameters when it raises. Those that step unit by unit have released the gradients of the units that are updated,
     so that a retry updates the others.) A subclass's ``step`` may call its parent's: one step is the outermost call.
     ``type(optimizer).step(optimizer)`` passes the wrapper by, so a pre-hook raises there.
@@ -134,7 +134,7 @@ class OptimizerSteps:
         self._taken_over = {}
 
     def _watch(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Wraps the optimizer's ``step``; returns what takes that back."""
+        """Wraps the optimizer's ``step``; returns a function that takes that back."""
         mine = vars(optimizer).get("step")  # a learning rate scheduler's
         inner, this = optimizer.step, weakref.ref(self)
 
@@ -153,7 +153,7 @@ class OptimizerSteps:
         def restore() -> None:
             hook.remove()
             if vars(optimizer).get("step") is not watched:
-                return  # somebody has wrapped it since; it lets every step pass from now on
+                return  # somebody else has wrapped our wrapper, which stays and from now on lets every step pass
             if mine is None:
                 del optimizer.step
             else:
@@ -194,7 +194,7 @@ class OptimizerSteps:
             self._through_lightning.pop()
 
     def before(self, optimizer: Optimizer) -> None:
-        """Gradients and values are ready for the optimizer.
+        """Makes gradients and values ready for the optimizer.
 
         Raises:
             RuntimeError: a window is open, or the optimizer cannot take the dtype of a gradient.
@@ -205,7 +205,7 @@ class OptimizerSteps:
         self._runtime.core.write_back()
 
     def skip(self, optimizer: Optimizer) -> None:
-        """What a step releases, when loss scaling skips it: nothing is updated."""
+        """Releases what a step releases, when loss scaling skips the step: nothing is updated."""
         self._runtime.core.forget_outstanding()
         self._release_gradients(masters_of(optimizer))
 
@@ -256,7 +256,7 @@ class OptimizerSteps:
     # ---- gradients ----
 
     def _kept(self, masters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those whose gradient survives a step; another optimizer that holds the parameter may step on it."""
+        """The masters whose gradient must survive this step: another optimizer holds them, too, and may step on it."""
         if self._config.keep_gradients:
             return masters
         return [master for master in masters if master in self._shared] if self._shared else []

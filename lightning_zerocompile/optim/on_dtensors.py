@@ -1,10 +1,11 @@
 """Optimizers that step once, on DTensors.
 
-[Note: other optimizers] An optimizer that is neither of torch's own nor named steps once, on DTensors. What it computes
-with them is what it would compute with whole values, also sums over parameters; where DTensor does not know an
-operation it raises, and so do we, by name. One thing DTensor gets wrong: ``item()`` (and so ``float()``) of a value
-that is spread over ranks, such as a norm, is that of the rank's own part. :class:`ExactScalars` gives the whole. Such
-an optimizer is not given whole values unasked: unit by unit, what it computes over all parameters would be wrong.
+[Note: other optimizers] An optimizer that is not torch's own, and that the user has not named, steps once, on DTensors.
+With them it computes what it would compute with whole values, also sums over parameters. If DTensor does not know an
+operation it raises, and our error names the optimizer. DTensor gets one thing wrong: ``item()`` (and so ``float()``) of
+a value that is spread over ranks, such as a norm, is that of the rank's own part. :class:`ExactScalars` makes it that
+of the whole value. Such an optimizer is not given whole values unasked: unit by unit, what it computes over all
+parameters would be wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightning_zerocompile.sharding.full_values import full_value
 
 
 class ExactScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In here ``item()`` of a DTensor is that of the whole value, see [Note: other optimizers]; then collective."""
+    """In this mode ``item()`` of a DTensor is that of the whole value, see [Note: other optimizers], and collective."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -42,7 +43,7 @@ def on_dtensors(
     ``alike``: entered where all ranks do the same.
 
     Raises:
-        RuntimeError: the step used what DTensor does not know; it names the optimizer and the remedy.
+        RuntimeError: the step used an operation that DTensor does not know; names the optimizer and the remedy.
     """
     stepping = ExitStack()
     inside = False

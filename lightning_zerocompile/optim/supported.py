@@ -1,4 +1,4 @@
-"""Which optimizers can step on sharded parameters, and whether one can take the gradients that there are.
+"""Which optimizers can step on sharded parameters, and whether an optimizer can take the dtypes of the gradients.
 
 How they step is in by_unit.py and on_dtensors.py.
 """
@@ -39,7 +39,7 @@ _REFUSED: dict[type[Optimizer], str] = {
     optim.LBFGS: "it flattens all parameters into one vector and runs the model several times inside one step",
     optim.SparseAdam: "it needs sparse gradients, which cannot be sharded",
 }
-_RAW_POINTERS = ("apex", "bitsandbytes")  # packages whose kernels take addresses, and of a DTensor would get none
+_RAW_POINTERS = ("apex", "bitsandbytes")  # packages whose kernels take addresses; a DTensor has none
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -49,8 +49,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def sees_whole_values(optimizer: Optimizer, named: Sequence[str]) -> bool:
-    """Whether it steps on whole parameters, see [Note: whole values]; ``named``: the user's "
-    "``full_param_optimizers``."""
+    """Whether it steps on whole parameters, see [Note: whole values]; ``named``: the user's
+    ``full_param_optimizers``."""
     return type(optimizer) in PER_PARAMETER or type(optimizer).__name__ in named
 
 
@@ -63,8 +63,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], named: Sequence[str]) -> N
     """Raises if an optimizer cannot work on sharded parameters.
 
     Raises:
-        MisconfigurationException: names the optimizer, the reason and the remedy; or a name in
-            ``full_param_optimizers`` that is no optimizer's.
+        MisconfigurationException: names the optimizer, the reason and the remedy; or names an entry of
+            ``full_param_optimizers`` that is the class of no optimizer.
     """
     names = [type(optimizer).__name__ for optimizer in optimizers]
     if optimizers and (unknown := [name for name in named if name not in names]):
@@ -105,15 +105,16 @@ def masters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:
-    """Raises before anything moves if the optimizer cannot take a gradient of another dtype than its parameter's.
+    """Raises before anything is updated if the optimizer cannot take a gradient of another dtype than its parameter's.
 
-    [Note: trial step] Which optimizers can is nowhere declared, so one element is updated on trial, by a copy of the
-    optimizer, with a state of zeros where it is torch's own and has one. One that fails also on a gradient of the
-    parameter's dtype cannot be tried out (it knows its parameters): it is given what there is.
+    [Note: trial step] No optimizer declares whether it can take such gradients. So a copy of the optimizer updates one
+    element on trial, with a state of zeros if the optimizer is torch's own and has a state. An optimizer whose trial
+    fails also with a gradient of the parameter's own dtype cannot be tried out (it depends on its real parameters). It
+    is given the gradients as they are.
 
     Args:
         optimizer: its parameters are masters with their gradients.
-        taken: the combinations that were found to work; added to.
+        taken: the combinations that were found to work; this call adds its own.
 
     Raises:
         RuntimeError: names the optimizer, the first parameter and the remedy.
@@ -159,7 +160,7 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dty
 
 
 def _one_element(kept: Any) -> Any:
-    """Zeros for a parameter, or for what is kept of it: one element with as many dimensions."""
+    """Zeros in place of a parameter or of an entry of its state: one element, with the same number of dimensions."""
     if not isinstance(kept, Tensor):
         return kept
     return torch.zeros((1,) * kept.dim(), dtype=kept.dtype, device=kept.device)

@@ -1,9 +1,11 @@
-"""Optimizers that were made before the model was sharded: they are given its masters, and afterwards its parameters.
+"""Optimizers that were made before the model was sharded: they are given its masters, and after the run its whole
+parameters.
 
 [Note: optimizers made elsewhere] An optimizer that was made in ``__init__``, or before ``fit``, holds the parameters
-that the model had then. Each is known by the object: its master takes its place in the group, and its state becomes
-that of the master, of which each rank keeps its rows. Under DDP such an optimizer goes on with the same parameters
-after the run. So when the model is made whole it is given the whole parameters, and its whole state, on the CPU.
+that the model had then. Each parameter is recognised by the object. Its master takes its place in the group, and its
+state becomes the master's, of which each rank keeps its rows. Under DDP such an optimizer goes on with the same
+parameters after the run. So when the model is made whole, the optimizer is given the whole parameters, and its whole
+state, on the CPU.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
 
     Args:
         number: of the optimizer, for messages.
-        optimizer: what it holds beside that stays as it is.
+        optimizer: what it holds beside the model's parameters stays as it is.
         masters: by the parameters that the model had before it was sharded.
         whole: whether state of another shape than its parameter's is on every rank, see [Note: whole values].
 
     Returns:
-        Whether it held parameters from before, see [Note: optimizers made elsewhere].
+        Whether it held parameters from before the sharding, see [Note: optimizers made elsewhere].
 
     Raises:
         RuntimeError: it holds a parameter twice.
@@ -78,7 +80,7 @@ def give_back(
     Args:
         optimizers: alike on all ranks.
         parameters: by the masters that they have replaced.
-        group: of the same ranks, on the CPU; it communicates instead of the shard group.
+        group: a process group of the same ranks, on the CPU; it communicates instead of the shard group.
     """
     for optimizer in optimizers:
         for held in optimizer.param_groups:
@@ -122,8 +124,15 @@ def _is_moment(value: Any, parameter: Tensor) -> bool:
 
 
 def _sharded_state(name: str, value: Any, parameter: Tensor, moment: bool, whole: bool) -> Any:
-    """``moment``: other parameters' entries of this name have their shape; a 0-dim value alone may be a counter.
-    ``whole``: what has another shape than its parameter is on every rank."""
+    """One entry of :func:`sharded_states`.
+
+    Args:
+        name: of the entry.
+        value: of the entry, full.
+        parameter: the master.
+        moment: whether entries of this name have their parameter's shape elsewhere; else a 0-dim value is a counter.
+        whole: whether an entry of another shape than its parameter's is kept on every rank.
+    """
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     if value.shape == parameter.shape and (moment or parameter.dim() > 0):
