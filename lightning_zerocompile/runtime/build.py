@@ -7,11 +7,12 @@ ninja and no build isolation are involved.
 [Note: one build per node]
 All processes of a node start together and want the same binary. They queue at a file lock; the first one builds in a
 private directory and renames the result into place, the others find it there. The kernel drops the lock of a process
-that dies, and the next holder of the lock removes whatever the dead one left behind.
+that dies, and the next holder of the lock removes what the dead process has left.
 
 [Note: what is loaded] A library runs code in this process as soon as it is opened, and one that is cut short ends the
-process. So a library is opened only if its record is beside it, which is written after the library is on the disk, if
-its content has the record's checksum, and if no other user could have put it there or can write to it.
+process. So a library is opened only if three things are true. Its record is beside it (the record is written after the
+library is on the disk). Its content has the record's checksum. No other user could have put it there or can write to
+it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Compiler:
 class Recipe:
     """What to build and how: together with the compiler, all that determines the binary.
 
-    ``locations`` are folders in the flags whose content ``versions`` tells: the cache's key does not hold their names.
+    ``locations`` are folders that occur in the flags. ``versions`` describes their content, so the cache's key does not
+    hold their names.
     """
 
     module: str
@@ -177,7 +179,7 @@ def torch_recipe(module: str, sources: Path) -> Recipe:
 
 
 def sanitizer_flags() -> tuple[str, ...]:
-    """For a build that looks for its own errors: ``LIGHTNING_ZEROCOMPILE_SANITIZE=address,undefined``, or ``thread``.
+    """Flags of a build with sanitizers: ``LIGHTNING_ZEROCOMPILE_SANITIZE=address,undefined``, or ``thread``.
 
     The process must load the sanitizer's library before all others: see tests/dist/training/test_sanitizers.py.
 
@@ -198,7 +200,7 @@ def sanitizer_flags() -> tuple[str, ...]:
 
 
 def _installed_content(root: Path) -> str:
-    """A digest of torch's headers and libraries as its installer has recorded them; empty if it has not."""
+    """A digest of torch's headers and libraries as its installer has recorded them; empty if there is no record."""
     try:
         distribution = metadata.distribution("torch")
         if Path(str(distribution.locate_file("torch"))).resolve() != root:
@@ -328,7 +330,7 @@ def _is_whole(binary: Path) -> bool:
 def check_trusted(path: Path) -> None:
     """Raise if another user than root could have placed, or could change, what is at ``path``.
 
-    All of the names that lead to it count, and so do the links among them and where they lead.
+    All folders and links on the way to ``path`` are checked, and so are the places to which the links lead.
     """
     links = [each for each in (path, *path.parents) if each.is_symlink()]
     real = path.resolve()
@@ -350,7 +352,7 @@ def check_trusted(path: Path) -> None:
 
 def _others_write(status: os.stat_result, mine: bool) -> bool:
     if not mine and status.st_mode & stat.S_ISVTX:
-        return False  # in such a directory only an entry's owner can replace it
+        return False  # in a directory with the sticky bit only an entry's owner can replace the entry
     # where folders are made with the umask 002, the group of a folder above is the user's own
     private = not mine and status.st_gid in (os.getegid(), 0) and status.st_uid in (os.geteuid(), 0)
     return bool(status.st_mode & (stat.S_IWOTH if private else stat.S_IWOTH | stat.S_IWGRP))
@@ -448,7 +450,7 @@ def _compile(recipe: Recipe, compiler: Compiler, directory: Path) -> Path:
 
 
 def _run(command: Sequence[str], temporary: Path | None = None) -> str:
-    """Run a compiler command and return its output; what it leaves when killed goes into ``temporary``."""
+    """Run a compiler command and return its output. Its temporary files go into ``temporary``."""
     # The language of the output would otherwise be part of the cache key.
     environment = os.environ | {"LC_ALL": "C"} | ({"TMPDIR": str(temporary)} if temporary else {})
     try:

@@ -1,4 +1,4 @@
-"""How often each unit is gathered in one step, looked at once: a unit that comes and goes costs its bytes each time."""
+"""Counts once how often each unit is gathered in a step: every further gather of a unit moves its bytes again."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[
 from lightning_zerocompile.config import Lifetime
 from lightning_zerocompile.runtime.runtime import Runtime
 
-MANY = 4  # gathers of a unit for each backward: two are usual, one more an activation checkpoint's
-_STEP = 2  # that is looked at: the first one compiles, and learns the order
+MANY = 4  # gathers of a unit for each backward: two are usual, and an activation checkpoint needs one more
+_STEP = 2  # the step that is counted: the first one compiles, and learns the order
 
 OFTEN = (
     "{} gathered up to {:.0f} times for each backward: code uses these modules again and again, with others between. "
     "Training is right, only slower. `keep_gathered={}` gathers them once a step and keeps them ({:.1f} MiB), "
     "`memory_budget='auto'` does so for all that fit."
 )
-_NAMED = 4  # units, in a message
+_NAMED = 4  # units that a message names at most
 
 
 class GatherWatch:
-    """Counts in the second training step of a run, at stage 3, and warns once on rank 0.
+    """Counts gathers in the second training step of a run, at stage 3, and warns once on rank 0.
 
     Args:
-        runtime: of the model.
+        runtime: the model's.
 
     Attributes:
         gathers: collectives for each backward of that step, by unit; empty until it has ended.
@@ -36,7 +36,7 @@ class GatherWatch:
         self._backwards = 0
 
     def step_begins(self) -> None:
-        """At the begin of each training step."""
+        """Called at the begin of each training step."""
         self.step_ends()
         if self._step > _STEP:
             return
@@ -45,7 +45,7 @@ class GatherWatch:
             self._before, self._backwards = self._counts(), self._runtime.core.stats().backwards
 
     def step_ends(self) -> None:
-        """Before anything that may gather and belongs to no training step, or to the next."""
+        """Called before anything that may gather and belongs to the next training step or to none."""
         if self._step != _STEP:
             return
         self._step += 1
@@ -54,7 +54,7 @@ class GatherWatch:
         self._warn()
 
     def _counts(self) -> dict[str, int]:
-        """One collective for each dtype of a unit is one gather of it."""
+        """The gathers of each unit so far. A gather of a unit is one collective for each of its dtypes."""
         core, dtypes = self._runtime.core, self._runtime.dtypes_of_units()
         return {name: core.gathers_of(unit)[0] // dtypes[unit] for name, unit in self._runtime.unit_of.items()}
 
@@ -63,7 +63,7 @@ class GatherWatch:
         return {name: times for name, times in self.gathers.items() if times > MANY}
 
     def text(self) -> str:
-        """What is to be said of :meth:`often`; "": nothing."""
+        """The warning about the units of :meth:`often`; "": there are none."""
         often, sizes = self.often(), self._runtime.used_units()
         if not often:
             return ""

@@ -1,9 +1,9 @@
 """Stage 3 with memory to spare: units that stay gathered from one optimizer step to the next.
 
-[Note: memory budget] A unit that stays gathered is gathered once for each step of the optimizer, while it is written,
-instead of once or twice for each backward. Which units stay is decided once, behind the second step of an optimizer:
-by then every rank has been at its peak, and has counted how often each unit is gathered. The ranks take the smallest
-budget and rank 0's counts. What changes for compiled code is the shape of one argument: one recompilation.
+[Note: memory budget] A unit that stays gathered is gathered once for each step of the optimizer, while other units are
+written, instead of once or twice for each backward. Which units stay is decided once, after the second step of an
+optimizer. By then every rank has been at its peak, and has counted how often each unit is gathered. The ranks take the
+smallest budget and rank 0's counts. For compiled code the shape of one argument changes, which costs one recompilation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_zerocompile.runtime.runtime import Runtime
 _SHARE_OF_FREE_MEMORY = 0.75  # what "auto" may fill; the rest is for batches that are larger than those so far
 _LATENCY_BYTES = 2**20  # what a link moves in the time that starting a collective takes: about 20 µs at 50 GB/s
 _DOING = "has shared out `memory_budget`"
-_STEPS = 2  # of optimizers, before it is decided
+_STEPS = 2  # steps of optimizers before the decision
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def choose(candidates: Sequence[Candidate], budget: int) -> list[int]:
 
 
 def free_memory(device: torch.device) -> tuple[str, int]:
-    """Bytes that are not needed at the peak so far, and the host that they are of ("": a device of this rank's own)."""
+    """The host of the memory ("": a device of this rank's own), and the bytes that were free at the peak so far."""
     if device.type == "cuda":
         unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         idle = sum(segment["total_size"] - segment["active_size"] for segment in segments_of_graphs(device))
@@ -66,7 +66,7 @@ def free_memory(device: torch.device) -> tuple[str, int]:
 
 
 def segments_of_graphs(device: torch.device) -> list[Any]:
-    """What torch's allocator holds in pools that CUDA graphs own: nothing else may use it, also while they do not."""
+    """The segments in pools that CUDA graphs own: nothing else may use them, even while the graphs do not."""
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call, unused-ignore]
     return [s for s in segments if s["device"] == device.index and tuple(s["segment_pool_id"]) != (0, 0)]
 

@@ -1,4 +1,4 @@
-"""Shapes of the operators for the compiler; what they do is in csrc/ops.cpp."""
+"""Shapes of the operators' results, for the compiler; csrc/ops.cpp says what the operators do."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zerocompile.ranks.messages import Messages
 
-_SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own: ranks may share a device, for tests
+_SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable: lets ranks share a device, for tests
 
 
 def has_copy_engines(
     mesh: DeviceMesh, device: torch.device, messages: Messages, wanted: bool | Literal["auto"]
 ) -> bool:
-    """Whether the devices can gather and reduce by copies, and are to; alike on all ranks.
+    """Whether the devices can gather and reduce by copies, and the user wants that; alike on all ranks.
 
     Raises:
         ValueError: ``wanted=True`` and the devices do not allow it; the message says why.
@@ -46,7 +46,7 @@ def map_buffer(
     half: int,
     purpose: str,
 ) -> Tensor | None:
-    """A buffer of two halves that all ranks have mapped; ``None`` if collectives must do its work.
+    """A buffer of two halves that all ranks have mapped; ``None`` if collectives must be used instead.
 
     Collective over the mesh, whose devices have copy engines: all ranks map their buffers, or none does.
 
@@ -54,9 +54,9 @@ def map_buffer(
         mesh: the shard group, one dimension.
         device: of this rank.
         messages: the ranks' conversation.
-        wanted: ``"auto"``: if it can be mapped; ``True``: or raise.
-        half: bytes of one half; 0: none.
-        purpose: no other buffer's.
+        wanted: ``"auto"``: map it if that is possible; ``True``: raise if it is not.
+        half: bytes of one half; 0: there is no buffer.
+        purpose: a name that no other buffer has.
 
     Returns:
         [2 * half], uint8.
@@ -91,7 +91,7 @@ def _unreachable(mesh: DeviceMesh, device: torch.device, messages: Messages) -> 
 
 
 def first_failure(messages: Messages, topic: str, action: Callable[[], Any]) -> str:
-    """What the first rank on which ``action`` fails says; "" if it succeeds on all, alike on all ranks."""
+    """The error of the first rank on which ``action`` fails; "" if it succeeds on all. Alike on all ranks."""
     reason = ""
     try:
         action()

@@ -44,8 +44,8 @@ class Stats:
     Attributes:
         gathers: all-gather collectives (one per dtype of a unit, or of a run of small ones), and ``gather_bytes`` of
             their results.
-        prefetched: those among them that started before they were asked for.
-        peer_gathers, peer_reductions: those that copies between devices did instead of a process group.
+        prefetched: the gathers among them that started before they were asked for.
+        peer_gathers, peer_reductions: gathers and reductions by copies between devices instead of a process group.
         reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
         padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
         graph_uses, graph_reductions: parameters that compiled graphs asked for, gradients that they delivered.
@@ -199,7 +199,7 @@ class Runtime:
                     self._read_resident(sharded)
             for sharded in (
                 sharded_parameters
-            ):  # not earlier: an initialiser that reads another layer finds its parameters until here
+            ):  # not earlier: until here an initialiser that reads another layer still finds its full parameters
                 self._install(sharded, places)
             if lifetime is Lifetime.USE:
                 for sharded in sharded_parameters:
@@ -209,7 +209,7 @@ class Runtime:
             self._map_peers()
 
     def _map_peers(self) -> None:
-        """Gathers and reductions become copies between the devices' memories, as far as these allow it."""
+        """Lets gathers and reductions be copies between the devices' memories, as far as the devices allow it."""
         mesh, messages, wanted = self.mesh, self.messages, self.config.copy_engine
         timeout = int(self.config.timeout.total_seconds() * 1000)
         buffer = map_buffer(mesh, self.device, messages, wanted, self.core.peer_bytes(), "gathers")
@@ -336,8 +336,10 @@ class Runtime:
     # ---- gradients ----
 
     def _bind(self, reduced: list[tuple[int, Tensor | None]]) -> None:
-        """Adds local gradients (rows of the step's flat partitions) to a ``grad`` that is not ours, if there is
-        something to add; then the user's post-accumulate hooks run, as FSDP2 runs them."""
+        """Adds local gradients (rows of the step's flat partitions) to a ``grad`` that user code has set.
+
+        A gradient of None adds nothing. Then the user's post-accumulate hooks run, as FSDP2 runs them.
+        """
         with torch.no_grad(), as_plain_tensors():
             for index, local in reduced:
                 master = self.sharded_parameters[index].master
@@ -361,7 +363,7 @@ class Runtime:
                 gradient_of(sharded.master)
 
     def pass_mark(self, what: str) -> None:
-        """Called where every rank comes in the same order, with the same gathers behind it; see ``Consistency.mark``.
+        """Called where all ranks come in the same order, after the same gathers; see ``Consistency.mark``.
 
         Args:
             what: the mark, for the message.
@@ -376,7 +378,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around user code that may read parameters: weights that autograd saves are kept as their identity."""
+        """Around user code that may read parameters: autograd saves a weight's identity in place of its value."""
         self._refresh_kept()
         if len(self._kept) == len(self._masters):
             yield
@@ -423,13 +425,13 @@ class Runtime:
         return Stats(**{name: getattr(raw, name) for name in Stats.__dataclass_fields__})
 
     def shutdown(self) -> None:
-        """Drops every reference to the process groups, before they are destroyed. Waits for what is on its way."""
+        """Drops every reference to the process groups, before they are destroyed. Waits for work that is in flight."""
         self.reads.close()
         with contextlib.closing(self.messages):
             self.core.shutdown(wait=True)
 
     def abandon(self) -> None:
-        """:meth:`shutdown` after a failure: waits for nothing, since other ranks may not come to it."""
+        """:meth:`shutdown` after a failure: waits for nothing, since the other ranks may not take part any more."""
         self.reads.close()
         with contextlib.closing(self.messages):
             self.core.shutdown(wait=False)

@@ -2,10 +2,11 @@
 
 Source: DeepSpeed pull request 7992, ``engine.coalesce_grad_reduction``.
 
-[Note: agreement on windows] A rank that does not open a window, fails inside it or runs another number of backwards
-would meet the others' collectives with its own. So every rank says through the store, where its window ends and before
-anything is reduced, how it went; whoever hears something else raises, and so does one that waits inside the window for
-a rank that has failed in it. With parameters gathered at each use, see also [Note: ranks apart] in csrc/gather.cpp.
+[Note: agreement on windows] If a rank does not open a window, fails inside it or runs another number of backwards, its
+collectives would be matched with other collectives of the other ranks. So, where its window ends and before anything is
+reduced, every rank says through the store how the window went. A rank that hears something else raises. So does a rank
+that waits inside the window for a rank that has failed in it. With parameters gathered at each use, see also
+[Note: ranks apart] in csrc/gather.cpp.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lightning_zerocompile.runtime.runtime import Runtime
 Gathers = Literal["auto", "window", "use"]
 
 _TOPIC = "window"  # of the messages
-_GATHERED = "gathered in a window"  # of those after a failure
+_GATHERED = "gathered in a window"  # of the messages after a failure
 _TOO_LARGE = (
     "`coalesce_grad_reduction(gather='auto')`: the whole model, its gradients and two moments take {:.1f} GiB in the "
     "window, more than half of the {:.1f} GiB that are free. So each use in it gathers, as outside of windows: less "
@@ -61,7 +62,7 @@ class Windows:
         self.meet_again()
         self._number += 1
         held = self._gathers_at_use and self._holds(gather, accumulate_dtype)
-        waiting = set(self._core.frozen_gradients())  # of an accumulation that goes on when they are trained again
+        waiting = set(self._core.frozen_gradients())  # an accumulation's, which goes on when they are trained again
         self.is_open = True
         self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
         self._core.set_deferred(True)
@@ -79,8 +80,8 @@ class Windows:
             raised = False
         except BaseException as error:
             self._core.drop_gradients()  # no collective: the other ranks may not come to theirs
-            with suppress(RuntimeError):  # of a store whose host has died
-                self._core.publish_order()  # others may wait for it in a backward, and hear of the error behind it
+            with suppress(RuntimeError):  # a store whose host has died raises it
+                self._core.publish_order()  # other ranks may wait for it in a backward, and then hear of the error
                 failure = json.dumps({"error": f"{type(error).__name__}: {error}"})
                 self._messages.tell_numbered(_TOPIC, self._number, failure)
                 self._come_apart(apart)
@@ -126,7 +127,7 @@ class Windows:
         self._messages.check = lambda: None
 
     def _come_apart(self, apart: bool) -> None:
-        """This rank leaves a window by an exception: before its next gather it compares what all have gathered."""
+        """This rank leaves a window by an exception: before its next gather all compare what they have gathered."""
         if not apart or self._world == 1:
             return
         self._apart[self._number] = self._core.gathered_so_far()
@@ -137,7 +138,8 @@ class Windows:
         """Compares what the ranks had gathered when they left earlier windows by exceptions.
 
         Raises:
-            CommunicationError: not the same, so their next gathers would not match; now and at each call.
+            CommunicationError: they have gathered different things, so their next gathers would not match. This call
+                raises it, and so does each later one.
         """
         for number, mine in list(self._apart.items()):
             doing = f"has left window {number} of `coalesce_grad_reduction` by an exception and goes on"
@@ -185,7 +187,7 @@ class Windows:
         if frozen:
             raise RuntimeError(
                 f"Parameter `{min(frozen)}` was frozen inside `coalesce_grad_reduction` after a backward had given it "
-                "a gradient, which could not be reduced. Freeze it before the window or behind it."
+                "a gradient, which could not be reduced. Freeze it before the window or after it."
             )
 
     def _agree(self, mine: dict[str, int]) -> None:
