@@ -37,7 +37,7 @@ __all__ = [
 
 
 def register_strategies() -> None:
-    """Registers the names with Lightning; again (a reload) the newest class counts."""
+    """Registers the names with Lightning. Called again, after a reload, it registers the newest class."""
     ZeroCompileStrategy.register_strategies(StrategyRegistry)
     ZeroCompileFabricStrategy.register_strategies(FABRIC_REGISTRY)
     foreign = sys.modules.get("pytorch_lightning.strategies")  # a package of its own, with its own registry

@@ -1,4 +1,4 @@
-"""What the user chose: each option said once, with its type, its default, its help and what a wrong value is told."""
+"""What the user chose: each option once, with its type, its default, its help and the message for a wrong value."""
 
 import inspect
 import warnings
@@ -50,9 +50,9 @@ class Check:
     """What an option's type does not say. It stands in the option's annotation.
 
     Attributes:
-        otherwise: what a wrong value is told; it follows the option's name and value.
-        accepts: the type of the argument, if it takes more than the option holds.
-        convert: makes an argument what the option holds; a value that is neither is left as it is.
+        otherwise: the message for a wrong value; it follows the option's name and value.
+        accepts: the type of the argument, if the argument may be more than the option's own type.
+        convert: makes the option's value of an argument; an argument that it cannot convert is left as it is.
         holds: what must be true of a value of the right type.
     """
 
@@ -110,8 +110,8 @@ class Config:
             by the plan, alike on all ranks; chosen at the first set-up and said in one line.
         compile: ``"blocks"`` (or ``True``): each repeated block of the model is compiled, all equal ones with one
             compilation (a model without any as with ``"model"``); ``"model"``: each top-level child as one graph (of
-            one that only holds others, such as a ``ModuleList``, each of these); ``False``: nothing, everything runs
-            eagerly.
+            one that only holds others, such as a ``ModuleList``, each of these); ``False``: nothing is compiled,
+            everything runs eagerly.
         backend: ``"inductor"`` or ``"aot_eager"`` (the same graphs and passes without code generation).
         mode: torch.compile's mode. ``"reduce-overhead"`` and ``"max-autotune"`` replay CUDA graphs.
         dynamic: torch.compile's ``dynamic``.
@@ -135,7 +135,8 @@ class Config:
             next, as at stage 2: those that only some ranks use in a step, and small ones that are used often.
         memory_budget: at stage 3, bytes on each device that may be filled with units that stay gathered from one
             optimizer step to the next: those that save most communication. ``"auto"``: three quarters of what is free
-            at the peak of the first two steps. Chosen once behind them, with one recompilation. ``None``: none.
+            at the peak of the first two steps. The units are chosen once, after these two steps, with one
+            recompilation. ``None``: no units.
         memory_limit: with ``stage="auto"``, bytes that each rank may use; ``None``: what is free at set-up (on the CPU
             the ranks of a host share it).
         copy_engine: whether parameters are gathered, and bfloat16 gradients exchanged and then summed in float32, by

@@ -1,16 +1,16 @@
 """A parameter that somebody puts in place of another one while the model is trained.
 
-[Note: replaced parameters] ``module.weight = nn.Parameter(new)`` means in torch: the module computes with the new
-parameter from now on; an optimizer goes on with the old one, which gets no gradient any more, until it is given the
-new one. That is what happens here, from the next step on. The record of the parameter stays, with its unit, its number
-and its master, and the master takes the new values (rank 0's, as at set-up). What optimizers still hold of the old
-parameter becomes a :class:`Former`, with its values, its gradient and its state; where an optimizer was given the new
-parameter, the master takes its place. Until then the new one is a plain tensor: modules, compiled or not, compute with
-it, and its gradient would be of one rank; so a backward before that step raises.
+[Note: replaced parameters] In torch ``module.weight = nn.Parameter(new)`` means two things. The module computes with
+the new parameter from now on. An optimizer goes on with the old one, which gets no gradient any more, until it is given
+the new one. The same happens here, from the next step on. The record of the parameter stays, with its unit, its number
+and its master, and the master takes the new values (rank 0's, as at set-up). Where optimizers still hold the old
+parameter they get a :class:`Former`, with its values, its gradient and its state. Where an optimizer was given the new
+parameter, it gets the master. Until the next step the new parameter is a plain tensor. Modules, compiled or not,
+compute with it, and its gradient would be that of one rank, so a backward before that step raises.
 
-All ranks must have replaced the same. Nothing is communicated in a step in which none has: a rank that has asks the
-others, and one that has not meets it in no message, so that it is found as any other knot, see [Note: ranks that wait
-for each other].
+All ranks must have replaced the same parameters. In a step in which no rank has replaced any, nothing is communicated.
+A rank that has replaced one asks the others. A rank that has not does not answer, so the two are found as any other
+knot, see [Note: ranks that wait for each other].
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ _NAME = "_zerocompile_former"
 
 
 class Former(DTensor):
-    """What an optimizer holds of a parameter that the model has no more, see [Note: replaced parameters]."""
+    """What an optimizer holds in place of a parameter that the model has no longer, see [Note: replaced parameters]."""
 
 
 def check_alike(replaced: Mapping[ShardedParameter, nn.Parameter], messages: Messages) -> None:
-    """Raises unless every rank has put such parameters in place of the same ones; collective where all have.
+    """Raises unless every rank has put parameters of the right kind in place of the same ones.
+
+    Collective if all ranks have replaced parameters.
 
     Raises:
         RuntimeError: names the first parameter, and what is wrong with the new one, or the rank that has another.
@@ -78,8 +80,8 @@ def _described(sharded: ShardedParameter, parameter: nn.Parameter) -> str:
 
 
 def former_of(sharded: ShardedParameter) -> Tensor:
-    """The parameter as it is now, apart from its record: a copy of this rank's rows, with the gradient, which the
-    master then has no more."""
+    """A copy of the parameter as it is now, without a record: this rank's rows, and the gradient, which it takes away
+    from the master."""
     master = sharded.master
     with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
         grad = gradient_of(master)
@@ -95,16 +97,16 @@ def former_of(sharded: ShardedParameter) -> Tensor:
 
 
 def former_name(value: Tensor) -> str | None:
-    """Of which parameter it is the former one; None: it is none."""
+    """The name of the parameter that a :class:`Former` was; None: ``value`` is no :class:`Former`."""
     return value.__dict__[_NAME] if isinstance(value, Former) else None
 
 
 def take_values(sharded: ShardedParameter, parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Gives the master the values of ``parameter``, rank 0's, and what a user has put on it; collective over ``group``.
+    """Gives the master rank 0's values of ``parameter``, and the attributes that a user has set on it; collective.
 
     Args:
         parameter: of the size and dtype of ``sharded``, on any device.
-        group: of the ranks of the mesh, in its order.
+        group: a process group of the mesh's ranks, in their order.
     """
     master = sharded.master
     with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
