@@ -245,7 +245,7 @@ class Graphs:
     """What is compiled with one configuration, in one run or in several."""
 
     def __init__(self, config: Config) -> None:
-        self.stats = CompileStats()  # of the run that calls now
+        self.stats = CompileStats()  # of the run that calls now now
         self.running: Code | None = None  # what it calls
         self._config = config
         self._backends: dict[bool, Callable[..., Any]] = {}  # made when something is compiled: they import Inductor
@@ -263,7 +263,7 @@ class Graphs:
         return self._codes[key]
 
     def _compile(self, backend: Callable[..., Any], function: Any, guard_failed: Callable[[Any], None]) -> Any:
-        """``torch.compile``, which does not pass on that a guard failed."""
+        """As ``torch.compile``, which has no argument for ``guard_failed``."""
         return torch._dynamo.optimize(backend, dynamic=self._config.dynamic, guard_fail_fn=guard_failed)(function)
 
     def _count(self, module: fx.GraphModule) -> None:
