@@ -107,7 +107,8 @@ class Report:
     def __str__(self) -> str:
         stats, backwards = self.stats, max(1, self.stats.backwards)
         lines = [
-            f"zerocompile, stage {self.stage} on {self.world_size} ranks, {self.units} units, {self.compiled}",
+            f"zerocompile, stage {self.stage} on {self.world_size} rank{'s' * (self.world_size > 1)}, "
+            f"{self.units} unit{'s' * (self.units > 1)}, {self.compiled}",
             f"backwards          {stats.backwards}",
             f"for each backward  {stats.gathers / backwards:.1f} gathers of {in_units(stats.gather_bytes / backwards)} "
             f"({stats.prefetched / backwards:.1f} of them ahead), {stats.reductions / backwards:.1f} reductions of "
@@ -199,7 +200,8 @@ def _advice(report: Report) -> Iterator[Advice]:
             "do.",
         )
     spare = int(_SPARE * report.free) if report.free is not None else 0
-    if report.stage == 3 and report.modes["memory_budget"] is None and 0 < report.largest <= spare:
+    alone = report.world_size == 1  # gathers nothing from others
+    if report.stage == 3 and not alone and report.modes["memory_budget"] is None and 0 < report.largest <= spare:
         yield Advice(
             "memory",
             f"{in_units(report.free)} are free at the peak: `memory_budget='auto'` keeps units gathered that fit, and "

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,22 @@ class Span:
 
 
 def spans_of(events: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """What is drawn of a trace's ``traceEvents``, by time."""
-    return sorted(_spans(events), key=lambda span: span.start)
+    """What is drawn of a trace's ``traceEvents``, by time.
+
+    Lightning runs a step's forward and backward in a closure of the optimizer's step. Of that, what comes after the
+    last graph and reduction in it is drawn as the update.
+    """
+    spans = list(_spans(events))
+    before = [span for span in spans if span.row == _COMPILED or span.kind == "reduce"]
+    drawn = [_update_of(span, before) if span.kind == "update" else span for span in spans]
+    return sorted(drawn, key=lambda span: span.start)
+
+
+def _update_of(step: Span, before: Sequence[Span]) -> Span:
+    end = step.start + step.length
+    inside = [span.start + span.length for span in before if step.start <= span.start < end]
+    start = min(max([step.start, *inside]), end)
+    return replace(step, start=start, length=end - start)
 
 
 def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:

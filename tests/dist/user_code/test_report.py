@@ -240,6 +240,7 @@ def test_memory_that_is_free() -> None:
     assert report.free is not None and "memory_budget='auto'" in _about(report)["memory"]
     assert "memory" not in _about(replace(report, free=report.largest))
     assert "memory" not in _about(replace(report, free=None))
+    assert "memory" not in _about(replace(report, world_size=1))
     for options in ({"stage": 3, "memory_budget": 0}, {"stage": 2}):
         other, _ = _reported(models.Module(), 2, **options, **EAGER)
         assert "memory" not in _about(other)

@@ -44,6 +44,19 @@ def test_what_is_drawn() -> None:
     ]
 
 
+def test_an_update_is_what_follows_the_backward() -> None:
+    """Also where the optimizer's step is called with a closure, as Lightning does; one without is drawn whole."""
+    events = [
+        _event("Optimizer.step#SGD.step", "user_annotation", 0, 100),
+        _event("CompiledFunctionBackward", "cpu_op", 30, 30),
+        _event("zerocompile: reduce a", "user_annotation", 50, 5),
+        _event("Optimizer.step#SGD.step", "user_annotation", 200, 10),
+        _event("Torch-Compiled Region: 0/0", "cpu_op", 230, 10),
+    ]
+    updates = [(span.start, span.length) for span in spans_of(events) if span.kind == "update"]
+    assert updates == [(60, 40), (200, 10)]
+
+
 def test_what_is_no_trace(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     for content, message in (
