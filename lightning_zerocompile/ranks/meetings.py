@@ -8,6 +8,7 @@ the all-reduce would wait for the work that is queued there, so there are no mee
 
 from __future__ import annotations
 
+import ctypes
 import time
 import zlib
 
@@ -33,6 +34,7 @@ class Meetings:
     def __init__(self, messages: Messages, group: dist.ProcessGroup | None) -> None:
         self._messages, self._group = messages, group
         self.count = 0  # of meetings that were begun
+        self._open: dist.Work | None = None  # the one that this rank waits for, or has left by an exception
 
     def meet(self, what: str) -> None:
         """Called before ``what``, to which all ranks must come.
@@ -48,6 +50,7 @@ class Meetings:
         kind = zlib.crc32(what.encode())
         largest = torch.tensor([kind, -kind])
         work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._open = work
         start = looked = time.monotonic()
         while not work.is_completed():
             now = time.monotonic()
@@ -57,8 +60,19 @@ class Meetings:
             if now - start > _PAUSE:
                 time.sleep(_PAUSE)
         work.wait()
+        self._open = None
         if largest.tolist() != [kind, -kind]:
             raise self._apart(number, what)
+
+    def abandon(self) -> None:
+        """After a failure: a group with a meeting that others have not come to is never destroyed.
+
+        Gloo's would wait for it, until ``timeout``, when the process ends; the other ranks may wait for that end. See
+        [Note: abandoned communication] in csrc/runtime.cpp.
+        """
+        if self._open is not None and not self._open.is_completed():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._open = None
 
     def _apart(self, number: int, what: str) -> CommunicationError:
         heard = self._messages.exchange_numbered(STREAM, number, what + self._messages.where())

@@ -433,6 +433,7 @@ class Runtime:
     def abandon(self) -> None:
         """:meth:`shutdown` after a failure: waits for nothing, since the other ranks may not take part any more."""
         self.reads.close()
+        self.meetings.abandon()
         with contextlib.closing(self.messages):
             self.core.shutdown(wait=False)
 

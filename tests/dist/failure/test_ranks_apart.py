@@ -125,25 +125,41 @@ from datetime import timedelta
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import models
 
+hook, what, stage = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
 class Alone(L.Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == 1 and trainer.is_global_zero:
-            module.loss(batch)
+    def __init__(self):
+        setattr(self, hook, self.call)
+
+    def call(self, trainer, module, *_):
+        if trainer.global_step == 2 and trainer.is_global_zero:
+            if what == "runs":
+                module.loss(models.Batches(0)[0])
+            else:
+                trainer.save_checkpoint("never.ckpt")
 
 torch.set_num_threads(1)
-strategy = ZeroCompileStrategy(stage=3, compile=False, timeout=timedelta(minutes=5))
-trainer = models.make_trainer(strategy, max_steps=5, callbacks=[Alone()], limit_val_batches=0)
-trainer.fit(models.Module(), models.Batches(models.rank()))
+strategy = ZeroCompileStrategy(stage=stage, compile=False, timeout=timedelta(minutes=5))
+trainer = models.make_trainer(strategy, max_epochs=2, callbacks=[Alone()], num_sanity_val_steps=0)
+trainer.fit(models.Module(), models.Batches(models.rank(), 2 if "epoch" in hook else 4))
 """
 
 
 @pytest.mark.slow
-def test_a_rank_in_a_collective_of_torch_itself() -> None:
-    """Rank 0 runs the model alone, while rank 1 stands in Lightning's own broadcast, which nothing can end but the end
+@pytest.mark.parametrize(
+    ("hook", "what", "stage", "place"),
+    [
+        ("on_train_batch_end", "runs", 3, "unit `"),
+        pytest.param("on_train_epoch_end", "runs", 3, "unit `", marks=RARE),
+        pytest.param("on_train_epoch_end", "saves", 1, "a checkpoint", marks=RARE),
+    ],
+)
+def test_a_rank_in_a_collective_of_torch_itself(hook: str, what: str, stage: int, place: str) -> None:
+    """Rank 0 does something alone, while rank 1 stands in Lightning's own broadcast, which nothing can end but the end
     of rank 0."""
-    with two_scripts(SCRIPT) as ranks:
+    with two_scripts(SCRIPT, hook, what, str(stage)) as ranks:
         said = [process.communicate(timeout=150)[1] for process in ranks]
     for rank, text in enumerate(said):
         assert ranks[rank].returncode == 1, text
         assert "rank 1 waits in torch.distributed.broadcast, called by " in text and "training_epoch_loop" in text, text
-        assert "rank 0 waits in " in text and "unit `" in text and "in `on_train_batch_end`" in text, text
+        assert "rank 0 waits in " in text and place in text and f"in `{hook}`" in text, text
