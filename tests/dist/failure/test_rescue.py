@@ -105,6 +105,7 @@ CELLS = [
     )
     for stage in (1, 2, 3) for name, options in (("eager", EAGER), ("aot_eager", AOT))
     for where in ("training_step", "backward", "on_before_optimizer_step")
+    if (stage, where) != (3, "on_before_optimizer_step")  # the next wait is Lightning's broadcast, see LIMITS.md
 ]  # fmt: skip
 
 
