@@ -127,6 +127,17 @@ def _optimizers_of(module: nn.Module, optimizer: Callable[[Any], Any] | None) ->
         ) from error
 
 
+def _without_data(kept: Any, parameter: Tensor, value: Tensor) -> Any:
+    """A state of ``parameter`` for ``value``, which stands for it; inside a fake mode, that takes no other tensors."""
+    if not isinstance(kept, Tensor):
+        return copy.copy(kept)
+    if kept.shape == parameter.shape and kept.dim() > 0:
+        return torch.empty_like(value, dtype=kept.dtype)
+    if kept.dim() == 0:  # a counter, whose number is looked at
+        return torch.tensor(1, dtype=kept.dtype)
+    return torch.empty(tuple(kept.shape), dtype=kept.dtype)
+
+
 def _step(
     optimizer: Optimizer,
     group: Mapping[str, Any],
@@ -144,8 +155,7 @@ def _step(
     trial.__dict__.update(vars(optimizer), param_groups=[{**group, "params": values}], state=defaultdict(dict))
     for parameter, value in zip(parameters, values, strict=True):
         for name, kept in optimizer.state.get(parameter, {}).items():  # of a constructor that makes it
-            shaped = isinstance(kept, Tensor) and kept.shape == parameter.shape
-            trial.state[value][name] = torch.empty_like(value, dtype=kept.dtype) if shaped else copy.copy(kept)
+            trial.state[value][name] = _without_data(kept, parameter, value)
         value.grad = torch.empty_like(value)
     live = Live([*values, *(value.grad for value in values if value.grad is not None)])
     step = plain_step(trial)

@@ -202,3 +202,14 @@ def test_after_an_exception_the_optimizer_has_the_whole_parameters(device: str) 
     _plain(twin, 2)
     assert models.deviation(module, twin) <= 1e-6
     _is_back(module, twin)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_has_states_is_taken_over_again() -> None:
+    """What a fit says at its start counts them, too; counters are tensors without a shape."""
+    module = Made("adamw")
+    twin = copy.deepcopy(module)
+    for _ in range(2):
+        _fit(module, 3, 2, **EAGER)
+        _plain(twin, 2)
+    assert models.deviation(module, twin) <= 1e-6
