@@ -106,7 +106,7 @@ def take_values(sharded: ShardedParameter, parameter: nn.Parameter, group: dist.
 
     Args:
         parameter: of the size and dtype of ``sharded``, on any device.
-        group: a process group of the mesh's ranks, in their order.
+        group: of all ranks.
     """
     master = sharded.master
     with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
