@@ -106,3 +106,20 @@ def test_what_does_not_work_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="not the model's"):
         fabric.setup_optimizers(_sgd(models.ByteModel()))
     fabric.strategy.unshard()  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_a_part_that_the_user_compiled_is_compiled_by_the_strategy() -> None:
+    ours, theirs = models.ByteModel(), models.ByteModel()
+    theirs.load_state_dict(ours.state_dict())
+    ddp = _fabric("ddp")
+    _loop(ddp, *ddp.setup(theirs, _sgd(theirs)))
+    head: Any = torch.compile(ours.head, backend="aot_eager")
+    ours.head = head
+    fabric = _fabric(ZeroCompileFabricStrategy(3, **AOT))
+    _loop(fabric, *fabric.setup(ours, _sgd(ours)))
+    assert fabric.strategy.compile_stats.forward >= 2  # type: ignore[attr-defined]
+    fabric.strategy.unshard()  # type: ignore[attr-defined]
+    assert ours.head is head and hasattr(vars(head)["forward"], "_torchdynamo_orig_callable")
+    ours.head = head._orig_mod
+    assert models.deviation(ours, theirs) <= 1e-6
