@@ -1,12 +1,13 @@
 """Checkpoints that are written while the training goes on: with Lightning's ``AsyncCheckpointIO``, in its one thread.
 
-[Note: saving in the background] At the call each rank copies its shards to the CPU, and rank 0 pickles the rest: what
-training writes next is not saved. When all ranks say that they have it, each hands the writing to its plugin's thread.
-From there on threads wait for each other only, through a process group of their own, and all of them come to it
-whatever becomes of the training. If a rank's process dies, gloo ends the others' wait; if it hangs, `timeout` does.
+[Note: saving in the background] At the call each rank copies its shards to the CPU, and rank 0 pickles the rest, so
+what training writes next is not saved. When all ranks say that they have their copies, each hands the writing to its
+plugin's thread. From then on the threads wait only for each other, through a process group of their own. They all come
+to its collectives, whatever becomes of the training. If a rank's process dies, gloo ends the others' wait; if it hangs,
+`timeout` ends it.
 
-So a rank whose training has failed leaves its thread alone, but for a moment in which most saves come to their end.
-Python joins the thread before the process ends: then a checkpoint that was on its way is complete, or has failed.
+So a rank whose training has failed waits for its thread for a moment only, in which most saves end. Python joins the
+thread before the process ends. By then a checkpoint that was being written is complete, or has failed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Background:
     Without that plugin nothing is saved here, and there is nothing to wait for.
 
     Args:
-        plugin: the user's; None: everything is saved at once.
+        plugin: the user's; None: everything is saved at once, not in the background.
         timeout: how long the threads wait for each other in one collective.
     """
 
@@ -57,13 +58,13 @@ class Background:
         return self._plugin is not None
 
     def save(self, checkpoint: Mapping[str, Any], path: Path) -> None:
-        """:func:`directory.save`, of which only the copy is made now; collective.
+        """:func:`directory.save` in the background: this call only makes the copies; collective.
 
-        Each save that is on its way holds a copy of this rank's shards on the CPU.
+        Each save that is not complete holds a copy of this rank's shards on the CPU.
 
         Raises:
             IsADirectoryError: ``path`` is a directory that is no checkpoint.
-            RuntimeError: a rank could not copy or pickle its part. What fails later, :meth:`raise_pending` raises.
+            RuntimeError: a rank could not copy or pickle its part. Later errors are raised by :meth:`raise_pending`.
         """
         state, rest = directory.parts(checkpoint)
         copied: dict[str, Any] = {}
@@ -83,7 +84,7 @@ class Background:
         self._submit(lambda: directory.write(copied, lambda f: f.write(content.getbuffer()), path, group))
 
     def after_saves(self, action: Callable[[], object]) -> None:
-        """Runs ``action`` when what is being saved now is on the disk; at once if nothing was ever saved here."""
+        """Runs ``action`` when the saves in progress are on the disk; at once if nothing was ever saved here."""
         if self._plugin is None or self._plugin._executor is None:
             action()
         else:
@@ -106,13 +107,14 @@ class Background:
         plugin._executor.submit(guarded)
 
     def raise_pending(self, wait: bool) -> None:
-        """Raises what has failed in the background since the last call; collective where something can have.
+        """Raises the error of a save that has failed since the last call; collective if there is a plugin.
 
         Args:
-            wait: for all that is still on its way.
+            wait: whether to wait for all saves in progress first.
 
         Raises:
-            RuntimeError: or what was raised there, if that was the same on all ranks; on all ranks alike.
+            RuntimeError: a save has failed; raised on all ranks alike. If the error was the same on all ranks, it is
+                raised itself.
         """
         plugin = self._plugin
         if plugin is None:
@@ -124,7 +126,7 @@ class Background:
             return plugin._error is not None
 
         def report() -> None:
-            _drain(plugin)  # one rank's failure is the others' too, which may come to it a little later
+            _drain(plugin)  # if one rank has failed the others will fail, too, perhaps a little later
             error, plugin._error = plugin._error, None
             if error is not None:
                 raise error
@@ -133,7 +135,7 @@ class Background:
             on_all_ranks(_WHAT, report)
 
     def finish(self) -> None:
-        """Waits for all saves, and ends what the threads have communicated by; collective where something can be.
+        """Waits for all saves and destroys the threads' process group; collective if there is a plugin.
 
         Raises:
             RuntimeError: see :meth:`raise_pending`.
@@ -144,24 +146,24 @@ class Background:
             self._group = None
 
     def abandon(self) -> None:
-        """After a failure: waits for a moment only. What is on its way goes on, and warns if it fails.
+        """After a failure: waits for a moment only. Saves in progress go on, and warn if they fail.
 
-        The process group stays until the process ends, as those of the training.
+        The process group stays until the process ends, as those of the training do.
         """
         self._group = None
-        if self._plugin is not None and self._plugin._executor is not None:  # it stays: later saves come after these
+        if self._plugin is not None and self._plugin._executor is not None:  # kept, so that later saves wait for these
             moment = min(_GRACE, self._timeout / 10).total_seconds()
             futures.wait([self._plugin._executor.submit(_warn, self._plugin)], moment)
 
     def forget_error(self) -> None:
-        """What has failed in the background was told already, and is not the next run's."""
+        """Drops the error of a save that has failed: it was told already, and the next run must not raise it."""
         if self._plugin is not None:
             self._plugin._error = None
 
 
 def _drain(plugin: AsyncCheckpointIO) -> None:
     if plugin._executor is not None:
-        plugin._executor.submit(int).result()  # the one thread comes to it last
+        plugin._executor.submit(int).result()  # the only thread runs this after everything before it
 
 
 def _warn(plugin: AsyncCheckpointIO) -> None:
@@ -171,9 +173,9 @@ def _warn(plugin: AsyncCheckpointIO) -> None:
 
 
 def snapshot(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy on the CPU, of which nothing changes when the training writes to what it was made of."""
+    """A copy on the CPU, which does not change when the training writes to the original."""
     copies: dict[int, Any] = {id(leaf): _on_cpu(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
-    # torch's own stagers copy the storages whole of which these are parts, or leave what has no dimensions as it is
+    # torch's own stagers copy the whole storage of each tensor, of which it may be a part, or do not copy 0-dim tensors
     return copy.deepcopy(state, copies)
 
 

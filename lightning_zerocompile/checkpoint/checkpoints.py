@@ -1,7 +1,7 @@
-"""State that does not depend on the stage or on the world size, under the module's own names.
+"""Checkpoints: state that does not depend on the stage or on the world size, under the module's own names.
 
-It is one file with full tensors, or a directory to which every rank writes its part (directory.py). What is
-loaded does not depend on which of them the strategy writes.
+A checkpoint is one file with full tensors, or a directory to which every rank writes its part (directory.py). The
+strategy loads either kind, whichever of them it writes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Checkpoints:
     """Saves and loads for the strategy, through the user's plugin.
 
     Args:
-        sharded: what is written: a directory of shards, or one file with full tensors.
+        sharded: whether checkpoints are directories of shards; else they are single files with full tensors.
         full_param_optimizers: names of the user's optimizers that keep state of other shapes whole on every rank.
         timeout: how long ranks wait for each other while shards are saved in the background.
-        io: the user's plugin; None: one that writes files that are complete or not there.
+        io: the user's plugin; None: one whose files appear only when they are complete.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Checkpoints:
     ) -> None:
         self._sharded, self._full_param_optimizers, self._timeout = sharded, full_param_optimizers, timeout
         self.io = io
-        # weak: what optimizers hold outlives the sharded model, the other masters must not
+        # weak: masters that optimizers hold outlive the sharded model; this table must not keep the others alive
         self._names: MutableMapping[Tensor, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Checkpoints:
 
     @property
     def io(self) -> CheckpointIO:
-        """The user's plugin, or one that writes atomically where the user left the choice."""
+        """The user's plugin, or one that writes atomically if the user has chosen none."""
         if isinstance(self._io, _WrappingCheckpointIO) and self._io.checkpoint_io is None:
             self._io.checkpoint_io = AtomicCheckpointIO()
         return self._io
@@ -79,11 +79,11 @@ class Checkpoints:
         self._background = Background(self._io if isinstance(self._io, AsyncCheckpointIO) else None, self._timeout)
 
     def attach(self, module: nn.Module) -> None:
-        """Notes the names of what optimizers hold, or will hold when a parameter group is added."""
+        """Stores the names of the parameters that optimizers hold, or will hold when a parameter group is added."""
         self._names = WeakTensorKeyDictionary({parameter: name for name, parameter in module.named_parameters()})
 
     def note_whole(self, module: nn.Module) -> None:
-        """Notes the names of whole parameters, too: optimizers made elsewhere hold those after a run."""
+        """Stores the names of whole parameters, too: optimizers that were made elsewhere hold these after a run."""
         self._names.update({parameter: name for name, parameter in module.named_parameters()})
 
     # ---- states ----
@@ -109,7 +109,7 @@ class Checkpoints:
     def _names_of(self, optimizer: Optimizer) -> dict[Tensor, str]:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         names = {p: self._names.get(p) for p in held}
-        for p in held:  # DDP's checkpoint has its state where the new parameter's is in the next run
+        for p in held:  # in DDP's checkpoint the old parameter's state is where the next run looks for the new one's
             if names[p] is None and (former := former_name(p)) is not None:
                 names[p] = former if former not in names.values() else f"{former} (replaced)"
         found = {p: name for p, name in names.items() if name is not None}
@@ -128,7 +128,7 @@ class Checkpoints:
         Raises:
             TypeError: storage options are given, or the dictionary holds shards beside the model's.
             ValueError: a directory of shards cannot be written to a remote path.
-            RuntimeError: an earlier save in the background failed; on all ranks, and nothing is saved.
+            RuntimeError: an earlier save in the background failed. It is raised on all ranks, and nothing is saved.
         """
         self._background.raise_pending(wait=False)
         if self._sharded and dist.is_initialized():
@@ -166,11 +166,11 @@ class Checkpoints:
         return directory.as_lightning(self.read(path, weights_only, module, with_optimizers))
 
     def read(self, path: _PATH, weights_only: bool | None, module: nn.Module, with_optimizers: bool) -> dict[str, Any]:
-        """What a file holds, or Lightning's dictionary from a directory; collective. Waits for what is being saved.
+        """What a file holds, or Lightning's dictionary from a directory; collective. It waits for saves in progress.
 
         Raises:
-            RuntimeError: a file is missing or damaged; it is named. Or a save in the background failed.
-            UnpicklingError: it holds more than tensors and plain containers, and ``weights_only`` is not False.
+            RuntimeError: a file is missing or damaged; the message names it. Or a save in the background failed.
+            UnpicklingError: a file holds more than tensors and plain containers, and ``weights_only`` is not False.
         """
         self._background.raise_pending(wait=True)
         torch.cuda.empty_cache()  # as Lightning does before it loads
@@ -183,9 +183,9 @@ class Checkpoints:
         if kind == "a directory":
             masters = dict(module.named_parameters(remove_duplicate=False))
             return directory.load(local, masters, weights_only, with_optimizers)
-        own = type(_inner(self.io)) in (AtomicCheckpointIO, TorchCheckpointIO)  # others may have a format of their own
+        own = type(_inner(self.io)) in (AtomicCheckpointIO, TorchCheckpointIO)  # others may write another format
         if kind == "a file":
-            first = is_first_rank()  # one rank reads it all; the others would find the same
+            first = is_first_rank()  # one rank checks the whole file, since the others would find the same
             on_all_ranks(f"Reading the checkpoint `{path}`", lambda: files.check_file(local, own) if first else None)
         with directory.refusals(str(local)), files.unreadable(local) if own else nullcontext():
             place = local if own else given if os.fspath(given) == path else path
@@ -214,24 +214,24 @@ class Checkpoints:
         return path, kinds[0]
 
     def remove(self, path: _PATH) -> None:
-        """Removes a checkpoint, on rank 0, after those that are still being saved."""
+        """Removes a checkpoint, on rank 0, when the checkpoints that are still being saved are complete."""
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         remover = AtomicCheckpointIO() if self._sharded else self.io
-        # at once, it could go before the one that replaces it is on the disk
+        # not at once: it could be gone before the checkpoint that replaces it is on the disk
         self._background.after_saves(lambda: remover.remove_checkpoint(path))
 
     def finish(self) -> None:
-        """Waits for what is still being saved; collective where something can be.
+        """Waits for saves in progress; collective if saves can be in the background.
 
         Raises:
-            RuntimeError: a save in the background failed; on all ranks.
+            RuntimeError: a save in the background failed. It is raised on all ranks.
         """
         self._background.finish()
         self.io.teardown()
 
     def abandon(self) -> None:
-        """:meth:`finish` after a failure: waits for other ranks for a moment only, and raises nothing of its own."""
+        """:meth:`finish` after a failure: waits for other ranks for a moment only, and raises nothing."""
         if self._sharded and self._background.is_used:
             self._background.abandon()
             return
@@ -242,7 +242,7 @@ class Checkpoints:
             warnings.warn(f"A checkpoint could not be saved: {type(error).__name__}: {error}", stacklevel=2)
 
     def check_plugin(self) -> None:
-        """Raises if a plugin would be passed by.
+        """Raises if the user's plugin would not be used.
 
         Raises:
             MisconfigurationException: names the plugin and the remedy.
@@ -258,12 +258,12 @@ class Checkpoints:
 
 
 def _inner(io: CheckpointIO) -> CheckpointIO:
-    """What writes for Lightning's ``AsyncCheckpointIO``; another plugin itself."""
+    """The plugin that writes for Lightning's ``AsyncCheckpointIO``; any other plugin as it is."""
     return io.checkpoint_io or io if type(io) is AsyncCheckpointIO else io
 
 
 def is_first_rank() -> bool:
-    """Also before there is a process group, when the environment says which rank this is."""
+    """Whether this is rank 0. Without a process group the environment says which rank this is."""
     return bool((dist.get_rank() if dist.is_initialized() else rank_zero_only.rank) == 0)  # type: ignore[attr-defined]
 
 

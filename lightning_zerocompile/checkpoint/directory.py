@@ -1,8 +1,8 @@
 """A checkpoint as a directory to which every rank writes its shards (``torch.distributed.checkpoint``).
 
-The layout is that of Lightning's FSDP strategy, so that its consolidation commands work: the shards under the keys
-``model`` and ``optimizer_0``, …, and the rest of Lightning's dictionary in ``meta.pt``. Beside them a checksum of every
-file, by which damage is found before anything is loaded.
+The layout is that of Lightning's FSDP strategy, so that Lightning's consolidation commands work: the shards under the
+keys ``model`` and ``optimizer_0``, …, and the rest of Lightning's dictionary in ``meta.pt``. One more file has a
+checksum of every other file, so that damage is found before anything is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_zerocompile.sharding.layout import as_dtensor
 CHECKSUMS, INDEX = "checksums.json", ".metadata"
 MODEL, OPTIMIZER = "model", "optimizer_"
 AVERAGED = "current_model_state"  # the model's own state, where WeightAveraging has put the average in its place
-_MODEL_KEYS = (MODEL, "state_dict", AVERAGED)  # the second is how Lightning's ModelParallelStrategy calls it
+_MODEL_KEYS = (MODEL, "state_dict", AVERAGED)  # the second is the name in Lightning's ModelParallelStrategy
 
 Result = TypeVar("Result")
 
@@ -46,9 +46,9 @@ def on_all_ranks(what: str, action: Callable[[], Result], group: dist.ProcessGro
     """Every rank's result of ``action``; collective.
 
     Args:
-        what: the ranks do, for the error.
+        what: what the ranks do, for the error.
         action: may raise on some ranks.
-        group: of all ranks; ``None``: the default one, from the main thread only.
+        group: a process group of all ranks; ``None``: the default one, which only the main thread may use.
 
     Raises:
         RuntimeError: on all ranks alike, if some rank's ``action`` raised.
@@ -75,7 +75,7 @@ def on_all_ranks(what: str, action: Callable[[], Result], group: dist.ProcessGro
 
 
 def saving(path: Path) -> str:
-    """What the ranks do, for errors."""
+    """How errors say what the ranks do."""
     return f"Saving the checkpoint `{path}`"
 
 
@@ -83,8 +83,8 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Writes Lightning's dictionary, in which model and optimizer states are DTensors, to a directory; collective.
 
     Args:
-        checkpoint: each rank's; what is not sharded is taken from rank 0.
-        path: a checkpoint that is there is replaced when the new one is complete.
+        checkpoint: this rank's; everything that is not sharded is taken from rank 0.
+        path: where it goes; a checkpoint that is there already is replaced when the new one is complete.
 
     Raises:
         IsADirectoryError: ``path`` is a directory that is no checkpoint.
@@ -96,7 +96,7 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 def parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all ranks write, by the directory's keys and the rest of the dictionary, of which rank 0's counts."""
+    """The part that all ranks write, under the directory's keys, and the rest, which rank 0 writes."""
     rest = dict(checkpoint)
     state = {MODEL: rest.pop("state_dict")}
     if AVERAGED in rest:
@@ -114,14 +114,14 @@ def write(
         state: this rank's part of what all ranks write; on the CPU if a group is given.
         rest: writes rank 0's rest to a file.
         path: as for :func:`save`.
-        group: of all ranks, which no other thread uses; ``None``: the default one, from the main thread only.
+        group: a process group of all ranks that no other thread uses; ``None``: the default one, from the main thread.
 
     Raises:
         IsADirectoryError, RuntimeError: as :func:`save`.
     """
     first, what = dist.get_rank() == 0, saving(path)
     draft: files.Draft | None = None
-    # a thread has a device of its own: the default loader would open the first one
+    # the current device belongs to a thread: in this thread the default loader would initialise the first device
     options: dict[str, Any] = {} if group is None else {"per_thread_copy_ahead": 0}
 
     def prepare() -> str:
@@ -132,7 +132,7 @@ def write(
         return draft.path.name
 
     def save_state() -> None:
-        # what all ranks have (buffers, steps, groups) is rank 0's: buffers may differ between ranks
+        # of what all ranks have (buffers, steps, groups) rank 0's is written: buffers may differ between ranks
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         save_shards(state, storage_writer=FileSystemWriter(temporary, **options), planner=planner, process_group=group)
 
@@ -146,7 +146,7 @@ def write(
             draft.commit()
 
     try:
-        # the folder by each rank's own path, the name in it by rank 0's choice
+        # each rank uses its own path of the folder, and the name that rank 0 has chosen
         temporary = path.with_name(on_all_ranks(what, prepare, group)[0])
         _collective(what, save_state)
         checksums = on_all_ranks(what, lambda: _own_checksums(temporary), group)
@@ -157,13 +157,13 @@ def write(
 
 
 def _sealed(checksums: Mapping[str, str]) -> bytes:
-    """The list of checksums with one of its own."""
+    """The list of checksums, with a checksum of the list itself."""
     own = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
     return json.dumps({"sha256": own, "files": checksums}, indent=1).encode()
 
 
 def _unsealed(content: bytes) -> dict[str, str] | None:
-    """The list, or None if it is damaged."""
+    """The list of checksums, or None if the list is damaged."""
     try:
         checksums: dict[str, str] = json.loads(content)["files"]
     except (ValueError, KeyError, TypeError):
@@ -178,7 +178,7 @@ def _own_checksums(folder: Path) -> dict[str, str]:
 def _collective(what: str, action: Callable[[], Any]) -> None:
     try:
         action()
-    except CheckpointException as error:  # no Exception: it would pass by every handler of the user
+    except CheckpointException as error:  # it derives from BaseException, so users' `except Exception` would miss it
         causes = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         own = error.failures.get(rank)
@@ -189,7 +189,7 @@ def _collective(what: str, action: Callable[[], Any]) -> None:
 
 
 def refuse_dtensors(value: Any, where: str = "checkpoint") -> None:
-    """Raises if the dictionary's rest, of which rank 0's is saved, holds shards.
+    """Raises if the rest of the dictionary, of which only rank 0's is saved, holds shards.
 
     Raises:
         TypeError: names the entry.
@@ -210,8 +210,8 @@ def refuse_dtensors(value: Any, where: str = "checkpoint") -> None:
 def load(path: Path, masters: Mapping[str, Tensor], weights_only: bool | None, with_optimizers: bool) -> dict[str, Any]:
     """Lightning's dictionary from a directory; collective.
 
-    States that have a master's shape are DTensors laid out like it, whatever world size they were saved with. Each
-    rank reads its rows of them; tensors of other shapes are read whole, for torch's own messages.
+    A state that has its master's shape becomes a DTensor laid out as the master, whatever world size it was saved with,
+    and each rank reads its own rows. Tensors of other shapes are read whole, so that torch's own messages report them.
 
     Args:
         path: written by :func:`save`, or by Lightning's FSDP or model-parallel strategy.
@@ -220,8 +220,8 @@ def load(path: Path, masters: Mapping[str, Tensor], weights_only: bool | None, w
         with_optimizers: whether the optimizers' states are read.
 
     Raises:
-        RuntimeError: a file is missing or damaged; it is named.
-        UnpicklingError: a file holds an object that is not unpickled; both are named.
+        RuntimeError: a file is missing or damaged; the message names it.
+        UnpicklingError: a file holds an object that may not be unpickled; the message names both.
     """
     what = f"Loading the checkpoint `{path}`"
     check(path)
@@ -245,9 +245,9 @@ def load(path: Path, masters: Mapping[str, Tensor], weights_only: bool | None, w
 
 
 def as_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The dictionary with the keys of Lightning's single file: those of a directory are its own.
+    """The dictionary with the keys of Lightning's single file. A directory has other keys.
 
-    A file from ``lightning.fabric.utilities.consolidate_checkpoint`` has a directory's keys, too.
+    So has a file from ``lightning.fabric.utilities.consolidate_checkpoint``: it has a directory's keys, too.
     """
     if "state_dict" in checkpoint and f"{OPTIMIZER}0" not in checkpoint:
         return checkpoint
@@ -262,14 +262,14 @@ def as_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(path: Path) -> None:
-    """Raises if a file of the directory is missing or damaged; the ranks share the reading. Collective.
+    """Raises if a file of the directory is missing or damaged; each rank reads a part of the files. Collective.
 
     Raises:
         RuntimeError: names the files.
     """
 
     def look() -> list[str]:
-        if not (path / CHECKSUMS).is_file():  # written by a strategy of Lightning's
+        if not (path / CHECKSUMS).is_file():  # a strategy of Lightning's has written the directory
             missing = [name for name in (INDEX, files.META) if not (path / name).is_file()]
             if len(missing) == 2:
                 raise RuntimeError(f"The directory `{path}` is no checkpoint: it has neither {INDEX} nor {files.META}.")
@@ -294,7 +294,7 @@ def _fault(file: Path, value: str) -> str:
 
 
 def _target(item: Any, path: tuple[Any, ...], masters: Mapping[str, Tensor]) -> Any:
-    """What an entry is read into."""
+    """The tensor into which an entry is read; None: the entry is no tensor."""
     if not isinstance(item, TensorStorageMetadata):
         return None
     name = path[1] if path[0] in _MODEL_KEYS else path[2] if path[1:2] == ("state",) else None
@@ -307,10 +307,10 @@ def _target(item: Any, path: tuple[Any, ...], masters: Mapping[str, Tensor]) -> 
 
 @contextmanager
 def refusals(name: str) -> Iterator[None]:
-    """Lets the refusal of ``torch.load`` to unpickle an object name the file and the remedy.
+    """Turns the refusal of ``torch.load`` to unpickle an object into an error that names the file and the remedy.
 
     Raises:
-        UnpicklingError: there is something else than tensors and plain containers.
+        UnpicklingError: the file holds something else than tensors and plain containers.
     """
     try:
         yield
@@ -324,7 +324,7 @@ def refusals(name: str) -> Iterator[None]:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads into a flat dictionary; objects are unpickled as ``weights_only`` says, torch's own always unpickles."""
+    """Reads into a flat dictionary. It unpickles objects as ``weights_only`` says; torch's planner always does."""
 
     def __init__(self, weights_only: bool | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -349,7 +349,7 @@ class _Reader(FileSystemReader):
         return metadata
 
 
-# by their exact names: what a module imports is within reach of a dotted one
+# exact names only: a dotted name could reach what a module imports
 _INDEX_CLASSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "torch.distributed.checkpoint.metadata": (
@@ -367,7 +367,7 @@ _INDEX_CLASSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of an index: those of torch's checkpoint metadata, dtypes and paths."""
+    """Unpickles only the classes of an index: those of torch's checkpoint metadata, dtypes and paths."""
 
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -1,8 +1,8 @@
 """A sharded model as a folder of safetensors files that Hugging Face's ``from_pretrained`` reads.
 
-Every file belongs to one rank, in turn. The ranks gather one tensor after the other, and only the file's rank keeps
-it, until the file is full and a thread writes it. So a rank holds its shard, one whole tensor and one file, never the
-model.
+Every file belongs to one rank, in turn. The ranks gather one tensor after the other. Only the rank that owns the file
+keeps the tensor, until the file is full and a thread writes it. So a rank holds its shard, one whole tensor and its
+files in memory, but never the whole model.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def export(module: nn.Module, folder: Path, dtype: torch.dtype | None, max_file_
     """Writes the values of ``module``, sharded or not, and its ``config`` if it has one of Hugging Face's; collective.
 
     Args:
-        module: its ``state_dict`` names are the tensors' names; of tied ones the first.
-        folder: that all ranks see; model files that are there are replaced when the new ones are complete.
-        dtype: of floating-point tensors in the files; ``None``: that of each before it was sharded.
+        module: its ``state_dict`` names are the tensors' names; a tied tensor has the first of its names.
+        folder: one that all ranks see; its model files are replaced when the new ones are complete.
+        dtype: of floating-point tensors in the files; ``None``: the dtype that each had before it was sharded.
         max_file_bytes: a larger tensor has a file to itself.
 
     Raises:
@@ -61,20 +61,20 @@ def export(module: nn.Module, folder: Path, dtype: torch.dtype | None, max_file_
                     held[key] = value
             if mine:
                 if written:
-                    written[-1].exception()  # two files at a time are more than a rank is to hold
+                    written[-1].exception()  # waits: a rank is to hold two files at most
                 written.append(thread.submit(save_file, held, folder / f"{name}{_UNFINISHED}", {"format": "pt"}))
             del held
     try:
         on_all_ranks(what, lambda: [future.result() for future in written])
         on_all_ranks(what, lambda: _complete(module, folder, files, tensors) if rank == 0 else None)
     finally:
-        if rank == 0:  # after a failure
+        if rank == 0:  # after a failure they are still there
             for name in files:
                 (folder / f"{name}{_UNFINISHED}").unlink(missing_ok=True)
 
 
 def _tensors(module: nn.Module, dtype: torch.dtype | None) -> dict[str, tuple[Tensor, torch.dtype]]:
-    """What is written, with its dtype there: parameters and persistent buffers, each once."""
+    """The tensors to write, with their dtypes in the files: parameters and persistent buffers, each once."""
     found: dict[str, tuple[Tensor, torch.dtype]] = {}
     seen: set[Tensor] = set()
     for name, holder, local_name, tensor in saved_tensors(module):
@@ -86,7 +86,7 @@ def _tensors(module: nn.Module, dtype: torch.dtype | None) -> dict[str, tuple[Te
 
 
 def _files(tensors: Mapping[str, tuple[Tensor, torch.dtype]], limit: int) -> dict[str, list[str]]:
-    """The names of files, with those of their tensors, in order."""
+    """The names of the files, each with the names of its tensors, in order."""
     groups: list[list[str]] = []
     size = limit
     for name, (tensor, dtype) in tensors.items():
@@ -106,7 +106,7 @@ def _value(tensor: Tensor, dtype: torch.dtype, keep: bool) -> Tensor | None:
     value = tensor.detach()
     if isinstance(value, DTensor):
         value = full_value(value)
-    # a copy: the next step, or the thread of another file, must not meet the module's own memory
+    # a copy: the next step may write to the module's own memory while a thread still reads it
     return value.to(device="cpu", dtype=dtype, copy=True).contiguous() if keep else None
 
 

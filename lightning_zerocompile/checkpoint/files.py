@@ -1,16 +1,17 @@
 """Checkpoints on disk: they appear whole or not at all, and damage is found before anything is loaded.
 
-[Note: replacing a directory] A file takes the place of another in one operation. A directory does where the filesystem
-can exchange two names. Elsewhere the old one is moved aside under a name that is derived from its own, the new one
-moves in, and the old one goes. A job that is killed between the two moves leaves the old checkpoint under that name:
-:func:`locate` finds it for the path that was asked for, and the name matches what ``ckpt_path="last"`` looks for.
+[Note: replacing a directory] A file takes the place of another file in one operation. A directory takes the place of
+another one in one operation only where the filesystem can exchange two names. Elsewhere the old directory is moved
+aside, to a name that is derived from its own, the new one moves in, and the old one is removed. A job that is killed
+between the two moves leaves the old checkpoint under the derived name. :func:`locate` then finds it for the path that
+was asked for, and ``ckpt_path="last"`` finds it, too, since the name matches its pattern.
 
-[Note: drafts] What will become a checkpoint is written under a name that no other save has: two jobs may save to one
-path at once, as a job that was requeued and the one before it that is not dead yet. The one that finishes last wins.
-Each draft is locked by the process that writes it, and the kernel drops the lock of a process that dies. So a later
-save knows which drafts are dead and removes them. A lock tells nothing about a process on another machine where the
-filesystem keeps locks local. Drafts of other machines, and of this one before it was started anew, are removed only
-when their lock is free and nothing has been written to them for a day.
+[Note: drafts] A draft is a checkpoint that is still being written. Its name is one that no other save has, since two
+jobs may save to one path at once: for example a requeued job, and its predecessor that is not dead yet. The job that
+finishes last wins. Each draft is locked by the process that writes it, and the kernel drops the lock of a process that
+dies. So a later save knows which drafts are dead and removes them. Where the filesystem keeps locks local, a lock tells
+nothing about a process on another machine. So drafts of other machines, and of this machine before its last start, are
+removed only when their lock is free and nothing has been written to them for a day.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _ABANDONED = 24 * 3600.0  # seconds without a write, after which another machine
 _NO_REPLACE, _EXCHANGE = 1, 2  # of Linux' renameat2
 _AT_FDCWD = -100
 _ATTEMPTS = 100
-# another job's checkpoint has come where this one's goes
+# errors that say that another job's checkpoint has appeared meanwhile where this one is to go
 _MEANWHILE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -60,7 +61,7 @@ _MEANWHILE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 
 def _machine() -> str:
-    """This machine since its last start: within it a lock tells for certain whether a process lives."""
+    """Identifies this machine since its last start: on it a lock tells for certain whether a process lives."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -69,7 +70,7 @@ def _machine() -> str:
 
 
 def _unique(prefix: str) -> str:
-    # free of the checkpoint's own name, which Lightning searches for when it looks for the last or the HPC checkpoint
+    # without the checkpoint's own name: Lightning searches for that when it looks for the last or the HPC checkpoint
     return f"{prefix}{_machine()}-{secrets.token_hex(8)}"
 
 
@@ -85,7 +86,7 @@ def write(path: Path, content: Callable[[IO[bytes]], Any]) -> None:
     """Writes a new file through to the disk.
 
     Raises:
-        FileExistsError: there is something of that name already, be it a link.
+        FileExistsError: something has that name already, even if it is a link.
     """
     with os.fdopen(_create(path), "wb") as file:
         _write(file, content)
@@ -102,7 +103,7 @@ def _write(file: IO[bytes], content: Callable[[IO[bytes]], Any]) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in a directory last."""
+    """Writes the names in a directory through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -111,11 +112,11 @@ def sync_directory(path: Path) -> None:
 
 
 class Draft:
-    """What will become the checkpoint ``target``: see [Note: drafts].
+    """A checkpoint that is still being written and will take its place at ``target``: see [Note: drafts].
 
     Args:
         target: where the finished checkpoint will be. Its folder is made.
-        directory: whether it is a directory.
+        directory: whether the checkpoint is a directory.
 
     Raises:
         IsADirectoryError: ``target`` is a directory that is no checkpoint.
@@ -157,10 +158,10 @@ class Draft:
             _write(file, content)
 
     def commit(self, replace: bool = True) -> None:
-        """Lets the finished draft take its place; of a directory, all files must be on the disk.
+        """Lets the finished draft take its place. All files of a directory must be on the disk.
 
         Raises:
-            FileExistsError: there is something already, and ``replace`` is False.
+            FileExistsError: something is at that place already, and ``replace`` is False.
         """
         if replace:
             commit(self.path, self._target)
@@ -206,11 +207,11 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def remove_dead_drafts(folder: Path) -> None:
-    """Removes what killed saves and removals of this user have left in a folder; what may be alive stays."""
+    """Removes what killed saves and removals of this user have left in a folder; drafts that may be alive stay."""
     with os.scandir(folder) as entries:
         found = [entry for entry in entries if entry.name.startswith((_SAVING, _REMOVING))]
     for entry in found:
-        with suppress(OSError):  # another job removes it, too
+        with suppress(OSError):  # another job may remove it at the same time
             status = entry.stat(follow_symlinks=False)
             if status.st_uid != os.geteuid() or not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
                 continue
@@ -257,19 +258,19 @@ def commit(temporary: Path, path: Path) -> None:
     else:
         os.replace(temporary, path)
     sync_directory(path.parent)
-    _delete(temporary)  # what was there before, if the names were exchanged
+    _delete(temporary)  # if the names were exchanged this is the old checkpoint
     remove(previous_name(path))
 
 
 def _exchange(temporary: Path, path: Path) -> None:
-    """Lets ``temporary`` take the place of whatever is at ``path``, also while others do the same."""
+    """Lets ``temporary`` take the place of whatever is at ``path``, also while other jobs do the same."""
     previous = previous_name(path)
     for _ in range(_ATTEMPTS):
         if _rename(temporary, path, _EXCHANGE):
             return
         try:
             if os.path.lexists(path):
-                remove(previous)  # left by a killed save that had moved in already
+                remove(previous)  # left by a save that was killed after its checkpoint had moved in
                 with suppress(FileNotFoundError):  # another job has moved it
                     os.rename(path, previous)
             os.rename(temporary, path)
@@ -285,13 +286,13 @@ def _exchange(temporary: Path, path: Path) -> None:
 
 
 def _rename(source: Path, target: Path, flag: int) -> bool:
-    """Linux' renameat2 with one of its flags; False where it cannot be done, for whatever reason."""
+    """Linux' renameat2 with one of its flags; False if it fails, for whatever reason."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return function is not None and function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag) == 0
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; at no time does half of it bear the checkpoint's name."""
+    """Removes a checkpoint. At no time is there a half-removed one under the checkpoint's name."""
     while os.path.lexists(path):
         with suppress(FileNotFoundError, IsADirectoryError):  # another job removes it, or has put another one there
             if path.is_dir() and not path.is_symlink():
@@ -307,7 +308,7 @@ def remove(path: Path) -> None:
 def _delete(path: Path) -> None:
     """Removes a file, link or directory, if it is there."""
     while os.path.lexists(path):
-        with suppress(FileNotFoundError):  # another job removes it, too
+        with suppress(FileNotFoundError):  # another job may remove it at the same time
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -315,7 +316,7 @@ def _delete(path: Path) -> None:
 
 
 def locate(path: Path) -> Path:
-    """``path``, or the checkpoint that was there before a save that did not finish."""
+    """``path``, or the old checkpoint if a save was killed while it replaced that one."""
     previous = previous_name(path)
     for _ in range(10):  # another job may be between its two moves
         if path.exists() or not previous.exists():
@@ -345,15 +346,15 @@ _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # ho
 
 
 def check_file(path: Path, torch_format: bool = True) -> None:
-    """Raises if a file of ``torch.save`` does not have the content it was written with.
+    """Raises if a file of ``torch.save`` does not have the content with which it was written.
 
     Args:
         path: of the file.
-        torch_format: whether no other format is possible.
+        torch_format: whether the file can only be one of ``torch.save``; else it may have another format.
 
     Raises:
-        RuntimeError: names the file. It is cut short, or does not begin as it was written, or a record does not match
-            the checksum that torch keeps of it.
+        RuntimeError: the file is cut short, does not begin as it was written, or has a record that does not match the
+            checksum that torch keeps of it. The message names the file.
     """
     with open(path, "rb") as file:
         beginning = file.read(len(_LEGACY))
@@ -368,7 +369,7 @@ def check_file(path: Path, torch_format: bool = True) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip() if torch.serialization.get_crc32_options() else None
-    # OSError, OverflowError: a damaged place of a record lies outside the file
+    # OSError, OverflowError: damage has changed a record's place to one outside the file
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, OSError, OverflowError) as error:
         raise damaged(path, str(error)) from error
     if record is not None:
@@ -382,7 +383,7 @@ def damaged(path: Path | str, reason: str) -> RuntimeError:
 
 @contextmanager
 def unreadable(path: Path | str) -> Iterator[None]:
-    """Lets what torch raises on bytes that make no sense name the file and the remedy.
+    """Turns torch's errors about bytes that make no sense into one that names the file and the remedy.
 
     Raises:
         RuntimeError: names the file.
@@ -398,7 +399,7 @@ def unreadable(path: Path | str) -> Iterator[None]:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's single file, which takes its place only when all of it is on the disk.
+    """Writes Lightning's single file, which takes its place only when all of it is on the disk.
 
     Remote paths are left to Lightning.
     """

@@ -24,13 +24,13 @@ def _full(value: Any, keep: bool) -> Any:
     """A whole CPU copy of a sharded tensor where ``keep``, else an empty one; collective."""
     if not isinstance(value, DTensor):
         return value
-    if value.device.type != value.device_mesh.device_type:  # behind a fit, when Lightning has moved states to the CPU
+    if value.device.type != value.device_mesh.device_type:  # after a fit, when Lightning has moved states to the CPU
         value = value.to(value.device_mesh.device_type)
     local, whole = value.to_local(), full_value(value)
     if not keep:
         return torch.empty(0, dtype=whole.dtype)
     shared = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return whole.to("cpu", copy=shared)  # a 0-dim value is no copy yet, and would change with the next step
+    return whole.to("cpu", copy=shared)  # a 0-dim value shares its memory, and would change with the next step
 
 
 def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
         keep: whether this rank keeps the values (on the CPU); the others only take part.
     """
     masters = dict(module.named_parameters(remove_duplicate=False))
-    tied: dict[Tensor, Tensor] = {}  # in one piece, as in DDP's file
+    tied: dict[Tensor, Tensor] = {}  # tied parameters share one tensor, as in DDP's file
     state: dict[str, Any] = {}
     for name, value in module.state_dict().items():
         master = masters.get(name)
@@ -64,7 +64,7 @@ def serving_full_values(module: nn.Module, keep: bool) -> Iterator[None]:
         module: sharded, or a part of a sharded one.
         keep: whether this rank has the values; on the others ``state_dict()`` raises.
     """
-    full: dict[ShardedParameter, Tensor] = {}  # tied ones once, as one tensor
+    full: dict[ShardedParameter, Tensor] = {}  # tied parameters share one tensor
     handles: list[RemovableHandle] = []
 
     def serve(inner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -95,7 +95,7 @@ def serving_full_values(module: nn.Module, keep: bool) -> Iterator[None]:
 
 
 def _is_same(value: Any, master: Tensor) -> bool:
-    """Whether an entry of a state dict is the master itself, and not what a hook made of it."""
+    """Whether an entry of a state dict is the master itself, and not a value that a hook has made of it."""
     if not isinstance(value, DTensor) or not isinstance(master, DTensor) or value.dtype != master.dtype:
         return False
     return value._local_tensor.data_ptr() == master._local_tensor.data_ptr()
@@ -108,8 +108,8 @@ def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
 
 
 def _is_torchs(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state dict is as torch's: Lightning's stand-in for no optimizer has an empty one."""
-    return "param_groups" in state  # a directory keeps no empty `state`
+    """Whether this is a state dict of a torch optimizer: that of Lightning's stand-in for no optimizer is empty."""
+    return "param_groups" in state  # not `state`: a directory drops an empty one
 
 
 def named_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def named_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> 
 def positional_optimizer_state(
     optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Tensor, str]
 ) -> Mapping[str, Any]:
-    """A state keyed by names as torch loads it, in the order of this optimizer's parameters; others as they are.
+    """A state keyed by names in torch's form, in the order of this optimizer's parameters; any other as it is.
 
     Raises:
         ValueError: the groups hold other parameters than this optimizer's.
@@ -166,8 +166,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], whole: 
         whole: whether state of another shape than its parameter's is on every rank, see [Note: whole values].
 
     Raises:
-        ValueError: a state tensor has neither its parameter's shape nor one element, and the optimizer is not one
-            that keeps such state whole on every rank.
+        ValueError: a state tensor has neither its parameter's shape nor one element, and ``whole`` is false.
     """
     if not _is_torchs(state):
         optimizer.load_state_dict(dict(state))
