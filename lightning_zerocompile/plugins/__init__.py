@@ -1,1 +1,1 @@
-"""What Lightning plugs in: precision, loss scaling, callbacks, the launcher."""
+"""What is plugged into Lightning: precision, loss scaling, callbacks, the launcher."""

@@ -37,17 +37,18 @@ def prepare_callbacks(trainer: pl.Trainer, module: pl.LightningModule, engine: E
 
 
 def before_optimizer_state(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """What callbacks do in a resume's ``on_fit_start``: at that time a sharded model's checkpoint is not loaded yet."""
+    """Does what callbacks do in a resumed fit's ``on_fit_start``: there a sharded model's checkpoint is not loaded."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BaseFinetuning) and callback._restarting:
-            callback.on_fit_start(trainer, module)  # the parameter groups that the optimizer's state is for
+            callback.on_fit_start(trainer, module)  # adds the parameter groups to which the optimizer's state belongs
         elif isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
             callback._clear_schedulers(trainer)
 
 
 def _without_masks(module: pl.LightningModule) -> dict[str, Any]:
-    """What ModelPruning puts in a checkpoint as the model's state, where it asks the module for its own: pruned
-    parameters under their first names, with the masks applied. Collective while the module is sharded."""
+    """The model's state in a checkpoint of ModelPruning: pruned parameters under their first names, with the masks
+    applied. It replaces the callback's own method, which would ask the module for its state. Collective while
+    sharded."""
     state = module.trainer.strategy.lightning_module_state_dict()
     for name in [key.removesuffix("_mask") for key in state if key.endswith("_mask")]:
         if name + "_orig" not in state:
@@ -67,15 +68,15 @@ def shard_copy(copy: nn.Module, model: nn.Module, as_shards: bool) -> None:
     """Gives a copy of the whole module, taken before it was sharded, the sharded module's values and layout.
 
     [Note: sharded average] Callbacks copy the module in their ``setup``. Each rank keeps the average of its rows only,
-    beside the rows themselves (a ``device`` given to the callback counts for buffers). The copy starts from the
-    masters, so all ranks start from rank 0's values. Full tensors and shards load into it.
+    on the device of the rows (a ``device`` that the callback was given counts for buffers only). The copy starts from
+    the masters, so all ranks start from rank 0's values. Full tensors and shards can be loaded into the copy.
 
     Args:
         copy: of ``model``, with full parameters.
-        model: sharded.
-        as_shards: whether the copy's state dict holds shards, or full tensors on rank 0. WeightAveraging's takes the
-            model's place in a checkpoint and so is of its kind; SWA's is a part of the callback's own state, of which
-            only rank 0's is saved.
+        model: the sharded module.
+        as_shards: whether the copy's state dict holds shards; else it holds full tensors on rank 0. The average of
+            WeightAveraging takes the model's place in a checkpoint, so it has the form of the model's state. SWA's is a
+            part of the callback's own state, of which only rank 0's is saved.
     """
     masters = dict(model.named_parameters(remove_duplicate=False))
     made: dict[Tensor, nn.Parameter] = {}
@@ -110,7 +111,7 @@ def _sharded_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
 
 
 class _Rows:
-    """A module as this rank's rows of its parameters, and its buffers."""
+    """Shows a module as this rank's rows of its parameters, and its buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -124,7 +125,7 @@ class _Rows:
 
 
 class ShardedAverage(AveragedModel):
-    """An average of sharded parameters; a rank updates its rows, whatever the (elementwise) averaging function is."""
+    """An average of sharded parameters. A rank updates its rows, so the averaging function must be elementwise."""
 
     def update_parameters(self, model: nn.Module) -> None:
         rows = _Rows(self.module)

@@ -1,10 +1,10 @@
-"""Modules that the user has compiled: taken as the wish to compile, which the strategy then does itself.
+"""Modules that the user has compiled: the strategy takes that as a wish, and compiles the model itself.
 
 ``trainer.fit(torch.compile(module))``: Lightning replaces the module's ``forward`` and its four steps by compiled ones
 and keeps what they were made with in ``module._compiler_ctx`` (``lightning.pytorch.utilities.compile.from_compiled``).
 A part of the module may have been compiled, too: ``self.net = torch.compile(self.net)``, ``self.net.compile()`` or
-``self.net.forward = torch.compile(self.net.forward)``. In any of these the strategy's own regions would be traced a
-second time, so the plain methods are put back while the module is sharded; names of parameters stay what they are.
+``self.net.forward = torch.compile(self.net.forward)``. In any of these cases the strategy's own regions would be traced
+a second time, so the plain methods are put back while the module is sharded. Names of parameters stay as they are.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def _compiled_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
 
 
 def _compiled_forward(module: nn.Module) -> Any:
-    """What ``torch.compile(module.forward)`` has made, if the module has that; Lightning's own is not meant."""
+    """The module's ``forward`` if the user has put ``torch.compile(module.forward)`` there; else None.
+
+    A ``forward`` that Lightning has compiled does not count.
+    """
     forward = module.__dict__.get("forward")
     own = isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiler_ctx", None) is not None
     return forward if hasattr(forward, "_torchdynamo_orig_callable") and not own else None
@@ -86,13 +89,13 @@ def compiled_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _options(config: Config) -> dict[str, Any]:
-    """Inductor's options, those of the mode first, as torch.compile writes a mode out."""
+    """Inductor's options: first those that the mode stands for, as in torch.compile, then the user's."""
     mode = {} if config.mode is None else torch._inductor.list_mode_options(config.mode, config.dynamic)
     return mode | config.options
 
 
 def _wish(name: str, context: Any) -> dict[str, Any]:
-    """What torch.compile was told, as options of :class:`Config`; a mode comes as its options."""
+    """The arguments of torch.compile, as options of :class:`Config`; a mode appears as the options it stands for."""
     if not hasattr(context, "callback"):
         raise MisconfigurationException(
             f"torch.compile({name}): this version of torch does not say how it was compiled. Pass the module as it is, "
@@ -123,7 +126,7 @@ def _wish(name: str, context: Any) -> dict[str, Any]:
 
 
 def put_plain_methods(module: nn.Module) -> Callable[[], None]:
-    """Gives the module and its parts their own methods instead of compiled ones; returns what takes that back."""
+    """Gives the module and its parts their plain methods back; returns a function that puts the compiled ones back."""
     reverts = [_put_plain(inner) for inner in module.modules()]
 
     def restore() -> None:
@@ -149,7 +152,7 @@ def _put_plain(module: nn.Module) -> Callable[[], None]:
     lightning_s = getattr(module, "_compiler_ctx", None)
 
     def restore() -> None:
-        if lightning_s is None or module._compiler_ctx is not None:  # else it has been uncompiled meanwhile
+        if lightning_s is None or module._compiler_ctx is not None:  # else the user has uncompiled it meanwhile
             members.update(before)
         if call is not None:
             module._compiled_call_impl = call
@@ -158,7 +161,7 @@ def _put_plain(module: nn.Module) -> Callable[[], None]:
 
 
 def _plain(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """Puts plain methods where ``module`` has compiled ones of these names; returns those."""
+    """Puts plain methods where ``module`` has compiled ones of these names; returns the compiled ones."""
     members = module.__dict__
     compiled = {name: members[name] for name in names if hasattr(members.get(name), "_torchdynamo_orig_callable")}
     for name, method in compiled.items():

@@ -1,4 +1,4 @@
-"""Fabric's precisions for sharded modules: what is gathered is cast, the masters stay as they are.
+"""Fabric's precisions for sharded modules: gathered values are cast, the masters stay as they are.
 
 `32-true`, `64-true`, `bf16-mixed` and `16-mixed` are Fabric's; `bf16-true` and `16-true` compute in half precision on
 float32 masters, and `16-true` scales no loss, as under Fabric's other strategies.
@@ -25,7 +25,7 @@ from lightning_zerocompile.plugins.precision import agreed_dtype, cast_buffers
 
 
 class FabricHalfPrecision(HalfPrecision):
-    """``bf16-true`` and ``16-true``: buffers and inputs are cast; of parameters, what is gathered."""
+    """``bf16-true`` and ``16-true``: buffers, inputs and gathered values are cast; the masters are not."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -38,7 +38,7 @@ class FabricHalfPrecision(HalfPrecision):
 
 
 def convert_plugin(plugin: Precision | None) -> Precision | None:
-    """Ours for one of Fabric's; others are returned as they are and judged in :func:`compute_dtype`."""
+    """Our plugin for one of Fabric's. Others are returned as they are; :func:`compute_dtype` may refuse them."""
     if type(plugin) is HalfPrecision:
         return FabricHalfPrecision(plugin.precision)
     if type(plugin) is MixedPrecision and plugin.scaler is not None:
@@ -75,7 +75,7 @@ def unscale(engine: Engine, scaler: GradScaler, optimizer: Optimizer) -> None:
 
 
 def scaled_step(engine: Engine, scaler: ShardedGradScaler, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    """A step that all ranks skip if the gradients of one have overflowed. Returns what ``closure`` does."""
+    """A step that all ranks skip if the gradients of one have overflowed. Returns what ``closure`` returns."""
     result = closure()
     unscale(engine, scaler, optimizer)
     if scaler.skips(optimizer):

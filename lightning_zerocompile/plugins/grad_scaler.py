@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 class ShardedGradScaler(GradScaler):
     """torch's GradScaler; all ranks take or skip a step together, whichever rank's shard overflowed.
 
-    [Note: one decision] An overflow reaches only the rank that owns its row, and replicated 0-dim gradients reach all.
-    Each rank checks its local shards, and the verdicts are reduced by maximum once per optimizer. (DTensor's own
-    handler reduces only if the first gradient of the list is sharded.) Gradients may be float16: they are when the
-    optimizer's values are.
+    [Note: one decision] Only the rank that owns a row sees an overflow in it; an overflow in a replicated 0-dim
+    gradient is seen by all. Each rank checks its local shards, and the verdicts are reduced by maximum once per
+    optimizer. (DTensor's own handler reduces only if the first gradient of the list is sharded.) Gradients may be
+    float16: they are if the optimizer's values are.
     """
 
     @classmethod

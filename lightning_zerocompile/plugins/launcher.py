@@ -15,11 +15,11 @@ class Launcher(_SubprocessScriptLauncher):
     """Lightning's, see [Note: weights_only].
 
     [Note: weights_only] ``Trainer.fit(..., weights_only=False)`` lets the checkpoint be unpickled. The Trainer passes
-    it on to strategies that load before their set-up only (Lightning 2.6, ``Trainer._run``); a sharded model loads
-    behind it. Every entry point of the Trainer goes through ``launch`` with all of its arguments.
+    that argument only to strategies that load before their set-up (Lightning 2.6, ``Trainer._run``), but a sharded
+    model loads after it. Every entry point of the Trainer goes through ``launch`` with all of its arguments.
 
     Attributes:
-        weights_only: what the running ``fit``, ``validate``, ``test`` or ``predict`` was given; None: nothing.
+        weights_only: the argument of the running ``fit``, ``validate``, ``test`` or ``predict``; None: it had none.
     """
 
     weights_only: bool | None = None

@@ -9,15 +9,16 @@
 | `bf16-mixed` | own dtype (float32)       | bfloat16 | own dtype (float32)       |              |
 | `16-mixed`   | own dtype (float32)       | float16  | own dtype (float32)       | dynamic      |
 
-The mixed ones are DDP's: the same casts of the same float32 parameters, float32 gradients, reduced in float32. At stage
-3 a gather moves the cast, half the bytes and the same bits, of each weight and bias of a ``torch.nn.Linear`` or
-``torch.nn.Conv1d|2d|3d`` (of exactly that class, and not tied) that until the third training step was only used under
-autocast, in the layer itself; everything else, also all inside ``full_parameters`` and inside a window that holds what
-it has gathered, moves as float32. Code that reads such a weight in another way later has its unit gathered again, in
-float32. At stages 1 and 2 the one gathered value serves any read, so it is float32. ``param_dtype`` and
-``reduce_dtype`` ask for less, with FSDP2's numerics. Code outside compiled regions keeps the casts of the weights until
-the backward. The true half precisions differ from DDP's, which keeps the optimizer's values in half precision too (so
-does ``master_dtype=None`` here, for a model whose own parameters are of that dtype) and scales no loss.
+The mixed precisions are DDP's: the same casts of the same float32 parameters, and float32 gradients that are reduced in
+float32. At stage 3 some gathers move the cast value: half the bytes, and the same bits as autocast's cast. These are
+the gathers of each weight and bias of a ``torch.nn.Linear`` or ``torch.nn.Conv1d|2d|3d`` (of exactly that class, and
+not tied) that until the third training step was only used under autocast, in the layer itself. Everything else moves as
+float32, and so does everything inside ``full_parameters`` and inside a window that holds what it has gathered. If code
+reads such a weight in another way later, its unit is gathered again, in float32. At stages 1 and 2 the one gathered
+value serves any read, so it is float32. ``param_dtype`` and ``reduce_dtype`` ask for fewer bytes, with FSDP2's
+numerics. Code outside compiled regions keeps the casts of the weights until the backward. The true half precisions
+differ from DDP's. DDP keeps the optimizer's values in half precision, too, and scales no loss. (With
+``master_dtype=None`` so does this strategy keep them, for a model whose own parameters are of that dtype.)
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class StepsThroughEngine(Precision):
     scaler: GradScaler | None = None
 
     def restore_module(self) -> None:
-        """Takes back what ``convert_module`` changed beside the parameters; the module is no longer sharded."""
+        """Takes back what ``convert_module`` has changed beside the parameters; called when nothing is sharded."""
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
@@ -133,16 +134,17 @@ class ZeroCompileDoublePrecision(StepsThroughEngine, DoublePrecision):
 class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):
     """``bf16-true`` and ``16-true``: the model computes in half precision, the optimizer in ``master_dtype``.
 
-    Parameters are neither initialised nor kept in half precision: what is gathered is cast. Floating-point buffers
-    become half precision, as with Lightning's own plugin, and ``LightningModule.dtype`` says so, until the module is
-    made whole again: then its parameters are the masters, and buffers and ``dtype`` are of their old dtypes.
+    Parameters are neither initialised nor kept in half precision: gathered values are cast. Floating-point buffers
+    become half precision, as with Lightning's own plugin, and ``LightningModule.dtype`` says so. When the module is
+    made whole again its parameters are the masters, and buffers and ``dtype`` have their old dtypes.
 
     Args:
         precision: ``"bf16-true"`` or ``"16-true"``.
-        scaler: of the loss, ``"16-true"`` only; default: torch's GradScaler. ``GradScaler(enabled=False)``: none.
+        scaler: of the loss, for ``"16-true"`` only; default: torch's GradScaler. ``GradScaler(enabled=False)``: the
+            loss is not scaled.
 
     Raises:
-        MisconfigurationException: a scaler was passed for bfloat16, or one that is not torch's.
+        MisconfigurationException: a scaler was passed for bfloat16, or the scaler is not torch's.
     """
 
     def __init__(
@@ -176,9 +178,9 @@ class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):
 
 
 class MixedPrecision(StepsThroughEngine, lightning_precision.MixedPrecision):  # type: ignore[misc]
-    """``bf16-mixed`` and ``16-mixed``: DDP's, see the table above.
+    """``bf16-mixed`` and ``16-mixed``, which are DDP's: see the table above.
 
-    It is named as Lightning's: the class's name is the key of the scaler's state in a checkpoint.
+    The class has the name of Lightning's, since that is the key of the scaler's state in a checkpoint.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class MixedPrecision(StepsThroughEngine, lightning_precision.MixedPrecision):  #
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
-    """Casts floating-point buffers; returns what takes that back."""
+    """Casts floating-point buffers; returns functions that take that back."""
     restore: list[Callable[[], None]] = []
     for submodule in module.modules():
         for name, buffer in submodule._buffers.items():
@@ -207,11 +209,11 @@ def _cast_buffer(module: nn.Module, name: str, dtype: torch.dtype) -> None:
 
 
 def _scaler_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"  # only a check: the scale lives where the loss is
+    return "cuda" if torch.cuda.is_available() else "cpu"  # GradScaler only checks it: the scale lives with the loss
 
 
 def convert_plugin(plugin: Precision | None) -> Precision | None:
-    """Our plugin for one of Lightning's; others are returned as they are and judged in :func:`compute_dtype`."""
+    """Our plugin for one of Lightning's. Others are returned as they are; :func:`compute_dtype` may refuse them."""
     if type(plugin) is HalfPrecision:
         return ZeroCompileHalfPrecision(plugin.precision)
     if type(plugin) is DoublePrecision:
