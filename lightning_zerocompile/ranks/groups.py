@@ -13,22 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass(frozen=True)
 class Groups:
-    """What the ranks of a model communicate in. See [Note: two groups], and [Note: replicas] in csrc/registry.h.
+    """The process groups of a model's ranks. See [Note: two groups], and [Note: replicas] in csrc/registry.h.
 
-    [Note: two groups] Gathers and reductions overlap, and their relative order may differ between ranks: each has a
-    process group. On devices gathers use the default one where that is the shard group, which costs no further
-    communicator; gloo shares a group badly with the user's collectives (see [Note: gloo gathers]), so there both are
-    our own; ranks meet in a third.
+    [Note: two groups] Gathers and reductions overlap, and their relative order may differ between ranks, so each of the
+    two has a process group. On devices gathers use the default group if that is the shard group, which costs no further
+    communicator. gloo does not share a group well with the user's collectives (see [Note: gloo gathers]), so on the CPU
+    both groups are our own. There the ranks meet in a third.
 
     Attributes:
         shards: the shard group, one dimension of W ranks that follow each other: masters are sharded over it. See
             [Note: lasting mesh].
-        gathers: of the same ranks.
-        reductions: of the same ranks; on the CPU of all ranks.
-        replicas: of the R ranks that hold the same rows; None: one holds them, or ``reductions`` is of all ranks.
-        everyone: of all ranks; used between forwards only.
-        meetings: of all ranks, on the CPU alone.
-        own: what has to be destroyed.
+        gathers: the gathers' group, of the shard group's ranks.
+        reductions: the reductions' group, of the shard group's ranks; on the CPU it is of all ranks.
+        replicas: a group of the R ranks that hold the same rows; None: only one rank holds them, or ``reductions`` is
+            of all ranks.
+        everyone: a group of all ranks, used between forwards only.
+        meetings: a group of all ranks; None on devices, where there are no meetings.
+        own: the groups that :meth:`destroy` destroys.
     """
 
     shards: DeviceMesh
@@ -41,7 +42,7 @@ class Groups:
 
     @classmethod
     def make(cls, device: torch.device, backend: str, timeout: timedelta, replicas: int) -> Groups:
-        """Collective over the default process group.
+        """Makes the groups; collective over the default process group.
 
         Args:
             device: of this rank.
@@ -73,30 +74,31 @@ class Groups:
         return cls(shards, held, reductions, alike, everyone, None, own)
 
     def connect(self, device: torch.device) -> None:
-        """NCCL connects the ranks at first use and blocks the host: here all ranks are."""
+        """Lets NCCL connect the ranks. It does so at first use and blocks the host; here all ranks come to it."""
         if device.type != "cpu":
             for group in (self.reductions, self.replicas):
                 if group is not None:
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def make_on_cpu(self, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """New groups of all ranks and of the shard group's, which the caller destroys; all ranks must call."""
+        """New groups of all ranks and of the shard group's ranks. All ranks must call; the caller destroys them."""
         world, size = dist.get_world_size(), self.shards.size()
         parts = [list(range(first, first + size)) for first in range(0, world, size)]
         return new_group([list(range(world))], "gloo", timeout), new_group(parts, "gloo", timeout)
 
     def destroy(self) -> None:
-        """Gives the groups back; no collective of theirs may be on its way."""
+        """Destroys the groups; no collective of theirs may be in flight."""
         for group in self.own:
             dist.destroy_process_group(group)
 
 
 def _lasting_group(partition: list[list[int]], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of DTensors that are sharded so: a later model of the same process gets the same one.
+    """The group of DTensors that are sharded by this partition: a later model of the same process gets the same group.
 
-    [Note: lasting mesh] torch remembers what an operator on DTensors results in, with the mesh, by which ranks the mesh
-    has. So results of one model's DTensors may communicate in the group of an earlier one, which therefore must be
-    there: it is found among torch's own by its description, and goes when they are all destroyed.
+    [Note: lasting mesh] torch caches the layout of an operator's result on DTensors, with its mesh; the key has only
+    the mesh's ranks. So results of one model's DTensors may communicate in the group of an earlier model, which
+    therefore must still exist. It is found among torch's own groups by its description, and destroyed when these are
+    all destroyed.
     """
     description = f"zerocompile: {partition}"
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -119,7 +121,7 @@ def new_group(
 
 
 def number_of_replicas(wanted: int | Literal["nodes"], nodes: int, ranks: int) -> int:
-    """R, of ``replicas`` as the user gave it.
+    """The number of replicas, R, from the option ``replicas``.
 
     Args:
         wanted: the option.
@@ -127,7 +129,7 @@ def number_of_replicas(wanted: int | Literal["nodes"], nodes: int, ranks: int) -
         ranks: number of all ranks.
 
     Raises:
-        ValueError: it does not divide the ranks, or hosts have different numbers of them.
+        ValueError: R does not divide the number of ranks, or hosts have different numbers of ranks.
     """
     replicas = nodes if wanted == "nodes" else wanted
     if ranks % replicas:
