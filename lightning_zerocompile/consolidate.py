@@ -1,8 +1,8 @@
 """Makes one file of a checkpoint that is a directory of shards: ``python -m lightning_zerocompile.consolidate``.
 
 The file is what Lightning's own command makes of the directory: ``load_from_checkpoint``, a plain Trainer and every
-other strategy load it. Unlike that command this one finds damage before it writes anything, and it runs no code from
-the directory unless it is told to trust it. It needs neither ranks nor GPUs, but memory for all of the checkpoint.
+other strategy load it. Unlike Lightning's command this one finds damage before it writes anything, and it runs no code
+from the directory unless it is told to trust it. It needs neither ranks nor GPUs, but memory for the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def consolidate(directory: Path, file: Path, trust: bool = False, force: bool = 
         force: whether a file that is there is replaced.
 
     Raises:
-        NotADirectoryError, FileNotFoundError: ``directory`` is none.
+        NotADirectoryError, FileNotFoundError: ``directory`` is a file, or is not there.
         FileExistsError: ``file`` is there already, and ``force`` is False.
         IsADirectoryError: ``file`` is a directory.
         RuntimeError: a file of the directory is missing or damaged; it is named.

@@ -1,4 +1,4 @@
-"""One sharded, compiled model: what the strategy's hooks do, without Lightning."""
+"""One sharded, compiled model, without Lightning: the strategies' hooks call its methods."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from lightning_zerocompile.sharding.parameter import ShardedParameter
 from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
 from lightning_zerocompile.sharding.replaced import check_alike, former_of, take_values
 
-_PATIENCE = timedelta(seconds=5)  # how long a rank that has failed waits for the others to end; a tenth of the timeout
+_PATIENCE = timedelta(seconds=5)  # how long a rank that has failed waits for the others; at most a tenth of `timeout`
 
 
 class Engine:
@@ -62,8 +62,8 @@ class Engine:
         compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
         backend: of the process groups.
         autocast_dtype: of the autocast that every step runs under; ``None``: there is none.
-        settings: what else all ranks must have alike, by name.
-        wished: parts of the model that are compiled although they are no blocks.
+        settings: other settings that all ranks must have alike, by name.
+        wished: parts of the model that are compiled, at the user's wish, although they are no blocks.
         nodes: number of hosts.
 
     Raises:
@@ -106,7 +106,7 @@ class Engine:
         self._groups = Groups.make(device, backend, config.timeout, replicas)
         self._groups.connect(device)
         self.units = tuple(units)
-        self._watched: Callable[[], object] | None = None  # ends what says that torch.compile takes long
+        self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
         self.runtime = Runtime(self._groups, device, config)
         self.budget, self.gather_watch = MemoryBudget(self.runtime), GatherWatch(self.runtime)
         self.steps = OptimizerSteps(self.runtime, self.reduce_pending, self.budget.optimizer_stepped)
@@ -179,7 +179,7 @@ class Engine:
 
     @contextlib.contextmanager
     def evaluation_step(self, what: str = "an evaluation", fitting: bool = False) -> Iterator[None]:
-        """Around a step without backward: nothing stays gathered behind it. In a fit, rank 0's buffers count."""
+        """Around a step without backward: after it nothing stays gathered. In a fit all ranks get rank 0's buffers."""
         self.gather_watch.step_ends()
         self._begin(f"{what} step")
         if fitting:
@@ -198,7 +198,7 @@ class Engine:
         if not torch.is_grad_enabled():
             with self.evaluation_step():
                 yield
-        elif self.windows.is_open:  # ranks may run different numbers of forwards in one
+        elif self.windows.is_open:  # ranks may run different numbers of forwards in a window
             with self.runtime.forward(), self._user_code():
                 yield
         else:
@@ -206,8 +206,8 @@ class Engine:
                 yield
 
     def _take_replaced(self, modules: Sequence[nn.Module], warns: bool = True) -> None:
-        """Lets the compiler see the parameters as they are, and takes over what users have put in place of some;
-        collective if there is anything. See [Note: replaced parameters]."""
+        """Lets the compiler see the parameters as they are now, and takes over parameters that users have replaced;
+        collective if there are any. See [Note: replaced parameters]."""
         replaced = refresh_all(self.model, modules)
         if not replaced:
             return
@@ -239,7 +239,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _user_code(self) -> Iterator[None]:
-        """In here a parameter that user code computes with is its full value, see [Note: masters]."""
+        """In this context a parameter with which user code computes is its full value, see [Note: masters]."""
         moment = self.runtime.step_state
         before, moment.in_step = moment.in_step, True
         try:
@@ -253,11 +253,11 @@ class Engine:
             moment.in_step = before
 
     def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
-        # in the reductions' group: in that of the gathers, the forward would wait for all that the optimizer started
+        # in the reductions' group: in the gathers' group it would wait for all gathers that the optimizer has started
         buffers.broadcast(modules, self._groups.everyone, self.runtime.meetings.meet)
 
     def before_backward(self, loss: Tensor) -> None:
-        """Lets the runtime know the outermost backward when it starts: the loss's gradient comes first."""
+        """Tells the runtime when the outermost backward starts: the gradient of the loss is computed first."""
         if loss.requires_grad and loss.grad_fn is not None:
             loss.register_hook(self._arm)  # type: ignore[no-untyped-call]
 
@@ -289,10 +289,10 @@ class Engine:
                 self.runtime.core.set_deferred(False)
 
     def reduce_pending(self, action: str) -> None:
-        """Reduces what an accumulation has left for a backward that did not come, before ``action`` needs it.
+        """Reduces gradients that an accumulation has left for a backward that did not come; ``action`` needs them.
 
         Raises:
-            RuntimeError: inside a window, or the last backward raised.
+            RuntimeError: a window or ``full_parameters`` is open, or the last backward raised.
         """
         if self.windows.is_open:
             raise RuntimeError(
@@ -314,7 +314,7 @@ class Engine:
         """See :meth:`OptimizerSteps.attach`.
 
         Raises:
-            RuntimeError: besides, the ranks have different optimizers.
+            RuntimeError: as there; or the ranks have different optimizers.
         """
         if optimizers:
             self._take_replaced(modules_of(self.model), warns=False)
@@ -330,14 +330,14 @@ class Engine:
     # ---- values ----
 
     def apply_writes(self) -> None:
-        """Takes over what user code wrote to gathered values, or put in place of parameters; collective."""
+        """Takes over what user code wrote to gathered values, and parameters that it has replaced; collective."""
         self._take_replaced(modules_of(self.model))
         self.runtime.core.write_back()
 
     @contextlib.contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
         """See :meth:`ZeroCompileStrategy.full_parameters`."""
-        if not self.runtime.step_state.in_step:  # where `functional_call` may have put others in their place
+        if not self.runtime.step_state.in_step:  # in a step `functional_call` may have replaced some for a while
             self._take_replaced(modules_of(self.model))
         sharded_parameters = _slots_of(module)
         units = sorted({self.runtime.unit_of_parameter(sharded) for sharded in sharded_parameters.values()})
@@ -383,15 +383,15 @@ class Engine:
     def rescue(self) -> bool:
         """After a failure: makes the model an ordinary module again, if every rank ends its run within a few seconds.
 
-        [Note: rescue] What the failed run has started may never end, so none of its process groups is used or waited
-        for. Each rank looks in the store whether all others have ended, too; the first one that knows, or that will not
-        wait any longer, decides for all (one write, which the store makes atomic). Only then do the ranks gather the
-        masters, over a group that is new and whose waits are short. Where one has made a step more than another, the
-        module has rows of both, and a warning says so. Writes to gathered values that no master has heard of are lost
-        on several ranks. Where a device may wait for another one's collective it is not tried.
+        [Note: rescue] Collectives that the failed run has started may never end, so none of its process groups is used
+        or waited for. Each rank looks in the store whether all others have ended, too. The first rank that knows it, or
+        that will not wait any longer, decides for all (by one write, which the store makes atomic). Only then do the
+        ranks gather the masters, over a new group whose waits are short. Where one rank has made a step more than
+        another, the module has rows of both, and a warning says so. With several ranks, writes to gathered values that
+        have not reached a master are lost. Where a device may wait for another device's collective there is no rescue.
 
         Returns:
-            Whether the model is whole. If not, it is as it was: call :meth:`abandon`.
+            Whether the model is whole. If it is not, it is as it was before, and :meth:`abandon` must be called.
         """
         alone = dist.get_world_size() == 1
         if not self.manages(self.model) or not (alone or self.device.type == "cpu"):
@@ -410,7 +410,7 @@ class Engine:
                 made = everyone, group = self._groups.make_on_cpu(2 * patience)
                 _warn_of_steps(self.steps.count, everyone)
             self.steps.give_back(unshard_parameters(self.model, group), group)
-        except RuntimeError:  # of the store, of a rank that has gone meanwhile, of a device that has failed
+        except RuntimeError:  # the store, a rank that is gone meanwhile, or a device that has failed raised it
             return False
         finally:
             for one in made:
@@ -425,12 +425,13 @@ class Engine:
     def abandon(self) -> None:
         """After a failure: neither communicates nor waits, see [Note: abandoned communication] in csrc/runtime.cpp.
 
-        The model keeps its shards (as DTensors) under its own classes. Process groups stay until the process ends: to
-        destroy one on this rank would fail what another still does with it, and hide the exception it is to raise.
+        The model keeps its shards (as DTensors) under its own classes. Process groups stay until the process ends. If
+        this rank destroyed one, what another rank still does with it would fail, and that would hide the exception
+        which the other rank is about to raise.
         """
         self._silence()
         self.attach_optimizers([])
-        with contextlib.suppress(RuntimeError):  # of a device that has failed
+        with contextlib.suppress(RuntimeError):  # a device that has failed raises it
             self.runtime.bind_gradients()
         if self.manages(self.model):
             remove_regions(self.model)
@@ -458,7 +459,7 @@ def _warn_of_steps(count: float, group: dist.ProcessGroup) -> None:
 
 
 def _slots_of(module: nn.Module) -> dict[str, ShardedParameter]:
-    """By the parameters' names in ``module``."""
+    """The records of the module's parameters, by their names in ``module``."""
     return {
         f"{prefix}.{name}" if prefix else name: sharded
         for prefix, inner in module.named_modules()

@@ -62,15 +62,15 @@ class EngineOwner:
             config.state_dict_type == "sharded", config.full_param_optimizers, config.timeout, checkpoint_io
         )
         self._engine: Engine | None = None
-        self._last: Statistics | None = None  # of the run that has ended
+        self._last: Statistics | None = None  # of the last run that has ended
         self._last_report: Report | None = None
-        self.host_times: HostTimes | None = None  # of the monitor's
+        self.host_times: HostTimes | None = None  # set by the monitor
         self.choice: Choice | None = None  # of stage="auto"; it stays for later runs of the same module
         self._chosen_for: weakref.ref[nn.Module] | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers the names; again (a reload) the newest class counts."""
+        """Registers the names. Called again, after a reload, it registers the newest class."""
         for name, stage in (("zerocompile", 3), *((f"zerocompile_stage_{stage}", stage) for stage in (1, 2, 3))):
             description = f"ZeRO stage {stage} by torch.compile"
             strategy_registry.register(name, cls, description=description, override=True, stage=stage)
@@ -99,7 +99,7 @@ class EngineOwner:
         return None if self._engine is None else self._engine.runtime.messages
 
     def _meet(self, what: str) -> None:
-        """Before ``what``, a collective that blocks in torch: all ranks come here, or this one raises."""
+        """Called before ``what``, a collective that blocks in torch: all ranks come here, or this one raises."""
         if self._engine is not None:
             self._engine.runtime.meetings.meet(what)
 
@@ -108,7 +108,7 @@ class EngineOwner:
         self._engine = engine
 
     def _choose(self, config: Config, module: nn.Module, device: torch.device, **arguments: Any) -> Config:
-        """The options with a stage in place of "auto"; collective where it is not chosen yet.
+        """The options with a stage in place of "auto"; collective if the stage is not chosen yet.
 
         Args:
             arguments: of :func:`~lightning_zerocompile.plan.auto.choose_stage`.
@@ -124,7 +124,7 @@ class EngineOwner:
         return self.choice.applied(config)
 
     def _announce(self, optimizers: Sequence[Optimizer], accumulate: int = 1) -> None:
-        """Says on rank 0 what has been set up."""
+        """Logs on rank 0 what has been set up."""
         if is_first_rank():
             rank_zero_info(start_line(self.engine, optimizers, accumulate))
 
@@ -132,8 +132,8 @@ class EngineOwner:
         """Makes the module an ordinary one again; collective.
 
         Args:
-            failed: ranks may be out of step: the module is made whole where they can, see [Note: rescue], and
-                otherwise stays in shards.
+            failed: whether a rank has failed, so that ranks may be out of step. Then the module is made whole only if
+                the ranks can still do that, see [Note: rescue]; otherwise it stays in shards.
         """
         if self._engine is None:
             return
@@ -161,24 +161,24 @@ class EngineOwner:
         max_bytes: int | None = None,
         accumulate_dtype: torch.dtype | None = None,
     ) -> Iterator[None]:
-        """Any number of backwards inside, one reduction when it closes: every unit is reduced once.
+        """Opens a window: any number of backwards inside, and one reduction of every unit when it closes.
 
         Gradients from before the window are kept and added to. While it is open this rank holds up to one full gradient
-        of the model. Every rank must open the window in the same step; at stages 1 and 2, and at stage 3 with
-        ``gather="window"``, ranks may run different numbers of backwards inside, without ``max_bytes``. An exception
-        drops the window's gradients without communication (with those of an unfinished accumulation that they were
-        added to) and is raised again. Inside, ``zero_grad()`` drops what waits; ``p.grad`` is what it was before, or,
-        if that was None, this rank's own full sum, ``[*p.shape]``. Source: DeepSpeed PR 7992.
+        of the model. Every rank must open the window in the same step. At stages 1 and 2, and at stage 3 with
+        ``gather="window"``, ranks may run different numbers of backwards inside, if ``max_bytes`` is None. An exception
+        drops the window's gradients without communication (with those of an unfinished accumulation to which they were
+        added) and is raised again. Inside, ``zero_grad()`` drops the gradients that wait. ``p.grad`` is what it was
+        before the window or, if that was None, this rank's own full sum, ``[*p.shape]``. Source: DeepSpeed PR 7992.
 
         Args:
             gather: at stage 3, ``"window"`` gathers every parameter once for all forwards and backwards inside (and
-                holds the whole model meanwhile), ``"use"`` gathers each at each use as outside, ``"auto"`` (default)
-                is ``"window"`` if parameters, gradients and an optimizer's moments fit in half of what is free on every
-                rank; decided in the first window.
-            max_bytes: of full gradients that wait; when a backward leaves more, the largest units are reduced then,
-                and bound when the window closes.
+                holds the whole model meanwhile), and ``"use"`` gathers each parameter at each use, as outside.
+                ``"auto"`` (default) is ``"window"`` if parameters, gradients and an optimizer's moments fit in half of
+                what is free on every rank; that is decided in the first window.
+            max_bytes: how many bytes of full gradients may wait. When a backward leaves more, the largest units are
+                reduced then, and bound when the window closes. ``None``: any number.
             accumulate_dtype: ``None``: gradients are summed in their own dtype; ``torch.float32``: in fp32. They are
-                communicated in ``reduce_dtype``, or in their own.
+                communicated in ``reduce_dtype``, or else in their own dtype.
 
         Raises:
             RuntimeError: windows are nested, an accumulation is open, an optimizer steps or clips inside one, a
@@ -194,28 +194,29 @@ class EngineOwner:
         """The full values of the module's parameters, by name; all ranks must enter.
 
         Inside, the modules compute with what is written to the values, while ``parameters()``, optimizers and
-        checkpoints keep the values that the parameters had. After an exception nothing that was written counts.
+        checkpoints keep the values from before. If an exception leaves the context, everything that was written is
+        dropped.
 
         Args:
             module: a part of the model; default: all of it.
-            writeback: whether what is written to the values in place becomes the parameters' value on exit. Every
+            writeback: whether what is written to the values, in place, becomes the parameters' value on exit. Every
                 rank must write the same.
 
         Raises:
-            RuntimeError: parameters of another, open ``full_parameters`` are asked for (or others that are gathered
-                with them); an optimizer steps inside.
+            RuntimeError: another ``full_parameters``, which is still open, has some of these parameters (or others that
+                are gathered with them); or an optimizer steps inside.
         """
         with self.engine.full_parameters(module or self.engine.model, writeback) as values:
             yield values
 
     @contextmanager
     def full_state_dict(self, module: nn.Module | None = None) -> Iterator[dict[str, Any]]:
-        """For rank 0 to save a model in the middle of a run, by whatever calls ``state_dict()``; all ranks must enter.
+        """Lets rank 0 save the model in the middle of a run, by any code that calls ``state_dict()``; all ranks enter.
 
         Inside, ``state_dict()`` of the module and of its parts gives full values on rank 0: on the CPU, of the moment
         of entry, in the dtypes that the module has after the fit. So ``save_pretrained`` and ``push_to_hub``
-        (transformers, PEFT, sentence-transformers), ``torch.save`` and safetensors work there. One parameter at a time
-        is gathered; the model trains on as it was. Yields the module's state dict on rank 0, ``{}`` on the others.
+        (transformers, PEFT, sentence-transformers), ``torch.save`` and safetensors work there. Parameters are gathered
+        one at a time, and the model trains on as it was. Yields the module's state dict on rank 0, ``{}`` on others.
 
         Args:
             module: a part of the model; default: all of it.
@@ -248,15 +249,14 @@ class EngineOwner:
     ) -> None:
         """Writes a folder that Hugging Face's ``from_pretrained`` and :func:`load_pretrained` read; all ranks call it.
 
-        No rank holds the whole model: each gathers and writes files of its own. Model files that are in the folder are
-        replaced when the new ones are complete. Once ``fit`` has ended and the module is an ordinary one, its own
-        ``save_pretrained`` does it.
+        No rank holds the whole model: each writes files of its own. Model files that are in the folder are replaced
+        when the new ones are complete. After ``fit`` the module is an ordinary one: use its own ``save_pretrained``.
 
         Args:
             folder: on a filesystem that all ranks see; rank 0's counts.
             module: a part of the model, usually the Hugging Face model, whose ``config`` is written, too; default: all.
-            dtype: of floating-point tensors in the files; ``None``: what each had before it was sharded.
-            max_file_bytes: files are no larger, except for one with a single tensor; a rank holds up to two.
+            dtype: of floating-point tensors in the files; ``None``: the dtype that each had before it was sharded.
+            max_file_bytes: files are no larger, unless a single tensor is; a rank holds up to two files in memory.
 
         Raises:
             RuntimeError: a rank could not write, or the model is not sharded now.
@@ -301,7 +301,7 @@ class EngineOwner:
     @property
     def eager_reads(self) -> dict[str, EagerReads]:
         """What code outside compiled graphs has read, by unit (a block, or the first parameter of a group): how often,
-        and how many gathers and bytes the unit took in all. After the run, what it was at its end."""
+        and how many gathers and bytes the unit took in all. After a run these are the numbers at its end."""
         return self.statistics.eager_reads
 
     @property

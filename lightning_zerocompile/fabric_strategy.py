@@ -35,7 +35,7 @@ from lightning_zerocompile.ranks.errors import in_phases
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.meta_init import place
 
-# what an error of communication calls the method that it came out of
+# how an error of communication names the method in which it was raised
 _PHASES = {
     "setup_module": "the set-up of the module",
     "setup_optimizer": "the set-up of an optimizer",
@@ -51,7 +51,7 @@ _PHASES = {
     "all_reduce": "all_reduce",
     "teardown": "the teardown",
 }
-_NAMES = "fabric_names"  # in a directory of shards: under which keys the user saved the module and the optimizers
+_NAMES = "fabric_names"  # entry of a directory of shards: the keys of the module and the optimizers in the user's state
 
 
 class _ShardedForward(nn.Module):
@@ -62,7 +62,7 @@ class _ShardedForward(nn.Module):
         self.module = module
         self._strategy = weakref.ref(strategy)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore] # of `fabric.setup(torch.compile(module))`
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore] # `fabric.setup(torch.compile(module))`
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self._strategy()
         engine = None if strategy is None else strategy._engine
@@ -145,7 +145,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: ``setup_module`` moves each parameter when it is sharded."""
+        """Does nothing: ``setup_module`` moves each parameter when it is sharded."""
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
@@ -191,7 +191,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         """Lets the engine step the optimizer.
 
         Raises:
-            RuntimeError: no module is set up; the optimizer holds other parameters than its.
+            RuntimeError: no module is set up, or the optimizer holds parameters that are not the module's.
         """
         return self._attach([optimizer])[0]
 
@@ -249,7 +249,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Of the sharded module: its shards, or full values on the CPU of rank 0 and nothing on the others."""
+        """The sharded module's shards, or its full values on the CPU of rank 0 and nothing on the other ranks."""
         inner = _inner(module)
         if self._engine is None or inner is not self._engine.model:
             return super().get_module_state_dict(inner)
@@ -259,7 +259,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Of the sharded module's optimizer: as :meth:`get_module_state_dict`."""
+        """The state of an optimizer of the sharded module, in the same form as :meth:`get_module_state_dict`."""
         if self._engine is None or optimizer not in self._optimizers:
             return super().get_optimizer_state(optimizer)
         return self._checkpoints.optimizer_state(optimizer)
@@ -320,7 +320,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         return loaded
 
     def _restore(self, thing: Any, value: Any, strict: bool) -> bool:
-        """Loads ``value`` into an object that has a state; returns whether it has."""
+        """Loads ``value`` into ``thing`` if that has a state; returns whether it has one."""
         if isinstance(thing, nn.Module):
             self.load_module_state_dict(thing, value, strict)
         elif isinstance(thing, Optimizer) and thing in self._optimizers:
@@ -360,7 +360,7 @@ def _inner(module: Any) -> Any:
 
 
 def _abandon(engine: weakref.ref[Engine]) -> None:
-    """At the end of the process, if the module is still sharded."""
+    """Called at the end of the process: abandons the engine if the module is still sharded."""
     left = engine()
     if left is not None and left.manages(left.model):
         left.abandon()

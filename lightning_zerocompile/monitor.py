@@ -20,14 +20,14 @@ _COUNTS = ("gathers", "gather_bytes", "prefetched", "reductions", "reduce_bytes"
 
 
 class ZeroCompileMonitor(pl.Callback):
-    """Logs, on rank 0 and of rank 0, every ``every_n_steps`` steps of the optimizers.
+    """Logs what rank 0 does, on rank 0, every ``every_n_steps`` steps of the optimizers.
 
     Names are ``zerocompile/...``: ``memory/KIND`` in bytes; of each step since the last time ``gathers``,
     ``gather_bytes``, ``prefetched``, ``reductions``, ``reduce_bytes``, ``eager_reads``, ``eager_gathers`` and
     ``host_seconds`` (from the begin to the end of its batches, as the host sees them); since set-up ``graphs``,
     ``recompilations`` and ``compile_seconds``. It adds no communication and waits for no device. Exposed communication
-    is not among them: to measure it, a device must be asked for times. While it is there, ``strategy.report()`` knows
-    the host's times, too.
+    is not logged: to measure it, a device must be asked for times. While the callback is there, ``strategy.report()``
+    has the host's times, too.
 
     Args:
         every_n_steps: ``None``: the Trainer's ``log_every_n_steps``.
@@ -77,7 +77,7 @@ class ZeroCompileMonitor(pl.Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if loss.is_cuda:  # asks, and does not wait
+        if loss.is_cuda:  # the query does not wait for the device
             self._drained += torch.cuda.current_stream(loss.device).query()
 
     @override

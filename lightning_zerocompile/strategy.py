@@ -35,7 +35,7 @@ from lightning_zerocompile.ranks.errors import in_phases, is_communication
 from lightning_zerocompile.sharding.checks import explain, trainer_settings
 from lightning_zerocompile.sharding.meta_init import place
 
-# what an error of communication calls the hook that it came out of
+# how an error of communication names the hook in which it was raised
 _PHASES = {
     "setup": "the set-up",
     "training_step": "`training_step`",
@@ -63,8 +63,8 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     Its arguments are the options of :class:`~lightning_zerocompile.config.Config`, those that Lightning's strategies
     have in common, and ``plan_batch``: with ``stage="auto"``, a function that returns a batch of one rank (its tensors
-    may be on meta), so that activations count. Of DDPStrategy it is the processes, their group and their launcher; the
-    module is not wrapped, and options of torch's DDP have no meaning here, so they raise a TypeError.
+    may be on meta), so that activations count. It inherits from DDPStrategy the processes, their group and their
+    launcher. The module is not wrapped. Options of torch's DDP have no meaning here, so they raise a TypeError.
     """
 
     strategy_name = "zerocompile"
@@ -134,14 +134,15 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         """What a run of this strategy will need, by stage; nothing is allocated, and no other rank is needed.
 
         Args:
-            module: as you made it, possibly on meta.
+            module: an ordinary module, possibly on meta.
             batch: of one rank, as ``training_step`` gets it.
             world_size: number of ranks.
             gpu_memory, bandwidth, flops, gloo: see :class:`~lightning_zerocompile.plan.plan.Machine`.
             options: the others of :func:`~lightning_zerocompile.plan.plan.make_plan`.
 
         Raises:
-            PlanError: the world size is none, or the module cannot take the batch; the message says what to do.
+            PlanError: the world size is no positive number, or the module cannot take the batch; the message says what
+                to do.
         """
         plugin = convert_plugin(self.precision_plugin) or self.precision_plugin
         return make_plan(
@@ -181,7 +182,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         if self.accelerator is None:
             raise RuntimeError("The strategy has no accelerator; pass it to a Trainer before using it.")
         self.accelerator.setup(trainer)
-        if self._revert_methods is not None:  # of a module that has stayed sharded: its wish is asked for again
+        if self._revert_methods is not None:  # the module has stayed sharded: what the user compiled is looked at anew
             self._revert_methods()
         wish, parts = with_wish(self.config, module), compiled_parts(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -243,7 +244,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         fitting = self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING
-        if getattr(self, "_engine", None) is not None and fitting:  # else: those of a fit that has ended
+        if getattr(self, "_engine", None) is not None and fitting:  # else they are those of a fit that has ended
             self.engine.attach_optimizers([_raw(optimizer) for optimizer in optimizers])
             self._checkpoints.attach(self._module)
 
@@ -281,7 +282,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradients of the backwards inside wait for the next one outside (see ``defer_grad_sync``)."""
+        """Gradients of the backwards inside wait for the next backward outside (see ``defer_grad_sync``)."""
         with self.engine.accumulation():
             yield
 
@@ -305,7 +306,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Shards, or full values on the CPU of rank 0 and nothing on the others; collective."""
+        """The module's shards, or its full values on the CPU of rank 0 and nothing on the other ranks; collective."""
         self._meet("a checkpoint")
         if self._engine is not None:
             self._engine.runtime.pass_mark("a checkpoint")
@@ -391,7 +392,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
-        if self.accelerator is not None and not self._failed:  # on a device it waits for what other ranks owe
+        if self.accelerator is not None and not self._failed:  # on a device it waits for collectives of other ranks
             self.accelerator.teardown()
         if self._failed:
             self._checkpoints.abandon()
@@ -409,7 +410,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     def _use(self, engine: Engine | None) -> None:
         super()._use(engine)
         if engine is not None:
-            this = weakref.WeakMethod(self._where)  # the core holds `messages`, where no collector looks
+            this = weakref.WeakMethod(self._where)  # weak: the C++ core holds `messages`, where gc sees no cycles
             engine.runtime.messages.where = lambda: where() if (where := this()) is not None else ""
         if isinstance(self.precision_plugin, StepsThroughEngine):
             self.precision_plugin.engine = engine
@@ -448,7 +449,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         }
 
     def __repr__(self) -> str:
-        # pytorch_lightning's Trainer and Fabric refuse it and print it
+        # the Trainer of pytorch_lightning and Fabric refuse this strategy and print it
         return f"<{type(self).__name__}(stage={self.config.stage}) for lightning.Trainer (`import lightning as L`)>"
 
 
