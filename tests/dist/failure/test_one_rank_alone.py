@@ -104,10 +104,11 @@ def _fit(what: str, hook: str, folder: str, stage: int, options: dict[str, Any])
 @pytest.mark.parametrize(
     ("what", "hook", "stage", "options"),
     [
-        ("reads a weight", "on_train_batch_start", 3, AOT),
+        ("reads a weight", "on_train_batch_start", 3, EAGER),
         ("samples", "on_validation_start", 3, EAGER),
         ("writes a file", "on_train_batch_start", 3, AOT),
         ("pickles", "on_before_optimizer_step", 1, EAGER),
+        pytest.param("reads a weight", "on_train_batch_start", 3, AOT, marks=LONG),
         pytest.param("prints a weight", "on_before_optimizer_step", 3, EAGER, marks=LONG),
         pytest.param("samples", "on_train_batch_start", 3, AOT, marks=LONG),
         pytest.param("reads a norm", "on_validation_start", 3, EAGER, marks=LONG),
