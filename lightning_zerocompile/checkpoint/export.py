@@ -68,7 +68,7 @@ def export(module: nn.Module, folder: Path, dtype: torch.dtype | None, max_file_
         on_all_ranks(what, lambda: [future.result() for future in written])
         on_all_ranks(what, lambda: _complete(module, folder, files, tensors) if rank == 0 else None)
     finally:
-        if rank == 0:  # after a failure they are still there they are still there
+        if rank == 0:  # after a failure they are still there
             for name in files:
                 (folder / f"{name}{_UNFINISHED}").unlink(missing_ok=True)
 

@@ -245,7 +245,7 @@ class Graphs:
     """What is compiled with one configuration, in one run or in several."""
 
     def __init__(self, config: Config) -> None:
-        self.stats = CompileStats()  # of the run that calls now now now
+        self.stats = CompileStats()  # of the run that calls now
         self.running: Code | None = None  # what it calls
         self._config = config
         self._backends: dict[bool, Callable[..., Any]] = {}  # made when something is compiled: they import Inductor
