@@ -138,7 +138,7 @@ class Casts:
             self.low = [index for index in self.low if index != sharded.index]
 
     def begin_step(self) -> None:
-        """At the start of each training step: after the first ones the ranks agree on what a gather moves.
+        """Called at the start of each training step. After the first ``STEPS`` the ranks agree on what gathers move.
 
         Raises:
             RuntimeError: another rank did not come here in time.

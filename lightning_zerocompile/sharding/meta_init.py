@@ -45,7 +45,7 @@ class Places:
         """The parameter itself, on a real device.
 
         Raises:
-            RuntimeError: it is on the meta device and nothing says how to initialise it.
+            RuntimeError: the parameter is on the meta device and nothing says how to initialise it.
         """
         module, local_name = self._places[name][0]
         parameter = module._parameters[local_name]

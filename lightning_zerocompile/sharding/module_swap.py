@@ -62,7 +62,7 @@ def _property(name: str) -> property:
         return self.__dict__[PARAMETERS][name].read(current)
 
     def put(self: nn.Module, value: object) -> None:
-        """Called for what is no parameter; see [Note: parameters under other names]."""
+        """Called if ``value`` is no parameter; see [Note: parameters under other names]."""
         if name in self._parameters:
             raise AttributeError(f"`{name}` of a sharded {type(self).__name__} is a parameter: it cannot be set so.")
         _forget_removed(self)
@@ -76,19 +76,20 @@ def _property(name: str) -> property:
 
 
 def _register_parameter(self: nn.Module, name: str, param: Any) -> None:
-    """``nn.Module.register_parameter``, for what is a parameter of the model already.
+    """``nn.Module.register_parameter`` for a value that is a parameter of the model already.
 
-    [Note: parameters under other names] ``torch.nn.utils.prune`` in the middle of a fit registers the value that it has
-    read from the module as a parameter under a second name, deletes the first from ``_parameters`` and gives the module
-    a plain tensor of that name; its ``remove`` does the reverse with the object from ``_parameters``. Either names the
-    same master. So the module reads it through a property of the new name from here on, and the old name's property
-    goes as soon as something else is put there. Nothing of it communicates, and the unit of the parameter stays what it
-    is. A parameter that is new to the model is looked at when the next step begins, see [Note: replaced parameters].
+    [Note: parameters under other names] ``torch.nn.utils.prune`` in the middle of a fit does three things. It registers
+    the value that it has read from the module as a parameter under a second name, deletes the first name from
+    ``_parameters``, and gives the module a plain tensor of the first name. Its ``remove`` does the reverse with the
+    object from ``_parameters``. The value and the object both stand for the same master. So from here on the module
+    reads the master through a property of the new name, and the old name's property is removed as soon as something
+    else is put there. None of this communicates, and the parameter stays in its unit. A parameter that is new to the
+    model is looked at when the next step begins, see [Note: replaced parameters].
     """
     sharded = sharded_of(param) if isinstance(param, Tensor) else None
     hooked = torch.nn.modules.module._global_parameter_registration_hooks
     if sharded is None and isinstance(param, nn.Parameter) and name in self._parameters and not hooked:
-        self._parameters[name] = param  # torch's method reads what is there: one rank alone would gather
+        self._parameters[name] = param  # torch's method would read the attribute, and one rank alone would gather
         return
     base: Any = getattr(type(self), BASE)
     base.register_parameter(self, name, param if sharded is None else sharded.master)
@@ -325,7 +326,7 @@ def install(classes: ClassCache, module: nn.Module, name: str, sharded: ShardedP
 def swap_others(classes: ClassCache, model: nn.Module) -> None:
     """Also swaps the classes of modules that hold sharded ones: their ``deepcopy``, for one, must be whole, too."""
     for module in modules_of(model):
-        compiled = isinstance(module, torch._dynamo.OptimizedModule)  # what it is asked for, the one inside is asked
+        compiled = isinstance(module, torch._dynamo.OptimizedModule)  # it asks the module inside for everything
         if (
             not compiled
             and not hasattr(type(module), BASE)

@@ -154,7 +154,7 @@ def _sources(folder: Path) -> dict[str, Source]:
 
 
 class SavedTensor(NamedTuple):
-    """A parameter or a persistent buffer: its name in the module's ``state_dict``, who holds it, and under what."""
+    """A parameter or a persistent buffer: its name in the ``state_dict``, the module that holds it, its name there."""
 
     name: str
     holder: nn.Module
@@ -163,7 +163,7 @@ class SavedTensor(NamedTuple):
 
 
 def saved_tensors(module: nn.Module) -> Iterator[SavedTensor]:
-    """What ``state_dict`` saves, tensors; a tied one by each of its names."""
+    """The tensors that ``state_dict`` saves; a tied tensor comes once for each of its names."""
     for path, holder in module.named_modules(remove_duplicate=False):
         buffers = {n: b for n, b in holder._buffers.items() if n not in holder._non_persistent_buffers_set}
         for name, tensor in {**holder._parameters, **buffers}.items():
