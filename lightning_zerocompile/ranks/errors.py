@@ -1,7 +1,7 @@
-"""What the other ranks say when one died, hangs or raised: in which phase of the training, and which rank.
+"""The error on the other ranks when one died, hangs or raised: it names the phase of the training, and the rank.
 
-Gloo notices a dead peer at once, and every wait for a message in the store ends at ``timeout``; NCCL's waits are on the
-device, where its own watchdog ends the process at ``timeout`` with its own message.
+Gloo notices a dead peer at once, and every wait for a message in the store ends at ``timeout``. NCCL's waits are on the
+device. There its own watchdog ends the process at ``timeout``, with its own message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 
 __all__ = ["CommunicationError", "explain", "in_phases", "is_communication", "phase"]
 
-_GRACE = timedelta(seconds=5)  # for the others to say that they live; at most a tenth of the timeout
+_GRACE = timedelta(seconds=5)  # how long the others may take to say that they live; at most a tenth of the timeout
 _SIGNS = (  # torch raises a plain RuntimeError for gloo's failures; the last sign is that of our own runtime
     "/gloo/", "Connection closed by peer", "Connection reset by peer", "Application timeout caused", "NCCL error",
     " failed on rank ",

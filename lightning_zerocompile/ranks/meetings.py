@@ -34,7 +34,7 @@ class Meetings:
     def __init__(self, messages: Messages, group: dist.ProcessGroup | None) -> None:
         self._messages, self._group = messages, group
         self.count = 0  # of meetings that were begun
-        self._open: dist.Work | None = None  # the one that this rank waits for, or has left by an exception
+        self._open: dist.Work | None = None  # the meeting in which this rank waits, or which an exception has ended
 
     def meet(self, what: str) -> None:
         """Called before ``what``, to which all ranks must come.
@@ -65,10 +65,10 @@ class Meetings:
             raise self._apart(number, what)
 
     def abandon(self) -> None:
-        """After a failure: a group with a meeting that others have not come to is never destroyed.
+        """After a failure: keeps the group from being destroyed if other ranks have not come to the last meeting.
 
-        Gloo's would wait for it, until ``timeout``, when the process ends; the other ranks may wait for that end. See
-        [Note: abandoned communication] in csrc/runtime.cpp.
+        At the end of the process gloo's destructor would wait for that meeting until ``timeout``, while the other ranks
+        may wait for the process to end. See [Note: abandoned communication] in csrc/runtime.cpp.
         """
         if self._open is not None and not self._open.is_completed():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))

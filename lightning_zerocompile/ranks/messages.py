@@ -25,7 +25,7 @@ from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, Wait
 # How many messages of a series stay in the store. A rank is never that far ahead of another: a device queues about a
 # thousand kernels at most, and a collective that waits for a slower rank holds up all kernels that are queued after it.
 SERIES = 256
-HAS_LEFT = "which has ended:"  # in every error of a rank that waits for one that is gone
+HAS_LEFT = "which has ended:"  # is in every error of a rank that waits for a rank that is gone
 _NONE = "zerocompile/none"  # the store's answer if there is no message; no message is equal to it
 _LEFT = "left"  # the topic under which a rank says why it has ended
 _FEW = 3  # up to so many ranks are asked one by one: asking all of them together takes three requests
@@ -205,7 +205,7 @@ class Messages:
                 self.waits(what or f"an exchange of `{topic}`", "message", 0, [rank])
                 reason = self._end_of(rank)
                 if reason is not None:
-                    if (last := self._look(key)) != _NONE:  # it has told this before it ended
+                    if (last := self._look(key)) != _NONE:  # the rank has sent this message before it ended
                         return last
                     raise self._lost(rank, reason)
             _rest(now - start)
