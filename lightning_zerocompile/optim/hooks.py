@@ -61,7 +61,7 @@ class OptimizerSteps:
         self._taken_over: dict[Optimizer, None] = {}  # see [Note: optimizers made elsewhere]; in order
         self._shared: set[Tensor] = set()  # masters in more than one optimizer
         self._running: list[Optimizer] = []  # their steps, the outermost first
-        self._through_lightning: list[Optimizer] = []  # those that `step` is inside of
+        self._through_lightning: list[Optimizer] = []  # optimizers whose `step` runs through Lightning now
         self.count = 0.0
         self._by_unit = False  # whether the running step has updated units
 
@@ -108,11 +108,11 @@ class OptimizerSteps:
         self._shared = {master for master, count in owners.items() if count > 1}
 
     def replace(self, new: Mapping[Tensor, Tensor], former: Mapping[Tensor, Tensor]) -> set[Tensor]:
-        """After parameters of the model were replaced, see [Note: replaced parameters].
+        """Changes what optimizers hold after parameters were replaced, see [Note: replaced parameters].
 
         Args:
             new: masters, by the new parameters whose values they have.
-            former: what optimizers hold from now on instead of the masters, by these.
+            former: by master, what optimizers hold from now on instead of it.
 
         Returns:
             The masters that no optimizer holds.

@@ -100,7 +100,7 @@ def remedy(optimizer: Optimizer) -> str:
 
 
 def masters_of(optimizer: Optimizer) -> list[Tensor]:
-    """What it holds, but for parameters that the model has no more, see [Note: replaced parameters]."""
+    """The optimizer's parameters, without those that the model has no longer, see [Note: replaced parameters]."""
     return [p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, Former)]
 
 

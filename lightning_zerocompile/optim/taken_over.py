@@ -59,9 +59,9 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
 
 
 def rename(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
-    """Puts another tensor in the place of each that it holds, if ``others`` has one, with the same state.
+    """Puts another tensor, with the same state, in the place of each parameter for which ``others`` has one.
 
-    State of what it holds no more, which torch could not save, goes.
+    State of parameters that the optimizer holds no longer is dropped: torch could not save it.
     """
     held = set(masters_of(optimizer))
     for group in optimizer.param_groups:
