@@ -94,7 +94,7 @@ class MemoryBudget:
         self._steps_left = _STEPS if open_to_choice else -1
 
     def optimizer_stepped(self) -> None:
-        """After each step of an optimizer."""
+        """Called after each step of an optimizer."""
         if self._steps_left > 0:
             self._steps_left -= 1
 

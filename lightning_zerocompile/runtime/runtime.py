@@ -76,7 +76,7 @@ class EagerReads:
     """What code outside of compiled graphs did with one unit since set-up.
 
     Attributes:
-        reads: of its parameters.
+        reads: how often its parameters were read.
         gathers: collectives that gathered the unit, for whatever use, and ``gather_bytes`` of their results.
     """
 
@@ -89,7 +89,7 @@ class Runtime:
     """Sharded parameters of one model: units, gathers, reductions, the masters' gradients.
 
     Args:
-        groups: in which the ranks communicate.
+        groups: the process groups of the ranks.
         device: of this rank.
         config: the strategy's options.
 
@@ -239,7 +239,7 @@ class Runtime:
         return sizes
 
     def dtypes_of_units(self) -> dict[int, int]:
-        """How many dtypes each unit is gathered in: one collective each."""
+        """In how many dtypes each unit is gathered: each dtype takes one collective."""
         found: dict[int, set[torch.dtype]] = {}
         for sharded in self.sharded_parameters:
             found.setdefault(self._unit_of_parameter[sharded.index], set()).add(sharded.source.dtype)
@@ -357,7 +357,7 @@ class Runtime:
             self.step_state.in_step = before
 
     def bind_gradients(self) -> None:
-        """Makes all reduced gradients those of the masters, for when they outlive the runtime."""
+        """Binds all reduced gradients to their masters, which may outlive the runtime."""
         with as_plain_tensors():
             for sharded in self.sharded_parameters:
                 gradient_of(sharded.master)

@@ -117,7 +117,7 @@ class Windows:
     # ---- what another rank's failure means here ----
 
     def _check_others(self) -> None:
-        """While this rank waits inside a window: raises if one that it may wait for has failed in it."""
+        """Called while this rank waits inside a window: raises if another rank has failed in it."""
         for rank in self._messages.some(self._messages.others):
             message = self._messages.heard_now(_TOPIC, self._number, rank)
             if message is not None and "error" in (theirs := json.loads(message)):
