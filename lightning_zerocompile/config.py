@@ -161,10 +161,10 @@ class Config:
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
         timeout: how long ranks wait for each other in a collective or for a message. When it ends, or a peer closes its
             connection (gloo), the error names the phase and the rank.
-        replicas: how many times the model is held (hybrid sharding, FSDP's HYBRID_SHARD): each replica is sharded over
-            its part of the ranks, which follow each other. Parameters are gathered inside a part, gradients averaged
-            over all ranks; the memory is that of a part. ``"nodes"``: one replica on each host. Several on the CPU
-            only, so far.
+        replicas: how many times the model is held (hybrid sharding, FSDP's HYBRID_SHARD). Each replica is sharded over
+            its part of the ranks, which are consecutive. Parameters are gathered inside a part, and gradients are
+            averaged over all ranks. A rank needs the memory that it would need if its part were all ranks.
+            ``"nodes"``: one replica on each host. So far several replicas work on the CPU only.
 
     ``param_dtype``, ``reduce_dtype`` and ``master_dtype`` take a dtype or its name.
 
@@ -299,7 +299,7 @@ class Config:
         """The stage.
 
         Raises:
-            ValueError: it is ``"auto"``, and nothing has been chosen yet.
+            ValueError: the option is ``"auto"``, and no stage has been chosen yet.
         """
         if self.stage == "auto":
             raise ValueError("stage='auto' is chosen when a strategy sets the model up; here choose 1, 2 or 3.")

@@ -272,12 +272,12 @@ class EngineOwner:
         export(module or self.engine.model, Path(dist_broadcast(os.fspath(folder))), dtype, max_file_bytes)
 
     def report(self) -> Report:
-        """What this rank has done in the run that goes on, or in the last one that has ended well; no communication.
+        """What this rank has done in the present run, or in the last one that has ended well; no communication.
 
         Print it, or take :meth:`Report.as_json`; ``advice`` says what can be done.
 
         Raises:
-            AttributeError: there was none.
+            AttributeError: there was no run.
         """
         if self._engine is not None:
             now = self.statistics
@@ -306,10 +306,10 @@ class EngineOwner:
 
     @property
     def statistics(self) -> Statistics:
-        """Of the run that goes on, or of the last one.
+        """The statistics of the present run, or of the last one.
 
         Raises:
-            AttributeError: there was none, so that ``hasattr`` works.
+            AttributeError: there was no run. It is this error so that ``hasattr`` works.
         """
         if self._engine is not None:
             runtime, compiled = self._engine.runtime, replace(self._engine.regions.stats)

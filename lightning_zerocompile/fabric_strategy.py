@@ -174,7 +174,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
                 self.root_device,
                 compute_dtype=dtype,
                 autocast_dtype=autocast,
-                optimizer=torch.optim.AdamW,  # those of the loop come later
+                optimizer=torch.optim.AdamW,  # assumed: the loop's own optimizers are set up later
                 nodes=nodes,
             )
             self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts, nodes))

@@ -247,7 +247,7 @@ def load(path: Path, masters: Mapping[str, Tensor], weights_only: bool | None, w
 def as_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The dictionary with the keys of Lightning's single file. A directory has other keys.
 
-    So has a file from ``lightning.fabric.utilities.consolidate_checkpoint``: it has a directory's keys, too.
+    A file from ``lightning.fabric.utilities.consolidate_checkpoint`` has the keys of a directory.
     """
     if "state_dict" in checkpoint and f"{OPTIMIZER}0" not in checkpoint:
         return checkpoint

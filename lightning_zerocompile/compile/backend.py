@@ -246,9 +246,9 @@ class Graphs:
 
     def __init__(self, config: Config) -> None:
         self.stats = CompileStats()  # of the run that calls now
-        self.running: Code | None = None  # what it calls
+        self.running: Code | None = None  # the code that this run calls now
         self._config = config
-        self._backends: dict[bool, Callable[..., Any]] = {}  # made when something is compiled: they import Inductor
+        self._backends: dict[bool, Callable[..., Any]] = {}  # made only when something is compiled: it imports Inductor
         self._codes: dict[tuple[Any, ...], Code] = {}
 
     def code_of(self, module: nn.Module, regional: bool) -> Code:
