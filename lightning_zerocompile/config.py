@@ -279,7 +279,7 @@ class Config:
             object.__setattr__(self, name, value)  # a frozen dataclass has no other way
         self._check_cuda_graphs()
         if self.memory_limit is not None and self.stage != "auto":
-            raise ValueError("`memory_limit` is what stage='auto' chooses by; drop it, or the stage.")
+            raise ValueError("`memory_limit` is what stage='auto' chooses by; drop it, or pass stage='auto'.")
         if self.activation_budget is not None and self.compile is False:
             raise ValueError(
                 "`activation_budget` is for what is compiled; with compile=False use activation_checkpointing='blocks'."

@@ -452,7 +452,7 @@ def _warn_of_steps(count: float, group: dist.ProcessGroup) -> None:
     if least != most or most % 1:
         warnings.warn(
             f"When the run ended rank {counts.index(least)} had made {least:g} optimizer steps, and rank "
-            f"{counts.index(most)} {most:g} (half a step: it was in one). The module is whole again, with parts of "
+            f"{counts.index(most)} {most:g} (half a step: it was inside one). The module is whole again, with parts of "
             "different steps. Load a checkpoint if that matters.",
             stacklevel=2,
         )

@@ -140,7 +140,7 @@ class Checkpoints:
 
     def _save_shards(self, checkpoint: dict[str, Any], path: _PATH, options: Any) -> None:
         if options is not None:
-            raise TypeError("`storage_options` are for files: state_dict_type='sharded' has none.")
+            raise TypeError("`storage_options` are for files: state_dict_type='sharded' takes none.")
         local = _local(dist_broadcast(path))
         if self._background.is_used:
             self._background.save(checkpoint, local)

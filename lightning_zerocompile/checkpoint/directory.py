@@ -317,7 +317,7 @@ def refusals(name: str) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
         raise pickle.UnpicklingError(
-            f"`{name}` holds more than tensors and plain containers, and to load that can run any code. If you trust "
+            f"`{name}` holds more than tensors and plain containers, and loading it can run any code. If you trust "
             "the file, pass `weights_only=False` to `Trainer.fit` (or `validate`, ...; `--trust` to the command "
             f"`consolidate`), or allow its classes by `torch.serialization.add_safe_globals([...])`. {reason.strip()}"
         ) from error

@@ -165,8 +165,8 @@ class OptimizerSteps:
         if optimizer not in self._running:
             name = type(optimizer).__name__
             raise RuntimeError(
-                f"{name}.step was called as a function of the class (`{name}.step(optimizer)`), where nothing can be "
-                "made ready for it. Call the method of the optimizer: `optimizer.step()`."
+                f"{name}.step was called as a function of the class (`{name}.step(optimizer)`), so the strategy "
+                "could not prepare the step. Call the method of the optimizer: `optimizer.step()`."
             )
 
     # ---- a step ----

@@ -42,7 +42,7 @@ def with_wish(config: Config, module: nn.Module) -> Config:
     if wishes and config.compile is False:
         rank_zero_warn(
             f"The {_said(wishes[0][0])} was compiled by torch.compile, and ZeroCompileStrategy(compile=False) compiles "
-            "nothing. The first is done, as compile='blocks' does it; pass the module as it is to have it run eagerly."
+            "nothing. It is compiled, as with compile='blocks'; pass the module uncompiled to have it run eagerly."
         )
     default = Config()
     for name, wish in wishes:

@@ -171,7 +171,7 @@ class Consistency:
                 self._messages.tell_numbered("read", number, "")
         if others:
             raise RuntimeError(
-                f"zerocompile: rank {mine} asks for {what}{self._messages.where()}, which takes all ranks, but rank "
+                f"zerocompile: rank {mine} asks for {what}{self._messages.where()}, which needs all ranks, but rank "
                 f"{others[0][0]} {others[0][1]}. Every rank must ask, also where rank 0 alone logs the number; or let "
                 "all ranks take full values before: `with strategy.full_parameters(module) as values:`, "
                 "`strategy.full_gradients(module)`, or, to save on rank 0, `with strategy.full_state_dict(module):`."

@@ -34,7 +34,9 @@ def has_copy_engines(
 
 def _refused(reason: str, wanted: bool | Literal["auto"]) -> bool:
     if reason and wanted is True:
-        raise ValueError(f"`copy_engine=True` cannot be had on rank {dist.get_rank()}: {reason}. Use 'auto' or False.")
+        raise ValueError(
+            f"`copy_engine=True` is not possible on rank {dist.get_rank()}: {reason}. Use 'auto' or False."
+        )
     return bool(reason)
 
 

@@ -173,10 +173,10 @@ def check_devices(model: nn.Module) -> None:
 
 
 SHARD = (
-    "Of a parameter this rank holds a shard, a DTensor, and its `grad` is one, too. `with "
-    "strategy.full_parameters(module) as values:` gives full values by name. What is added to a gradient (noise, a "
-    "penalty) has its layout, as `torch.randn_like(p.grad)` has, or is given it by "
-    "`torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements)`."
+    "This rank holds a shard of each parameter, a DTensor, and `grad` is a DTensor, too. `with "
+    "strategy.full_parameters(module) as values:` gives full values by name. A tensor that is added to a gradient "
+    "(noise, a penalty) must have the gradient's layout: `torch.randn_like(p.grad)` has it, and "
+    "`torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements)` gives it."
 )
 
 

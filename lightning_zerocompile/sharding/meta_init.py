@@ -108,7 +108,7 @@ class Places:
             raise RuntimeError(
                 f"{what} is on the meta device, and its initialiser ({type(module).__name__}) uses a tensor that is "
                 f"still there: {error} Modules are initialised in the order in which the model holds them, so let it "
-                "use none of a later module, or build the model on a real device."
+                "use no tensor of a later module, or build the model on a real device."
             ) from error
         module._parameters.update(kept)
         module._buffers.update(kept_buffers)

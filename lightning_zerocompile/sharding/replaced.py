@@ -63,9 +63,9 @@ def check_alike(replaced: Mapping[ShardedParameter, nn.Parameter], messages: Mes
 def _described(sharded: ShardedParameter, parameter: nn.Parameter) -> str:
     name, dtype = f"Parameter `{sharded.name}` was replaced after the model was sharded", parameter.dtype
     if isinstance(parameter, DTensor) or tuple(parameter.shape) != sharded.size or dtype != sharded.dtype:
-        kind = "DTensor" if isinstance(parameter, DTensor) else "one"
+        kind = "a DTensor" if isinstance(parameter, DTensor) else "one"
         raise RuntimeError(
-            f"{name}, by a {kind} of shape {tuple(parameter.shape)} in {dtype}; it has shape {sharded.size} in "
+            f"{name}, by {kind} of shape {tuple(parameter.shape)} in {dtype}; it has shape {sharded.size} in "
             f"{sharded.dtype}, and rows and gathers are laid out for these. {_REMEDY}"
         )
     if parameter.grad is not None:

@@ -194,7 +194,9 @@ class Sharded(DTensor):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.device_mesh.size() > 1:
-            raise RuntimeError(f"{_what(self)} was to be pickled (`torch.save`): of it this rank holds a part. {_SAVE}")
+            raise RuntimeError(
+                f"{_what(self)} was to be pickled (`torch.save`): this rank holds only a part of it. {_SAVE}"
+            )
         return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call, unused-ignore]
 
 
