@@ -386,7 +386,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         if self._failed or self.config.unshard_after_fit:
             self._close(self._failed)
         if self._engine is None:
-            self._restore_module()  # also when set-up failed on the way
+            self._restore_module()  # also if set-up has failed half-way
         if self._engine is None and self.lightning_module is not None and not self._failed:
             self.lightning_module.cpu()
         if self.cluster_environment is not None:

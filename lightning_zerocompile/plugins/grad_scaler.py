@@ -70,5 +70,5 @@ class ShardedGradScaler(GradScaler):
         for grads in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         if group is not None and dist.get_world_size(group) > 1:
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)  # which gradients are None is agreed already
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)  # ranks agree already which grads are None
         return {found_inf.device: found_inf}

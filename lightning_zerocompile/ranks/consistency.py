@@ -31,12 +31,12 @@ class Consistency:
 
     def __init__(self, messages: Messages, timeout: timedelta) -> None:
         self._messages, self._timeout = messages, timeout
-        self._marks = 0  # that this rank has passed
+        self._marks = 0  # how many marks this rank has passed
         self._window = 0
         self._used = ("used", 0)  # the last exchange of used flags: its series and its number there
-        self._outside = 0  # of these exchanges
+        self._outside = 0  # how many of these exchanges were outside of windows
         self._compared = ""  # the last gather that was compared
-        self._reads = 0  # that were compared
+        self._reads = 0  # how many reads were compared
 
     def in_window(self, number: int) -> None:
         """What is exchanged from here on belongs to this window; 0: to no window.

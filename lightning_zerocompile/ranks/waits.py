@@ -118,7 +118,7 @@ class Jury:
         suspected = self._suspects.get(rank)
         if suspected == line:
             self._repeats[rank] += 1
-        elif suspected is not None:  # it has gone on
+        elif suspected is not None:  # the rank has gone on
             self._suspects = {}
 
     def verdict(self) -> dict[int, str]:

@@ -21,7 +21,7 @@ import torch
 from lightning_zerocompile.config import Lifetime
 from lightning_zerocompile.runtime.runtime import Runtime
 
-_SHARE_OF_FREE_MEMORY = 0.75  # what "auto" may fill; the rest is for batches that are larger than those so far
+_SHARE_OF_FREE_MEMORY = 0.75  # the share that "auto" may fill; the rest is for larger batches than those so far
 _LATENCY_BYTES = 2**20  # what a link moves in the time that starting a collective takes: about 20 µs at 50 GB/s
 _DOING = "has shared out `memory_budget`"
 _STEPS = 2  # steps of optimizers before the decision

@@ -27,7 +27,7 @@ from lightning_zerocompile.runtime.runtime import Runtime
 
 Gathers = Literal["auto", "window", "use"]
 
-_TOPIC = "window"  # of the messages
+_TOPIC = "window"  # of the messages at the end of a window
 _GATHERED = "gathered in a window"  # of the messages after a failure
 _TOO_LARGE = (
     "`coalesce_grad_reduction(gather='auto')`: the whole model, its gradients and two moments take {:.1f} GiB in the "
@@ -95,7 +95,7 @@ class Windows:
             self._core.set_window(None, -1)
             if held:
                 self._core.let_go(raised)
-        mine = {}  # what ranks that run different numbers of backwards must not differ in
+        mine = {}  # in this all ranks must agree; if it is empty they may run different numbers of backwards
         if apart:
             mine["gathers"] = self._core.started()[0] - gathers
         if max_bytes is not None:

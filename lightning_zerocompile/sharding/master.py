@@ -50,7 +50,7 @@ _DESCRIBING = frozenset(  # answered by the shard's DTensor
     "dim_order", "register_post_accumulate_grad_hook"
     }
 )  # fmt: skip
-_IN_PLACE = frozenset(  # of the module ``operator``; as methods with underscores round them
+_IN_PLACE = frozenset(  # functions of the module ``operator``; their methods have two underscores on each side
     {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
     "irshift", "setitem"

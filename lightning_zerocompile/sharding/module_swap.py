@@ -475,7 +475,7 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
                 value = sharded.master.detach()
                 whole = full_value(value, group) if isinstance(value, DTensor) else value
                 full[sharded] = _whole_parameter(sharded, whole.to(sharded.dtype).to("cpu"))
-                attributes = {  # what users have put on the parameter, and nothing of ours
+                attributes = {  # those that users have set on the parameter, and none of ours
                     name: value
                     for name, value in vars(sharded.master).items()
                     if name != "_is_param" and not name.startswith("_zerocompile")
