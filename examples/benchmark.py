@@ -13,7 +13,7 @@ one sequence per GPU, in a process group of its own. One JSON line per row (null
     allocated, reserved   peak GiB over the timed steps, of torch's allocator
     device                GiB of the whole GPU in use behind them: with NCCL's and mapped buffers and CUDA's own
     first       seconds from building the model to the end of the first step (compilation included; for the second and
-                later lengths from the begin of that step); with --cold it starts with an empty compile cache, and
+                later lengths from the beginning of that step); with --cold it starts with an empty compile cache, and
     first_warm  is the same with the cache that this run has left
 
 systems: limit        forward, backward and a fused AdamW over 1/W of the parameters, no communication

@@ -24,7 +24,7 @@ class ZeroCompileMonitor(pl.Callback):
 
     Names are ``zerocompile/...``: ``memory/KIND`` in bytes; of each step since the last time ``gathers``,
     ``gather_bytes``, ``prefetched``, ``reductions``, ``reduce_bytes``, ``eager_reads``, ``eager_gathers`` and
-    ``host_seconds`` (from the begin to the end of its batches, as the host sees them); since set-up ``graphs``,
+    ``host_seconds`` (from the beginning to the end of its batches, as the host sees them); since set-up ``graphs``,
     ``recompilations`` and ``compile_seconds``. It adds no communication and waits for no device. Exposed communication
     is not logged: to measure it, a device must be asked for times. While the callback is there, ``strategy.report()``
     has the host's times, too.

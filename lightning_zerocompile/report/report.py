@@ -129,7 +129,7 @@ def report_of(engine: Engine, stats: Stats, compiled: CompileStats, host: HostTi
     try:
         free: int | None = free_memory(runtime.device)[1]
         if runtime.device.type == "cpu":
-            free = (free or 0) // runtime.mesh.size()  # at most as many ranks are on this host
+            free = (free or 0) // runtime.world_size  # at most as many ranks are on this host
     except (RuntimeError, ValueError, OSError):
         free = None
     return Report(

@@ -36,7 +36,7 @@ class GatherWatch:
         self._backwards = 0
 
     def step_begins(self) -> None:
-        """Called at the begin of each training step."""
+        """Called at the beginning of each training step."""
         self.step_ends()
         if self._step > _STEP:
             return
