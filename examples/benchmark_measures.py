@@ -55,7 +55,7 @@ def synchronize(device: torch.device) -> None:
 class Meter:
     """One row: is told when each step begins and ends, by whoever runs the loop.
 
-    A step's time is that from its beginning to the beginning of the next one, so what a framework does between steps counts.
+    A step's time is that from its beginning to that of the next one, so what a framework does between steps counts.
     Behind the timed steps one more may run under the profiler.
 
     Args:
