@@ -88,7 +88,7 @@ def test_what_cannot_be_served_says_what_to_pass(wish: dict[str, Any], options: 
 
 def test_compile_false_is_overruled_with_a_warning() -> None:
     module = from_compiled(torch.compile(models.Module()))  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match=re.escape("pass the module as it is")):
+    with pytest.warns(UserWarning, match=re.escape("pass the module uncompiled")):
         assert with_wish(Config(compile=False), module).compile == "blocks"
 
 
