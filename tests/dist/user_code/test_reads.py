@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ def _compare(module: Any) -> None:
             assert not torch.allclose(value, full + 1) and not torch.equal(value, full + 1)
             assert bool(torch.isclose(value, full).all()) and bool((value == full).all())
             if isinstance(value, DTensor):
-                with pytest.raises(TypeError, match="full_tensor"):  # torch's own remedy
+                new = torch.__version__ >= "2.13"  # torch's own remedy; before, it compared the values
+                with pytest.raises(TypeError, match="full_tensor") if new else nullcontext():
                     torch.testing.assert_close(value, full)
                 torch.testing.assert_close(value.full_tensor(), full)
                 continue
