@@ -46,6 +46,7 @@ def _resume(folder: str) -> list[list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_consolidation_commands(worlds: Worlds, tmp_path: Path) -> None:
     """Both of Lightning's commands and ours make a file of a directory, and it resumes to the bit."""
     worlds(2).run(_save, str(tmp_path))

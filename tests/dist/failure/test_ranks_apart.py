@@ -113,6 +113,7 @@ def _late(stage: int) -> float:
     return models.deviation(module, twin)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=RARE)])
 def test_a_late_rank_is_waited_for(ranks: Ranks, stage: int) -> None:
     for deviation in ranks.run(_late, stage):

@@ -77,7 +77,8 @@ def _killed_in_compile(stage: int) -> None:
     _fit(module, ZeroCompileStrategy(stage=stage, timeout=timedelta(minutes=5), **AOT))
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [3, 1])
 def test_a_process_that_dies_in_the_first_compile(stage: int) -> None:
     text = failing.expect_error(_killed_in_compile, stage)
     assert "rank 1 died with exit code -9" in text, text

@@ -222,6 +222,7 @@ def _cached(stage: int, folders: list[str]) -> tuple[float, int, int]:
     return models.deviation(model, twin), hits, misses
 
 
+@pytest.mark.long
 def test_rule_06_warm_cache(worlds: Worlds, tmp_path: Path) -> None:
     """A cache filled by rank 0 of two serves rank 1, another stage and another world size, with right numbers."""
     mine, other = str(tmp_path / "a"), str(tmp_path / "b")

@@ -189,7 +189,9 @@ def _histograms(module: Any) -> None:
     assert module.trainer.strategy.stats.gathers > 0 or module.trainer.state.fn == "fit"
 
 
-@pytest.mark.parametrize(("stage", "options"), CELLS[1:])
+@pytest.mark.parametrize(
+    ("stage", "options"), [*CELLS[2:], pytest.param(3, EAGER, id="3-eager", marks=pytest.mark.long)]
+)
 @on_ranks(2)
 def test_histograms_in_every_hook(stage: int, options: dict[str, Any]) -> None:
     _fit(_histograms, stage, options)
