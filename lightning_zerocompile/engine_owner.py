@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined, unused-ignore]
+from lightning.fabric.utilities.rank_zero import (  # type: ignore[attr-defined, unused-ignore]
+    rank_zero_info,
+    rank_zero_warn,
+)
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,9 +26,10 @@ from lightning_zerocompile.compile.backend import CompileStats
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.plan.auto import Choice, choose_stage
+from lightning_zerocompile.plan.trace import said
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.report.report import HostTimes, Report, report_of
-from lightning_zerocompile.report.start import start_line
+from lightning_zerocompile.report.start import start_line, what_is_compiled
 from lightning_zerocompile.runtime.runtime import EagerReads, Stats
 from lightning_zerocompile.runtime.window import Gathers
 
@@ -125,8 +129,22 @@ class EngineOwner:
 
     def _announce(self, optimizers: Sequence[Optimizer], accumulate: int = 1) -> None:
         """Logs on rank 0 what has been set up."""
-        if is_first_rank():
-            rank_zero_info(start_line(self.engine, optimizers, accumulate))
+        if not is_first_rank():
+            return
+        try:
+            line = start_line(self.engine, optimizers, accumulate)
+        except Exception as error:  # what is only said must not end a run
+            stage, compiled = self.engine.config.chosen_stage, what_is_compiled(self.engine)
+            line = f"zerocompile: stage {stage}, {compiled}; what a step costs cannot be said: {said(error)}"
+        rank_zero_info(line)
+
+    def _keep_report(self) -> None:
+        """For after the run."""
+        self._last_report = None
+        try:
+            self._last_report = self.report()
+        except Exception as error:  # the module must be made whole all the same
+            rank_zero_warn(f"zerocompile: there is no report of this run: {said(error)}")
 
     def _close(self, failed: bool = False) -> None:
         """Makes the module an ordinary one again; collective.
@@ -138,7 +156,9 @@ class EngineOwner:
         if self._engine is None:
             return
         engine, self._last = self._engine, self.statistics
-        self._last_report = None if failed else self.report()
+        self._last_report = None
+        if not failed:
+            self._keep_report()
         whole = False
         try:
             if not failed:

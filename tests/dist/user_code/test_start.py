@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
+import warnings
 from typing import Any
 
 import lightning as L
@@ -13,9 +14,10 @@ import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelSummary
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
+from torch import nn
 from torch._dynamo.callback import callback_handler
 
-from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile import ZeroCompileStrategy, engine_owner
 from lightning_zerocompile.compile.progress import Progress
 from lightning_zerocompile.plan.plan import in_units
 from lightning_zerocompile.report.start import start_line
@@ -63,6 +65,31 @@ def test_one_line(ranks: Ranks, options: dict[str, Any], optimizer: str, expecte
         size = float(lines[0].split("states of AdamW ")[1].split(" KiB")[0]) * 1024
         assert size == pytest.approx(2 * masters, rel=0.05)  # rank 0 has the most rows
     assert lines[0].endswith("and activations")
+
+
+@on_ranks(2)
+def test_what_cannot_be_said_ends_no_run() -> None:
+    """Neither the line at the start nor the report at the end: the module is trained, and whole."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ArithmeticError("on purpose")
+
+    module, twin = models.Module(), models.Module()
+    twin.load_state_dict(module.state_dict())
+    strategy = ZeroCompileStrategy(3, **EAGER)
+    trainer = models.make_trainer(strategy, max_steps=2)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned, models.heard() as heard:
+        warnings.simplefilter("always")
+        for name in ("start_line", "report_of"):
+            patch.setattr(engine_owner, name, fails)
+        trainer.fit(module, models.Batches(models.rank()))
+    models.reference(twin, 2)
+    assert models.deviation(module, twin) <= 1e-6 and all(type(p) is nn.Parameter for p in module.parameters())
+    with pytest.raises(AttributeError, match="no report"):
+        strategy.report()
+    said = [line for line in heard if "cannot be said: ArithmeticError: on purpose." in line]
+    told = [str(one.message) for one in warned if "there is no report of this run" in str(one.message)]
+    assert (len(said), len(told)) == ((1, 1) if models.rank() == 0 else (0, 0))
 
 
 class Own(torch.optim.SGD):
