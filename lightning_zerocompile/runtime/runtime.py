@@ -22,6 +22,7 @@ from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.runtime import build, ops
 from lightning_zerocompile.runtime.peer_memory import first_failure, has_copy_engines, map_buffer
 from lightning_zerocompile.sharding.autocast import Casts
+from lightning_zerocompile.sharding.checks import check_equal_replicas
 from lightning_zerocompile.sharding.layout import make_master, over_local, trained_dtype
 from lightning_zerocompile.sharding.master import (
     adopt_master,
@@ -205,6 +206,9 @@ class Runtime:
                 for sharded in sharded_parameters:
                     self.casts.add(sharded, places.of(sharded.name))
         places.finish()
+        if self._replicated:
+            held = {sharded.name: sharded.local for sharded in self.sharded_parameters}
+            check_equal_replicas(held, self.mesh.get_local_rank(), self.messages)
         if mapped:
             self._map_peers()
 

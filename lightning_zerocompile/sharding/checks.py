@@ -109,6 +109,46 @@ def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
     return ""
 
 
+def check_equal_replicas(rows: Mapping[str, torch.Tensor], part: int, messages: Messages) -> None:
+    """Raises on every rank if two that hold the same rows hold other values of them; see [Note: replicas] in
+    csrc/registry.h.
+
+    Args:
+        rows: this rank's, by the parameters' names, ``[<=ceil(d0 / W), ...]``.
+        part: which rows these are: this rank's place in its shard group.
+        messages: the ranks' conversation.
+
+    Raises:
+        RuntimeError: names the first parameter and the two ranks.
+    """
+    mine = {name: _sum_of_bits(value) for name, value in rows.items()}
+    doing = "has sharded its replica of the model"
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    places = [json.loads(text) for text in messages.hear_all("replicas", json.dumps([part, digest]), doing).values()]
+    digests = {(place, one) for place, one in places}
+    if len(digests) == len({place for place, _ in digests}):
+        return
+    heard = messages.hear_all("parameters of replicas", json.dumps(mine), doing)  # all ranks have come here
+    everyone = [json.loads(text) for text in heard.values()]
+    for rank, (place, _) in enumerate(places):
+        first = next(other for other, (theirs, _) in enumerate(places) if theirs == place)
+        names = [name for name in mine if everyone[rank][name] != everyone[first][name]]
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RuntimeError(
+                f"The replicas differ: ranks {first} and {rank} hold the same rows of parameter `{names[0]}`{others}, "
+                "with other values. Values that no rank has sent to the others come from files: let all hosts see the "
+                "same folder in `load_pretrained`."
+            )
+
+
+def _sum_of_bits(value: torch.Tensor) -> int:
+    """Of a tensor's elements as integers: exact, whatever the order of the sum."""
+    bits = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    width = {1: torch.uint8, 2: torch.int16}.get(value.element_size(), torch.int32)
+    return int(bits.view(width).sum(dtype=torch.int64))
+
+
 def check_equal_optimizers(
     optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str], messages: Messages
 ) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile import ZeroCompileStrategy, load_pretrained
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.plan.plan import make_plan
@@ -188,6 +189,25 @@ def test_masters_are_rank_zero_s_on_all_replicas() -> None:
     assert heard[models.rank() % 2] == heard[models.rank() % 2 + 2] != heard[(models.rank() + 1) % 2]
     torch.manual_seed(0)
     assert models.deviation(model, models.ByteModel()) == 0
+
+
+@on_ranks(4)
+def test_replicas_that_read_other_files(tmp_path: Path) -> None:
+    """Each host with a folder of its own, one of them stale: an error on all ranks before anything is trained."""
+    node = models.rank() // 2
+    model = models.ByteModel()
+    with torch.no_grad():
+        model.head.weight[-1, -1] += node  # held by the last rank of each replica
+    folder = tmp_path / str(node)
+    if models.rank() % 2 == 0:
+        folder.mkdir()
+        safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    dist.barrier()
+    with torch.device("meta"):
+        model = models.ByteModel()
+    load_pretrained(model, folder)
+    with pytest.raises(RuntimeError, match=r"ranks 1 and 3 hold the same rows of parameter `head.weight`, with other"):
+        engines.make_engine(model, 3, replicas=2, **EAGER)
 
 
 def _refused(replicas: Any) -> str:
