@@ -56,6 +56,7 @@ def test_a_plain_loop_has_the_losses_of_ddp() -> None:
     assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_adapter_that_is_saved_midway(tmp_path: Path) -> None:
     """LoRA with gradient checkpointing: what rank 0 saved at the last step has the trained model's loss."""
