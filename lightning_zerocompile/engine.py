@@ -138,19 +138,19 @@ class Engine:
             for name, module in top_level_modules(self.model):
                 self.regions.add(name, module, [])
         if self.config.compile == "blocks" and blocks:
-            regions = [block for _, block in blocks]
-            for name, module in self.model.named_modules():
-                apart = {inner for region in regions for inner in region.modules()}.isdisjoint(module.modules())
-                if module in wished and apart and next(module.parameters(), None) is not None:
-                    self.regions.add(name, module, [])
-                    regions.append(module)
-            self._add_leaves(regions)
+            inside = {inner for _, block in blocks for inner in block.modules()}
+            names = {module: name for name, module in self.model.named_modules()} if wished else {}
+            for module in (module for module in names if module in wished):
+                if inside.isdisjoint(module.modules()) and next(module.parameters(), None) is not None:
+                    self.regions.add(names[module], module, [])
+                    inside.update(module.modules())
+            self._add_leaves(inside)
         if self.config.param_dtype is not None and self.config.cast_forward_inputs:
             children = [child for _, child in top_level_modules(self.model)]
             cast_inputs([self.model, *children, *(block for _, block in blocks)], self.config.param_dtype)
 
-    def _add_leaves(self, blocks: Sequence[nn.Module]) -> None:
-        inside = {inner for block in blocks for inner in block.modules()}
+    def _add_leaves(self, inside: set[nn.Module]) -> None:
+        """Layers of torch's that are not ``inside`` of another region."""
         for name, module in self.model.named_modules():
             sharded_parameters = module.__dict__.get(PARAMETERS, {})
             units = {self.runtime.unit_of_parameter(sharded) for sharded in sharded_parameters.values()}

@@ -53,7 +53,7 @@ class Groups:
         world, on_cpu = dist.get_world_size(), device.type == "cpu"
 
         def new(partition: list[list[int]] | None = None) -> dist.ProcessGroup:
-            return new_group(partition or [list(range(world))], backend, timeout)
+            return new_group(partition or _parts(world), backend, timeout)
 
         if replicas == 1:
             shards = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
@@ -62,8 +62,7 @@ class Groups:
                 return cls(shards, gathers, reductions, None, reductions, meetings, own)
             reductions = new()
             return cls(shards, shards.get_group(), reductions, None, reductions, None, (reductions,))
-        size = world // replicas
-        rows = [list(range(first, first + size)) for first in range(0, world, size)]
+        rows = _parts(world // replicas)
         columns = [list(ranks) for ranks in zip(*rows, strict=True)]
         held = _lasting_group(rows, backend, timeout)
         shards = DeviceMesh.from_group(held, device.type, mesh_dim_names=("shard",))
@@ -82,14 +81,18 @@ class Groups:
 
     def make_on_cpu(self, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """New groups of all ranks and of the shard group's ranks. All ranks must call; the caller destroys them."""
-        world, size = dist.get_world_size(), self.shards.size()
-        parts = [list(range(first, first + size)) for first in range(0, world, size)]
-        return new_group([list(range(world))], "gloo", timeout), new_group(parts, "gloo", timeout)
+        everyone, shards = _parts(dist.get_world_size()), _parts(self.shards.size())
+        return new_group(everyone, "gloo", timeout), new_group(shards, "gloo", timeout)
 
     def destroy(self) -> None:
         """Destroys the groups; no collective of theirs may be in flight."""
         for group in self.own:
             dist.destroy_process_group(group)
+
+
+def _parts(size: int) -> list[list[int]]:
+    """All ranks, in parts of ``size`` that follow each other."""
+    return [list(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
 
 
 def _lasting_group(partition: list[list[int]], backend: str, timeout: timedelta) -> dist.ProcessGroup:
