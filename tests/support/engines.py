@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
@@ -99,6 +100,23 @@ def step(engine: Engine, optimizer: torch.optim.Optimizer, loss: Callable[[], Te
     optimizer.step()
     optimizer.zero_grad()
     return value.item()
+
+
+def profiled_step(engine: Engine, model: nn.Module, batch: Tensor) -> profile:
+    """What torch's profiler has seen of the second of two SGD steps."""
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizers([optimizer])
+
+    def one() -> None:
+        with engine.training_step():
+            backward(engine, token_loss(model, batch))
+        engine.step(optimizer, lambda: None)
+        engine.apply_writes()  # while gloo's threads still record, the profiler may lose all other events
+
+    one()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        one()
+    return trace
 
 
 def accumulate(engine: Any, model: nn.Module, batch: Tensor) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from tests.support import engines, models
 from tests.support.harness import on_ranks
@@ -19,15 +16,7 @@ def test_units_are_named(stage: int) -> None:
     torch._dynamo.reset()
     model, data = models.Whole(models.ByteModel()), models.Batches(models.rank())
     with engines.engine(model, stage, compile="blocks") as engine:
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
-        for traced in (False, True):
-            with profile(activities=[ProfilerActivity.CPU]) if traced else torch.no_grad() as trace:
-                with torch.enable_grad(), engine.training_step():
-                    engines.backward(engine, engines.token_loss(model, data[0]))
-                engine.step(optimizer, lambda: None)
-                engine.apply_writes()  # while gloo's threads still record, the profiler may lose all other events
-        assert isinstance(trace, profile)
+        trace = engines.profiled_step(engine, model, data[0])
         names = {event.name for event in trace.events() if event.name.startswith("zerocompile: ")}
     assert {f"zerocompile: reduce {block}" for block in blocks} <= names
     assert {f"zerocompile: gather {block} in forward" for block in blocks} <= names

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_zerocompile.report.timeline import TimelineError, spans_of, svg
 from tests.support import engines, models
@@ -78,17 +77,10 @@ def test_the_picture_of_a_step(stage: int, tmp_path: Path) -> None:
     torch._dynamo.reset()
     model, data = models.ByteModel(), models.Batches(models.rank())
     with engines.engine(model, stage, compile="blocks", unit_bytes=1) as engine:
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
-        for traced in (False, True):
-            with profile(activities=[ProfilerActivity.CPU]) if traced else torch.no_grad() as trace:
-                with torch.enable_grad(), engine.training_step():
-                    engines.backward(engine, engines.token_loss(model, data[0]))
-                engine.step(optimizer, lambda: None)
-                engine.apply_writes()
+        trace = engines.profiled_step(engine, model, data[0])
         units = {unit.name for unit in engine.units}
     file = tmp_path / f"trace{models.rank()}.json"
-    trace.export_chrome_trace(str(file))  # type: ignore[union-attr]
+    trace.export_chrome_trace(str(file))
     spans = spans_of(json.loads(file.read_text())["traceEvents"])
     reduced = {span.row for span in spans if span.kind == "reduce"}
     assert {f"layers.{n}" for n in range(3)} <= reduced
