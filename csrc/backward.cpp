@@ -64,6 +64,7 @@ void Runtime::arm() {
   agree_on_order();
   auto alive = std::make_shared<int64_t>(task);  // held by the graph task, which dies with its backward
   armed_task_ = alive;
+  raised_ = false;
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), alive = std::move(alive)] {
     if (auto self = weak.lock()) self->backward_ended();
   });
@@ -131,6 +132,13 @@ void Runtime::finish_backward() {
 void Runtime::finish_ended_backward() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!armed_ && !in_backward()) finish_backward();
+}
+
+// The outermost backward has left its caller with an exception. On a device, autograd's thread holds the graph task a
+// little longer than the caller waits, so the task alone does not tell yet.
+void Runtime::backward_raised() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (armed_ && phase() != Phase::Backward) raised_ = true;
 }
 
 // A backward whose graph task is gone and that has not ended raised. Its gradients are incomplete on this rank.

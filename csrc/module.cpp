@@ -162,6 +162,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("any_other_dtype", &Runtime::any_other_dtype, Release())
       .def("flush", changes("flush", &Runtime::flush), Release())
       .def("drop_gradients", changes("drop_gradients", &Runtime::drop_gradients), Release())
+      .def("backward_raised", &Runtime::backward_raised, Release())
       .def("drop_failed_backward", changes("drop_failed_backward", &Runtime::drop_failed_backward), Release())
       .def("deferred_bytes", &Runtime::deferred_bytes, Release())
       .def("bound", changes("bound", &Runtime::bound), Release())

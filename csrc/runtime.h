@@ -184,6 +184,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void check_backward_ended() const;
   void flush();
   void drop_gradients();
+  void backward_raised();
   void drop_failed_backward();
   Tensor deferred_gradient(int64_t parameter);
   void drop_gradient(int64_t parameter);
@@ -252,7 +253,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Tensor existing_grad(const Parameter& p);
   void agree_on_order();
   static bool accumulating();
-  bool failed() const { return armed_ && armed_task_.expired(); }
+  bool failed() const { return armed_ && (raised_ || armed_task_.expired()); }
   void abort_failed_backward();
 
   mutable std::recursive_mutex mutex_;
@@ -285,6 +286,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool began_deferred_ = false;  // whether it began inside a window or an accumulation
   bool armed_ = false;    // the engine will call us when this backward ends
   std::weak_ptr<int64_t> armed_task_;  // dies with the graph task that we armed; its value is the task's number
+  bool raised_ = false;  // that backward has raised, although a thread of autograd may still hold its graph task
   int64_t outermost_ = -1;             // the graph task of the first event of the backward that runs
   Ready latest_;          // behind the gradients that arrive now
   std::optional<c10::Stream> producer_;  // of the last gradient, see [Note: several streams]

@@ -285,8 +285,8 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
             deferred = contextlib.nullcontext() if k == len(batches) - 1 else engine.accumulation()
             with engine.training_step(), deferred:
                 loss = loss_of(model, tokens)
-                backward(loss, args)
-                engine.after_backward()
+                with engine.backward(loss):
+                    backward(loss, args)
         engine.step(optimizer, closure)
         return loss.detach()
 

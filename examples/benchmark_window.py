@@ -143,8 +143,9 @@ def ours(
 
     def compute(batches: list[Tensor]) -> None:
         for x in batches:
-            loss_of(engine.model, x).backward()
-            engine.after_backward()
+            loss = loss_of(engine.model, x)
+            with engine.backward(loss):
+                loss.backward()
 
     def step(batches: list[Tensor], memory: Memory) -> None:
         with engine.training_step():

@@ -256,17 +256,22 @@ class Engine:
         # in the reductions' group: in the gathers' group it would wait for all gathers that the optimizer has started
         buffers.broadcast(modules, self._groups.everyone, self.runtime.meetings.meet)
 
-    def before_backward(self, loss: Tensor) -> None:
-        """Tells the runtime when the outermost backward starts: the gradient of the loss is computed first."""
+    @contextlib.contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Tells the runtime when the outermost backward starts, that is when the gradient of the loss is computed, and
+        how it ends: it may raise, and the engine's callback may have come in a nested backward.
+        """
         if loss.requires_grad and loss.grad_fn is not None:
             loss.register_hook(self._arm)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        except BaseException:
+            self.runtime.core.backward_raised()
+            raise
+        self.runtime.core.finish_backward()
 
     def _arm(self, grad: Tensor) -> None:
         self.runtime.core.arm()
-
-    def after_backward(self) -> None:
-        """Finishes the backward if the engine's callback came in a nested one."""
-        self.runtime.core.finish_backward()
 
     @contextlib.contextmanager
     def accumulation(self) -> Iterator[None]:

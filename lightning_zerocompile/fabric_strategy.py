@@ -212,9 +212,8 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        self.engine.before_backward(tensor)
-        super().backward(tensor, module, *args, **kwargs)
-        self.engine.after_backward()
+        with self.engine.backward(tensor):
+            super().backward(tensor, module, *args, **kwargs)
 
     @override
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:

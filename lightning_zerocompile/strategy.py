@@ -272,12 +272,9 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             return self._module.predict_step(*args, **kwargs)
 
     @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self.engine.before_backward(closure_loss)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self.engine.after_backward()
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self.engine.backward(closure_loss):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @contextmanager
     @override

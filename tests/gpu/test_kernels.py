@@ -112,8 +112,9 @@ def _reduced(stage: int, scope: Any, copy_engine: bool) -> tuple[list[float], in
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for times in (1, 2):
             with engine.training_step():
-                engine.model(by_rank[dist.get_rank()]).backward()
-                engine.after_backward()
+                loss = engine.model(by_rank[dist.get_rank()])
+                with engine.backward(loss):
+                    loss.backward()
             grads = {name: full_value(p.grad) for name, p in engine.model.named_parameters()}
             errors.append(max(float((grads[n] / times - m).abs().max() / m.abs().max()) for n, m in means.items()))
     stats = engine.runtime.stats()

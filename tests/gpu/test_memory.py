@@ -77,9 +77,8 @@ def _measured(stage: int, scope: Any) -> dict[str, int]:
             loss = _loss(engine.model, x)
             seen["behind forward"] = _allocated() - base
             seen["gathered"] = engine.runtime.stats().resident_bytes
-            engine.before_backward(loss)
-            loss.backward()
-            engine.after_backward()
+            with engine.backward(loss):
+                loss.backward()
         del loss
         seen["behind backward"] = _allocated() - base
         seen["peak of backward"] = torch.cuda.max_memory_allocated() - base
@@ -125,9 +124,8 @@ def _with_and_without(stage: int) -> tuple[int, int]:
     for hold in (False, True, False, True):
         with engine.training_step():
             loss = _loss(engine.model, x)
-            engine.before_backward(loss)
-            loss.backward()
-            engine.after_backward()
+            with engine.backward(loss):
+                loss.backward()
         del loss
         partition = [p.grad for p in engine.model.parameters()] if hold else []
         if not hold:

@@ -87,9 +87,8 @@ class FailsInBackward(torch.autograd.Function):
 
 def backward(engine: Engine, loss: Tensor) -> None:
     """A backward as the strategy runs it."""
-    engine.before_backward(loss)
-    loss.backward()
-    engine.after_backward()
+    with engine.backward(loss):
+        loss.backward()
 
 
 def step(engine: Engine, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> float:

@@ -52,6 +52,7 @@ class Made(models.Module):
 def _plain(module: Made, steps: int) -> None:
     """What DDP computes, in one process."""
     module.to(models.device())
+    module.made.load_state_dict(module.made.state_dict())  # moves what it holds to its parameters
     [optimizer], [schedule] = module.configure_optimizers()
     for number in range(steps):
         for r in range(models.world()):

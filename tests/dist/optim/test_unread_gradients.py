@@ -226,9 +226,8 @@ def test_a_unit_that_is_reduced_in_two_parts(stage: int) -> None:
                 for loss, retain in ((y.sum(), True), (y.square().mean(), False)):
                     model.zero_grad()
                     before = engine.runtime.stats().reductions
-                    engine.before_backward(loss)
-                    loss.backward(retain_graph=retain)
-                    engine.after_backward()
+                    with engine.backward(loss):
+                        loss.backward(retain_graph=retain)
                     again += engine.runtime.stats().reductions - before - len(engine.runtime.unit_of)
             twin.zero_grad()
             for rank in range(models.world()):

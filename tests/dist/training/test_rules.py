@@ -76,8 +76,8 @@ def _saved(stage: int, scope: Any) -> tuple[list[tuple[int, ...]], int]:
         }
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             loss = engines.token_loss(model, models.Batches(models.rank())[0])
-        loss.backward()
-        engine.after_backward()
+        with engine.backward(loss):
+            loss.backward()
         graph_uses = engine.runtime.stats().graph_uses
     held = [tuple(t.shape) for t in saved if t.untyped_storage().data_ptr() not in resident]
     assert saved
@@ -298,8 +298,7 @@ def _attribute_reads(reads: int) -> tuple[int, int]:
     model = ReaderModel()
     with engines.engine(model, 3, compile=False) as engine:
         with engine.training_step():
-            model(torch.randn(2, 10, device=models.device()), reads).sum().backward()
-            engine.after_backward()
+            engines.backward(engine, model(torch.randn(2, 10, device=models.device()), reads).sum())
         stats = engine.runtime.stats()
     return stats.gathers, stats.eager_reads
 

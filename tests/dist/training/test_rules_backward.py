@@ -102,8 +102,7 @@ def test_rule_08_a_step_after_a_failed_backward(stage: int, scope: Any, nested: 
         for number in range(3):
             with pytest.raises(ValueError, match="on purpose"), engine.training_step():
                 loss = failing(data[number + 5])
-                engine.before_backward(loss)
-                loss.backward()
+                engines.backward(engine, loss)
             optimizer.zero_grad()
             engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
     parity.reference(twin, [0, 1, 2])

@@ -172,8 +172,7 @@ def test_exact_sums_are_equal_to_the_bit(stage: int) -> None:
             ):
                 for k in range(4):
                     x = torch.arange(12.0, device=models.device()).view(2, 6) % (3 + k) + models.rank()
-                    model(x).sum().backward()
-                    engine.after_backward()
+                    engines.backward(engine, model(x).sum())
             found.append([full_value(p.grad).cpu() for p in model.parameters()])
         finally:
             engine.abandon()
@@ -357,8 +356,7 @@ def test_several_forwards_and_one_backward(stage: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         engine.attach_optimizers([optimizer])
         with engine.training_step():
-            (engines.token_loss(model, data[0]) * engines.token_loss(model, data[1])).backward()
-            engine.after_backward()
+            engines.backward(engine, engines.token_loss(model, data[0]) * engines.token_loss(model, data[1]))
             for number in (2, 4):  # two windows in one step add up
                 with engine.windows.open("auto", None, None):
                     (engines.token_loss(model, data[number]) * engines.token_loss(model, data[number + 1])).backward()

@@ -45,8 +45,7 @@ def test_misuse_raises_and_leaves_nothing(stage: int) -> None:
     data, messages = models.Batches(models.rank()), {}
 
     def backward(number: int) -> None:
-        engines.token_loss(engine.model, data[number]).backward()
-        engine.after_backward()
+        engines.backward(engine, engines.token_loss(engine.model, data[number]))
 
     def misuse(what: str) -> None:
         around = engine.accumulation() if what == "inside accumulation" else contextlib.nullcontext()
@@ -115,8 +114,7 @@ def _one_sided(what: str, stage: int) -> None:
     first = models.rank() == 0
 
     def backward(number: int) -> None:
-        engines.token_loss(model, data[number]).backward()
-        engine.after_backward()
+        engines.backward(engine, engines.token_loss(model, data[number]))
 
     with engine.training_step():
         if what.startswith("not opened") and not first:
@@ -168,8 +166,7 @@ def _goes_on(stage: int, gather: Any, max_bytes: int | None, compiled: bool) -> 
         engine.attach_optimizers([optimizer])
 
         def backward(number: int) -> None:
-            engines.token_loss(model, data[number]).backward()
-            engine.after_backward()
+            engines.backward(engine, engines.token_loss(model, data[number]))
 
         for first in (0, 10):
             try:
@@ -225,8 +222,7 @@ def _goes_on_apart(max_bytes: int | None, compiled: bool, failing: tuple[int, ..
     def window(numbers: list[int], fails: bool) -> None:
         with engine.training_step(), engine.windows.open("use", max_bytes, None):
             for number in numbers:
-                engines.token_loss(model, data[number]).backward()
-                engine.after_backward()
+                engines.backward(engine, engines.token_loss(model, data[number]))
                 if fails:
                     raise ArithmeticError("early")
 

@@ -83,8 +83,8 @@ def _bounded(stage: int, max_bytes: int) -> tuple[float, int, list[int]]:
         with engine.training_step(), engine.windows.open("auto", max_bytes, None):
             for number in range(4):
                 loss = engines.token_loss(model, data[number]) / 4
-                loss.backward()
-                engine.after_backward()
+                with engine.backward(loss):
+                    loss.backward()
                 held.append(engine.runtime.core.deferred_bytes())
         scatters = engine.runtime.stats().reductions
         optimizer.step()
