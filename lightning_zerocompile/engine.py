@@ -68,7 +68,6 @@ class Engine:
 
     Raises:
         ValueError: the ranks cannot be divided among the replicas.
-        NotImplementedError: several replicas on devices.
         RuntimeError: the ranks hold different models, options or versions; a parameter is a shard that a failed run has
             left, is on a foreign device or cannot be initialised.
     """
@@ -98,11 +97,6 @@ class Engine:
                 "`forward` instead, or use `activation_budget`, which needs none."
             )
         replicas = number_of_replicas(config.replicas, nodes, dist.get_world_size())
-        if replicas > 1 and device.type != "cpu":
-            raise NotImplementedError(
-                f"`replicas={config.replicas!r}`: several replicas train on the CPU only, so far. Use replicas=1: the "
-                "model is sharded over all ranks."
-            )
         self._groups = Groups.make(device, backend, config.timeout, replicas)
         self._groups.connect(device)
         self.units = tuple(units)
