@@ -369,6 +369,7 @@ void Gathers::acquire(const Unit& unit, Phase phase, int64_t needed, bool full) 
   if (phase == Phase::Forward) order_.use_in_forward(unit.index);
   const auto way = phase == Phase::Backward ? Way::Back : Way::Forth;
   if (!current(unit, needed, full)) {
+    if (phase != Phase::Backward && unit.lifetime == Lifetime::Use) questions_.ask_outside(unit.name);
     drop(unit);
     launch({unit.index}, way, /*restores=*/false, full);
   }

@@ -26,6 +26,7 @@ void Gathers::lend(const Units& indices) {
       const bool whole = std::all_of(unit.parameters.begin(), unit.parameters.end(),
                                      [&](int64_t i) { return current(unit, i, /*full=*/true); });
       if (!whole) {
+        questions_.ask_outside(unit.name);
         drop(unit);
         launch({index}, Way::Forth, /*restores=*/false, /*full=*/true);
       }

@@ -105,6 +105,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            Release())
       .def("add_unit", changes("add_unit", &Runtime::add_unit), Release())
       .def("set_callbacks", changes("set_callbacks", &Runtime::set_callbacks), Release())
+      .def("set_outside", changes("set_outside", &Runtime::set_outside), Release())
+      .def("set_in_step", &Runtime::set_in_step, Release())
       .def("shutdown", changes("shutdown", &Runtime::shutdown), py::arg("wait"), Release())
       .def("peer_bytes", &Runtime::peer_bytes, Release())
       .def("set_peers", changes("set_peers", &Runtime::set_peers), Release())

@@ -27,6 +27,17 @@ class Questions {
   // raise.
   std::function<void(std::string, std::string, int64_t)> waiting;
 
+  // A gather in user code outside of steps, of which unit; null: nobody asks. It may raise: see [Note: gathers outside
+  // of steps] in ranks/consistency.py.
+  std::function<void(std::string)> outside;
+  bool in_step = false;
+
+  void set_outside(decltype(outside) new_outside) { outside = flagged(std::move(new_outside)); }
+
+  void ask_outside(const std::string& unit) const {
+    if (outside != nullptr && !in_step) outside(unit);
+  }
+
   void set(decltype(agree) new_agree, decltype(compare) new_compare, decltype(unite) new_unite,
            decltype(waiting) new_waiting) {
     agree = flagged(std::move(new_agree));
@@ -42,7 +53,10 @@ class Questions {
     return [this, what, stream, number] { waiting(what, stream, number); };
   }
 
-  void clear() { set(nullptr, nullptr, nullptr, nullptr); }
+  void clear() {
+    set(nullptr, nullptr, nullptr, nullptr);
+    set_outside(nullptr);
+  }
 
   void check_entry(const char* what, int64_t rank) const {
     TORCH_CHECK(!asking_,

@@ -65,6 +65,16 @@ void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
   questions_.set(std::move(agree), std::move(compare), std::move(unite), std::move(waiting));
 }
 
+void Runtime::set_outside(std::function<void(std::string)> outside) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  questions_.set_outside(std::move(outside));
+}
+
+void Runtime::set_in_step(bool in_step) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  questions_.in_step = in_step;
+}
+
 void Runtime::check_entry(const char* what) const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   questions_.check_entry(what, registry_.global_rank());

@@ -125,6 +125,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                      std::function<std::string(int64_t, std::string)> compare,
                      std::function<std::string(int64_t, std::string, bool)> unite,
                      std::function<void(std::string, std::string, int64_t)> waiting);
+  void set_outside(std::function<void(std::string)> outside);
+  void set_in_step(bool in_step);
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, int64_t timeout_ms);
   void set_kernels(const std::string& code);

@@ -20,6 +20,7 @@ from lightning_zerocompile.checkpoint.state import serving_full_values
 from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
+from lightning_zerocompile.ranks.abort import refuse_ended_group
 from lightning_zerocompile.ranks.groups import Groups, number_of_replicas
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
 from lightning_zerocompile.runtime.memory_budget import MemoryBudget
@@ -85,6 +86,7 @@ class Engine:
         nodes: int = 1,
     ) -> None:
         self.model, self.device, self.config = model, device, config
+        refuse_ended_group()
         take_over(model)
         check_equal_on_all_ranks(model, settings_of(config) | dict(settings or {}))
         check_names(model, config.keep_gathered)
@@ -236,6 +238,7 @@ class Engine:
         """In this context a parameter with which user code computes is its full value, see [Note: masters]."""
         moment = self.runtime.step_state
         before, moment.in_step = moment.in_step, True
+        self.runtime.core.set_in_step(True)
         try:
             yield
         except RuntimeError as error:
@@ -245,10 +248,11 @@ class Engine:
             raise RuntimeError(explained) from error
         finally:
             moment.in_step = before
+            self.runtime.core.set_in_step(before)
 
     def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
         # in the reductions' group: in the gathers' group it would wait for all gathers that the optimizer has started
-        buffers.broadcast(modules, self._groups.everyone, self.runtime.meetings.meet)
+        buffers.broadcast(modules, self._groups.everyone, self.runtime.meetings.meet_in_step)
 
     @contextlib.contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:

@@ -31,7 +31,7 @@ from lightning_zerocompile.plugins.fabric_precision import (
     unscale,
 )
 from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
-from lightning_zerocompile.ranks.errors import in_phases
+from lightning_zerocompile.ranks.errors import TEARDOWN, in_phases
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.meta_init import place
 
@@ -49,7 +49,7 @@ _PHASES = {
     "broadcast": "a broadcast",
     "all_gather": "all_gather",
     "all_reduce": "all_reduce",
-    "teardown": "the teardown",
+    "teardown": TEARDOWN,
 }
 _NAMES = "fabric_names"  # entry of a directory of shards: the keys of the module and the optimizers in the user's state
 

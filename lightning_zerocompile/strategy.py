@@ -31,7 +31,8 @@ from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prep
 from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
 from lightning_zerocompile.plugins.launcher import Launcher
 from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
-from lightning_zerocompile.ranks.errors import in_phases, is_communication
+from lightning_zerocompile.ranks.abort import START_ANEW, refuse_ended_group
+from lightning_zerocompile.ranks.errors import TEARDOWN, CommunicationError, in_phases, is_communication
 from lightning_zerocompile.sharding.checks import explain, trainer_settings
 from lightning_zerocompile.sharding.meta_init import place
 
@@ -53,8 +54,11 @@ _PHASES = {
     "all_gather": "all_gather",
     "reduce": "the reduction of a logged value or of a decision",
     "save_pretrained": "an export",
-    "teardown": "the teardown",
+    "teardown": TEARDOWN,
 }
+
+
+_DRAINS = 5.0  # seconds in which a device must be done with what was queued before an exception
 
 
 @in_phases(_PHASES)
@@ -167,6 +171,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment; pass it to a Trainer before using it.")
         super().setup_environment()
+        refuse_ended_group()
 
     @property
     @override
@@ -374,7 +379,14 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         if knot is not None and isinstance(exception, RuntimeError) and is_communication(exception):
             exception.args = (f"{knot}\nThis rank's own error: {exception}",)
         if self.messages is not None:
+            ended = self.messages.ended
+            if ended is not None and ended not in str(exception) and isinstance(exception, RuntimeError):
+                exception.args = (f"{ended}\nThis rank's own error: {exception}",)
             self.messages.leave(f"{type(exception).__name__}: {exception}")
+            if not self.engine.runtime.drained(_DRAINS):  # the rest of the tear-down waits for the device
+                self.messages.end(f"zerocompile: rank {self.global_rank} has ended its run: {exception}")
+                if isinstance(exception, CommunicationError):
+                    exception.args = (f"{exception}\n{START_ANEW}",)
 
     @override
     def teardown(self) -> None:

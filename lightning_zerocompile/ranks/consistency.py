@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.ranks.messages import CommunicationError, Messages
+from lightning_zerocompile.ranks.waits import REMEDY
 
 _ON_ITS_WAY = timedelta(seconds=30)  # how much later than this rank another one may come to the read of a number
 _PAUSE = 0.01  # seconds
-_LOOK = timedelta(seconds=0.5)  # how often a rank that waits at a read looks whether the other has gone elsewhere
+_LOOK = timedelta(seconds=0.5)  # how often a rank that waits looks whether the other has gone elsewhere
+_EACH = 4  # so many gathers at one place outside of steps are compared; of the later ones every power of two
 
 
 class Consistency:
@@ -37,6 +40,9 @@ class Consistency:
         self._outside = 0  # how many of these exchanges were outside of windows
         self._compared = ""  # the last gather that was compared
         self._reads = 0  # how many reads were compared
+        self._met: Counter[str] = Counter()  # how many meetings of each stream there were
+        self._place = (-1, "")  # where the last gather outside of steps was: the marks before it, and the hook
+        self._at_place = 0  # how many such gathers there were
 
     def in_window(self, number: int) -> None:
         """What is exchanged from here on belongs to this window; 0: to no window.
@@ -95,10 +101,11 @@ class Consistency:
         self._marks += 1
         if theirs != mine:
             raise RuntimeError(
-                f"zerocompile: rank {dist.get_rank()} is at {mine}, but rank {rank} came there at {theirs}. With "
-                "parameters sharded (stage 3) every rank must run the same number of batches, and of forwards inside "
-                "each. Give all ranks equally many batches (a distributed sampler, `drop_last`, `limit_val_batches`), "
-                "generate on all ranks, with `synced_gpus` left as it is, save on all ranks, or use stage 1 or 2."
+                f"zerocompile: rank {dist.get_rank()} is at {mine}{self._messages.where()}, but rank {rank} came there "
+                f"at {theirs}. With parameters sharded (stage 3) every rank must run the same number of batches, and "
+                "of forwards inside each. Give all ranks equally many batches (a distributed sampler, `drop_last`, "
+                "`limit_val_batches`), generate on all ranks, with `synced_gpus` left as it is, save on all ranks, let "
+                "all ranks take full values (`strategy.full_parameters`) for work of one, or use stage 1 or 2."
             )
 
     def used_parameters(self, exchange: int, used: str, asks: bool) -> str:
@@ -154,7 +161,7 @@ class Consistency:
                     met = True
                     break
                 now = time.monotonic()
-                if (passed := self._passed(missing)) is not None:
+                if (passed := self._passed("read", number, missing)) is not None:
                     others = [passed]
                 elif now - start >= within.total_seconds():
                     others = [(missing[0], f"has not come there within {within}")]
@@ -177,14 +184,79 @@ class Consistency:
                 "`strategy.full_gradients(module)`, or, to save on rank 0, `with strategy.full_state_dict(module):`."
             )
 
-    def _passed(self, ranks: list[int]) -> tuple[int, str] | None:
-        """One of ``ranks`` that has gone further than this one, and what it has done; None: there is none."""
+    def meet(self, stream: str, what: str) -> None:
+        """All ranks come here before ``what``, or this one raises; on devices, where a collective blocks in torch.
+
+        A rank that has ended a backward, or passed a mark, to which this one has not come will not come to this
+        meeting: it would have done so before. So no rank is mistaken for one that is elsewhere because it is slow.
+
+        Raises:
+            CommunicationError: another rank has come to something else, waits for this one in something else, or is
+                gone.
+        """
+        self._met[stream] += 1
+        number, start = self._met[stream], time.monotonic()
+        looked, where = start, self._messages.where()
+        self._messages.tell_numbered(stream, number, json.dumps([what, where]))
+        while True:
+            heard = self._messages.ask_numbered(stream, number, within=_LOOK)
+            missing = [rank for rank, theirs in heard.items() if theirs is None]
+            said = {rank: json.loads(theirs) for rank, theirs in heard.items() if theirs is not None}
+            places = {rank: f"is in {theirs}{place}" for rank, (theirs, place) in said.items() if theirs != what}
+            if missing and not places:
+                places = dict(found for found in [self._passed(stream, number, missing)] if found is not None)
+            if places:
+                raise self._apart(places | {dist.get_rank(): f"is in {what}{where}"})
+            if not missing:
+                return
+            now = time.monotonic()
+            if now - start >= self._timeout.total_seconds():
+                raise self._messages.silent(missing[0], f"has come to {what}{where}")
+            if now - looked >= 1:
+                looked = now
+                self._messages.look_for(missing, what)
+
+    def outside(self, unit: str) -> None:
+        """Called before a gather outside of steps, in user code, on devices: there the host would not wait for it.
+
+        [Note: gathers outside of steps] One rank alone may read a weight, print it or run the model in a hook. So
+        there the ranks meet before gathers. Many that follow each other in one hook, as when text is generated, are
+        alike if the first ones are, so only few of these cost a meeting.
+
+        Raises:
+            CommunicationError: as :meth:`meet`.
+        """
+        place = (self._marks, self._messages.where())
+        self._at_place = self._at_place + 1 if place == self._place else 1
+        self._place = place
+        if self._at_place <= _EACH or not self._at_place & (self._at_place - 1):
+            self.meet("outside", f"the gather of unit `{unit}`")
+
+    def _apart(self, places: dict[int, str]) -> CommunicationError:
+        text = "; ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()))
+        error = CommunicationError(f"zerocompile: the ranks have come to different things: {text}. {REMEDY}")
+        error.explained = True  # nobody is gone
+        return error
+
+    def _passed(self, topic: str, message: int, ranks: Sequence[int]) -> tuple[int, str] | None:
+        """One of ``ranks`` that has gone further than this one, and what it has done; None: there is none.
+
+        Args:
+            topic, message: the numbered message that this rank waits for. A rank that has sent it meanwhile may have
+                heard this rank's, and gone on.
+            ranks: those of which it was not heard.
+        """
         series, number = self._used
+        found = None
         for rank in ranks:
             if self._messages.heard_now(series, number + 1, rank) is not None:
-                return rank, "has ended another backward"
+                found = rank, "has ended another backward"
         first = self._messages.marked("mark", self._marks)
-        return None if first is None else (first[0], f"has come to {first[1]}")
+        if found is None and first is not None and first[0] in ranks:
+            found = first[0], f"has come to {first[1]}"
+        if found is None or self._messages.heard_now(topic, message, found[0]):
+            return None
+        return found
 
 
 class Reads:

@@ -1,7 +1,8 @@
 """The error on the other ranks when one died, hangs or raised: it names the phase of the training, and the rank.
 
 Gloo notices a dead peer at once, and every wait for a message in the store ends at ``timeout``. NCCL's waits are on the
-device. There its own watchdog ends the process at ``timeout``, with its own message.
+device, where nothing of ours can raise. So there a thread ends the process group, see [Note: ended groups], and what
+comes next in the main thread raises.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch.distributed as dist
 
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.ranks.abort import ended_group
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 
-__all__ = ["CommunicationError", "explain", "in_phases", "is_communication", "phase"]
+__all__ = ["TEARDOWN", "CommunicationError", "explain", "in_phases", "is_communication", "phase"]
 
+TEARDOWN = "the teardown"  # the name of that phase
 _GRACE = timedelta(seconds=5)  # how long the others may take to say that they live; at most a tenth of the timeout
 _SIGNS = (  # torch raises a plain RuntimeError for gloo's failures; the last sign is that of our own runtime
     "/gloo/", "Connection closed by peer", "Connection reset by peer", "Application timeout caused", "NCCL error",
-    " failed on rank ",
+    " failed on rank ", "NCCL communicator was aborted",
 )  # fmt: skip
 
 
@@ -52,8 +55,17 @@ def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Conc
         @wraps(method)
         def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                return method(self, *args, **kwargs)
+                raise_if_ended(self.messages, name)
+                result = method(self, *args, **kwargs)
+                raise_if_ended(self.messages, name)
+                return result
             except RuntimeError as error:
+                if self.messages is not None and self.messages.ended is not None:
+                    if str(error) == self.messages.ended:
+                        raise
+                    ended = CommunicationError(f"{self.messages.ended}\nThis rank's own error: {_first(error)}")
+                    ended.explained = True
+                    raise ended from error
                 if not is_communication(error) or (isinstance(error, CommunicationError) and error.explained):
                     raise
                 explained = CommunicationError(explain(error, name, self.messages, self.config.timeout))
@@ -63,6 +75,12 @@ def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Conc
         return call
 
     return decorate
+
+
+def raise_if_ended(messages: Messages | None, name: str) -> None:
+    """:meth:`Messages.raise_if_ended`, but not in the teardown, which must do its work after any error."""
+    if messages is not None and name != TEARDOWN:
+        messages.raise_if_ended()
 
 
 def in_phases(names: Mapping[str, str]) -> Callable[[type[C]], type[C]]:
@@ -88,8 +106,10 @@ def is_communication(error: RuntimeError) -> bool:
 def explain(error: RuntimeError, name: str, messages: Messages | None, timeout: timedelta) -> str:
     """The message for the user. It asks the other ranks through the store, for at most five seconds."""
     rank = dist.get_rank() if dist.is_initialized() else "?"
-    first = str(error).split("\nException raised from")[0].strip()
-    lines = [f"zerocompile: rank {rank} lost another rank in {name}: {first}"]
+    lines = [f"zerocompile: rank {rank} lost another rank in {name}: {_first(error)}"]
+    ended = ended_group()
+    if ended is not None:
+        lines.append(f"The process group of these processes has ended. {ended}")
     if messages is not None:
         messages.leave(f"it lost another rank in {name}")
         lines += _who(messages, min(_GRACE, timeout / 10))
@@ -98,6 +118,10 @@ def explain(error: RuntimeError, name: str, messages: Messages | None, timeout: 
         f"(`ckpt_path=`). Ranks wait for each other for ZeroCompileStrategy(timeout=...), now {timeout}."
     )
     return "\n".join(lines)
+
+
+def _first(error: RuntimeError) -> str:
+    return str(error).split("\nException raised from")[0].strip()
 
 
 def _who(messages: Messages, grace: timedelta) -> list[str]:

@@ -31,6 +31,7 @@ CLOSED = "it has ended its part of this run"
 _FOUND_WITHIN = 10.0  # seconds in which the first rank must be reached; only this module's thread waits for that
 _LINE = 4096  # bytes that are read from a connection at a time
 _SEND_WITHIN = 1.0  # seconds
+_LEFT = "left "  # begins a line in which a rank says why it ends
 _LOOK = 1000  # milliseconds: how often the threads look when nobody says anything
 
 
@@ -40,10 +41,12 @@ class _Heard:
 
     Attributes:
         gone: why a rank will say nothing more.
+        left: why a rank has ended, in its own words.
         knot: this rank's own report, and where all ranks of its knot wait.
     """
 
     gone: dict[int, str] = field(default_factory=dict)
+    left: dict[int, str] = field(default_factory=dict)
     knot: tuple[str, str] | None = None
 
 
@@ -91,6 +94,16 @@ class Liveness:
         """Why a rank will say nothing more; ``None``: as far as is known the rank is there."""
         return self._heard.gone.get(rank)
 
+    def leave(self, reason: str) -> None:
+        """Tells the others why this rank ends."""
+        with suppress(OSError):
+            self._wake.send(f"{_LEFT}{json.dumps(reason)}\n".encode())
+
+    def left(self) -> dict[int, str]:
+        """Why other ranks have ended in the middle of their run, or that they have died, by rank."""
+        died = {rank: why for rank, why in list(self._heard.gone.items()) if why == DIED}
+        return died | dict(list(self._heard.left.items()))
+
     def waits(self, line: str) -> str | None:
         """Reports that this rank waits; called again every second while it does.
 
@@ -107,6 +120,11 @@ class Liveness:
             return None
         self._heard.knot = None
         return knot[1]
+
+    def knot_of(self, line: str) -> str | None:
+        """Where all ranks wait, if this rank was found to be in a knot with the report ``line``; else None."""
+        knot = self._heard.knot
+        return None if knot is None or knot[0] != line else knot[1]
 
     @property
     def last_knot(self) -> str | None:
@@ -225,6 +243,11 @@ def _serve(
                             with suppress(OSError):
                                 connection.send(b"closed\n")
                         return
+                    if line.startswith(_LEFT):
+                        told.append(_left_line(first, line))
+                        for connection in rank_of:
+                            _send(connection, told[-1])
+                        continue
                     jury.hear(first, line)
                 continue
             if one is listener:
@@ -244,8 +267,7 @@ def _serve(
                     rank_of[one] = int(name)
                     expected.discard(int(name))
                     for line in [f"{tokens[1]}\n", *told]:
-                        with suppress(OSError):
-                            one.send(line.encode())
+                        _send(one, line)
                     if not expected:  # nobody else has business here
                         poller.unregister(listener.fileno())
                         del by_number[listener.fileno()]
@@ -258,6 +280,11 @@ def _serve(
                     ended = ended or line == "closed"
                     if line.startswith("{"):
                         jury.hear(rank, line)
+                    if line.startswith(_LEFT):
+                        told.append(_left_line(rank, line))
+                        heard.left[rank] = json.loads(line.removeprefix(_LEFT))
+                        for connection in rank_of:
+                            _send(connection, told[-1])
                 if not ended:
                     continue
             elif said == "":
@@ -274,6 +301,11 @@ def _serve(
             for connection in rank_of:
                 with suppress(OSError):
                     connection.send(told[-1].encode())
+
+
+def _left_line(rank: int, line: str) -> str:
+    """What the first rank passes on to the others when ``rank`` has said ``line``."""
+    return f"{_LEFT}{json.dumps([rank, json.loads(line.removeprefix(_LEFT))])}\n"
 
 
 def _send(connection: socket.socket, text: str) -> None:
@@ -312,7 +344,7 @@ def _follow(
             to_say += lines.of(woken.fileno(), _read(woken) or "")
         for line in to_say:
             with suppress(OSError):
-                connection.send(f"{line}\n".encode())
+                connection.sendall(f"{line}\n".encode())
             if line == "closed":
                 return
         if connection.fileno() not in ready:
@@ -325,6 +357,10 @@ def _follow(
             if line == "closed":
                 gone[first] = CLOSED
                 return
+            if line.startswith(_LEFT):
+                theirs, reason = json.loads(line.removeprefix(_LEFT))
+                heard.left[theirs] = reason
+                continue
             if line.startswith("knot "):
                 mine, text = json.loads(line.removeprefix("knot "))
                 heard.knot = mine, text

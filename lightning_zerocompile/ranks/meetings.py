@@ -3,7 +3,7 @@
 Lightning's collectives (a barrier, a broadcast, the reduction of a logged value) and those of checkpoints block inside
 torch, and gloo has no way to end them before `timeout`. So on the CPU a small all-reduce comes before each of them, and
 our own code waits for it, where it can look at the other ranks: see [Note: ranks that wait for each other]. On devices
-the all-reduce would wait for the work that is queued there, so there are no meetings.
+the all-reduce would wait for the work that is queued there, so the ranks meet in the store: see `Consistency.meet`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
+from lightning_zerocompile.ranks.consistency import Consistency
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 from lightning_zerocompile.ranks.waits import REMEDY
 
@@ -28,11 +29,12 @@ class Meetings:
 
     Args:
         messages: the conversation of these ranks.
-        group: a process group of the same ranks, used by nothing else; None: there are no meetings.
+        group: a process group of the same ranks, used by nothing else; None: they meet in the store.
+        comparisons: of the same ranks.
     """
 
-    def __init__(self, messages: Messages, group: dist.ProcessGroup | None) -> None:
-        self._messages, self._group = messages, group
+    def __init__(self, messages: Messages, group: dist.ProcessGroup | None, comparisons: Consistency) -> None:
+        self._messages, self._group, self._comparisons = messages, group, comparisons
         self.count = 0  # of meetings that were begun
         self._open: dist.Work | None = None  # the meeting in which this rank waits, or which an exception has ended
 
@@ -43,9 +45,11 @@ class Meetings:
             CommunicationError: another rank has come to something else, waits for this one in something else, or is
                 gone.
         """
-        if self._group is None or dist.get_world_size(self._group) == 1:
+        if not self._messages.others:
             return
         self.count += 1
+        if self._group is None:
+            return self._comparisons.meet(STREAM, what)
         number = self.count
         kind = zlib.crc32(what.encode())
         largest = torch.tensor([kind, -kind])
@@ -63,6 +67,11 @@ class Meetings:
         self._open = None
         if largest.tolist() != [kind, -kind]:
             raise self._apart(number, what)
+
+    def meet_in_step(self, what: str) -> None:
+        """:meth:`meet` before what every step does. On devices nobody meets for it: there a step waits for no rank."""
+        if self._group is not None:
+            self.meet(what)
 
     def abandon(self) -> None:
         """After a failure: keeps the group from being destroyed if other ranks have not come to the last meeting.

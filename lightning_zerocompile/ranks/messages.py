@@ -9,6 +9,7 @@ than a second costs no request.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_zerocompile.ranks.abort import START_ANEW, end_groups
 from lightning_zerocompile.ranks.liveness import CLOSED, Liveness
-from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, Wait
+from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, StandingThread, Wait
 
 # How many messages of a series stay in the store. A rank is never that far ahead of another: a device queues about a
 # thousand kernels at most, and a collective that waits for a slower rank holds up all kernels that are queued after it.
@@ -31,6 +33,7 @@ _LEFT = "left"  # the topic under which a rank says why it has ended
 _FEW = 3  # up to so many ranks are asked one by one: asking all of them together takes three requests
 _LOOK = 1.0  # seconds: how often a rank that waits looks whether the other has ended
 _MANY = 64  # ranks that are asked at one look at most
+_STILL = 3  # looks that must find the main thread in one place before this rank's groups are ended from outside
 # Seconds: at first a rank asks again at once, since even a short sleep takes long; after that it sleeps in between.
 _SPIN, _PAUSE = 2e-3, 5e-3
 
@@ -57,6 +60,8 @@ class Messages:
         check: called at each look while this rank waits; it may raise.
         where: for messages, the place in the training where this rank is; "" if it is not known.
         started: how many collectives of each stream this rank has started; see :class:`Wait`.
+        ended: why this rank's process groups have ended, see [Note: ended groups]; None: they have not.
+        releases: see :func:`~lightning_zerocompile.ranks.abort.end_groups`.
     """
 
     def __init__(self, device: str, name: str, timeout: timedelta) -> None:
@@ -65,7 +70,11 @@ class Messages:
         self.others = [rank for rank in self._ranks if rank != self._mine]
         self._name, self._timeout, self._few = name, timeout, _FEW
         self._liveness: Liveness | None = None
-        self._direct: DirectCollectives | None = None
+        self._direct = DirectCollectives()
+        self._still = StandingThread()
+        self._ending = threading.Lock()
+        self.ended: str | None = None
+        self.releases: list[Callable[[], None]] = []
         self._has_left = False
         self._turn = 0
         self._counts: Counter[str] = Counter()
@@ -82,8 +91,6 @@ class Messages:
         """From here on a rank whose process dies is noticed; collective."""
         if self.others and self._liveness is None:
             doing = "has set its model up"
-            on_cpu = self._device == "cpu"  # on devices torch's collectives return before they are done
-            self._direct = DirectCollectives() if on_cpu else None
             first_says = partial(self.of_first, "liveness", doing=doing)
             self._liveness = Liveness(self._ranks, self._mine, first_says, self._standing)
 
@@ -96,6 +103,8 @@ class Messages:
         """Tells the others that this rank ends, and why. Only the first call counts; it neither blocks nor raises."""
         if self._has_left:
             return
+        if self._liveness is not None:
+            self._liveness.leave(reason)
         with suppress(RuntimeError):  # a store whose host has died raises it
             self.tell(_LEFT, reason)
             self._has_left = True
@@ -142,7 +151,16 @@ class Messages:
         """
         self.check()
         self.waits(what, stream, number)
-        for rank in self.some(self.others):
+        self._look_at(self.others)
+
+    def look_for(self, ranks: Sequence[int], what: str) -> None:
+        """:meth:`look` while this rank waits for messages of ``ranks``."""
+        self.check()
+        self.waits(what, "message", 0, ranks)
+        self._look_at(ranks)
+
+    def _look_at(self, ranks: Sequence[int]) -> None:
+        for rank in self.some(ranks):
             reason = self._end_of(rank)
             if reason is not None and reason != CLOSED:  # a rank that ended in order has done its part of it
                 raise self._lost(rank, reason)
@@ -153,6 +171,7 @@ class Messages:
         Raises:
             CommunicationError: this rank waits for ranks that wait for it.
         """
+        self.raise_if_ended()
         if self._liveness is None:
             return
         knot = self._liveness.waits(Wait(stream, number, what + self.where(), on, self.started()).line())
@@ -166,11 +185,53 @@ class Messages:
 
         Such a collective does not call :meth:`look` by itself.
         """
-        found = None if self._direct is None else self._direct.look()
-        if found is None:
-            return None
-        number, what = found
-        return Wait(DIRECT, number, what + self.where(), (), self.started()).line()
+        found, line = self._direct.look(), None
+        if found is not None:
+            line = Wait(DIRECT, found[0], found[1] + self.where(), (), self.started()).line()
+        if self._device != "cpu":
+            self._look_from_outside(line)
+        return line
+
+    def _look_from_outside(self, line: str | None) -> None:
+        """Called by a thread, on devices: ends the groups if the main thread waits in vain, see [Note: ended groups].
+
+        Args:
+            line: the report of a wait in which the main thread cannot raise by itself, if it is known to be in one.
+        """
+        self._still.look()
+        liveness = self._liveness
+        if liveness is None or self.ended is not None or self._still.looks < _STILL:
+            return
+        knot = None if line is None else liveness.knot_of(line)
+        left = {rank: reason for rank, reason in liveness.left().items() if rank != self._mine}
+        if knot is not None:
+            reason = knot
+        elif left:  # it stands where it stood seconds ago: what the others have launched with it is done
+            rank = min(left)
+            reason = f"zerocompile: rank {self._mine} waits for rank {rank}, {HAS_LEFT} {left[rank]}"
+        else:
+            return
+        # not in this thread, which must go on to hear and tell
+        threading.Thread(target=self.end, args=(reason,), daemon=True, name="zerocompile-end").start()
+
+    def end(self, reason: str) -> None:
+        """Ends this rank's process groups, see [Note: ended groups]. Only the first call counts."""
+        with self._ending:
+            if self.ended is not None:
+                return
+            self.ended = f"{reason}\n{START_ANEW}"
+        end_groups(reason, self.releases)
+
+    def raise_if_ended(self) -> None:
+        """Called before and after what communicates.
+
+        Raises:
+            CommunicationError: this rank's process groups have ended; what the last collectives gave is not valid.
+        """
+        if self.ended is not None:
+            error = CommunicationError(self.ended)
+            error.explained = True
+            raise error
 
     @property
     def last_knot(self) -> str | None:

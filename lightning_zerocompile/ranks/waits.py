@@ -155,10 +155,32 @@ def _names(ranks: Sequence[int]) -> str:
     return f"ranks {shown} wait"
 
 
+class StandingThread:
+    """How long the main thread has stood in one instruction of its Python code.
+
+    A thread that waits for a device stands so, and so does one that sleeps, reads or computes outside of Python.
+    """
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None
+        self._place = -1
+        self.looks = 0  # how many looks in a row have found it where the look before had found it
+
+    def look(self) -> None:
+        """Called about once a second, by another thread."""
+        ident = threading.main_thread().ident
+        frame = None if ident is None else sys._current_frames().get(ident)
+        place = -1 if frame is None else frame.f_lasti
+        same = frame is not None and frame is self._frame and place == self._place
+        self.looks = self.looks + 1 if same else 0
+        self._frame, self._place = frame, place
+
+
 class DirectCollectives:
     """Whether the main thread stands in a blocking collective that Lightning or the user runs by torch.distributed.
 
-    On the CPU such a collective blocks inside one call. Two looks that find the same frame object are in one call.
+    On the CPU such a collective blocks inside one call. Two looks that find the same frame object are in one call. On
+    devices most of them return before they are done; a barrier and the collectives of objects do not.
     """
 
     def __init__(self) -> None:

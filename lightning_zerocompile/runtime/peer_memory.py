@@ -18,6 +18,38 @@ from lightning_zerocompile.ranks.messages import Messages
 _SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable: lets ranks share a device, for tests
 
 
+class BarrierRelease:
+    """Lets what waits in barriers of mapped memory on this rank's device go on without the other ranks.
+
+    Such a barrier is a kernel of torch, of which no process group knows. Each rank has a pad of one word a rank, which
+    all have mapped. Rank r waits until word r of each other rank's pad is 0, sets it to 1, then waits until the words
+    of its own pad are 1, and sets them to 0. (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemory.cu; ours are on
+    channel 0.)
+
+    Args:
+        buffer: from :func:`map_buffer`.
+        mesh: of its ranks.
+    """
+
+    def __init__(self, buffer: Tensor, mesh: DeviceMesh) -> None:
+        memory = _rendezvous(buffer, mesh.get_group())
+        self._rank, world = memory.rank, memory.world_size
+        self._pads = [memory.get_signal_pad(rank, [world], torch.int32) for rank in range(world)]
+        # made here: later a device that waits could hold up whatever makes them
+        self._stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call, unused-ignore]
+        self._ones = torch.ones(world, dtype=torch.int32, device=buffer.device)
+        self._zero = torch.zeros(1, dtype=torch.int32, device=buffer.device)
+        torch.cuda.synchronize(buffer.device)
+
+    def __call__(self) -> None:
+        """Releases one barrier, if the device is in one. What it was to protect is not valid."""
+        with torch.cuda.stream(self._stream):
+            for rank, pad in enumerate(self._pads):
+                if rank != self._rank:  # as if that rank had taken this rank's last signal
+                    pad[self._rank : self._rank + 1].copy_(self._zero, non_blocking=True)
+            self._pads[self._rank].copy_(self._ones, non_blocking=True)  # as if all had signalled
+
+
 def has_copy_engines(
     mesh: DeviceMesh, device: torch.device, messages: Messages, wanted: bool | Literal["auto"]
 ) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from lightning_zerocompile.ranks.groups import Groups
 from lightning_zerocompile.ranks.meetings import STREAM, Meetings
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.runtime import build, ops
-from lightning_zerocompile.runtime.peer_memory import first_failure, has_copy_engines, map_buffer
+from lightning_zerocompile.runtime.peer_memory import BarrierRelease, first_failure, has_copy_engines, map_buffer
 from lightning_zerocompile.sharding.autocast import Casts
 from lightning_zerocompile.sharding.checks import check_equal_replicas
 from lightning_zerocompile.sharding.layout import make_master, over_local, trained_dtype
@@ -36,6 +37,8 @@ from lightning_zerocompile.sharding.meta_init import Places
 from lightning_zerocompile.sharding.module_swap import ClassCache, Kept, install, kept_with
 from lightning_zerocompile.sharding.parameter import ShardedParameter, StepState
 from lightning_zerocompile.sharding.plan import UnitPlan
+
+_PAUSE = 1e-3  # seconds between two looks at a device
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,9 @@ class Runtime:
             self.comparisons.used_parameters,
             self.messages.look,
         )
-        self.meetings = Meetings(self.messages, groups.meetings)
+        if device.type != "cpu":
+            self.core.set_outside(self.comparisons.outside)
+        self.meetings = Meetings(self.messages, groups.meetings, self.comparisons)
 
         def started() -> dict[str, int]:
             owner = this()
@@ -222,12 +227,14 @@ class Runtime:
         code = (build.source_directory() / "kernels.ptx").read_text()
         loaded = not first_failure(messages, "kernels", lambda: self.core.set_kernels(code))
         self.core.set_peers(buffer, timeout)
+        self.messages.releases.append(BarrierRelease(buffer, mesh))
         size = self.core.summing_peer_bytes() if loaded else 0
         if self._replicated:
             size = 0  # see [Note: replicas]
         summing = map_buffer(mesh, self.device, messages, "auto", size, "reductions")
         if summing is not None:
             self.core.set_summing_peers(summing, timeout)
+            self.messages.releases.append(BarrierRelease(summing, mesh))
 
     def _install(self, sharded: ShardedParameter, places: Places) -> None:
         for module, local_name in places.of(sharded.name):
@@ -433,6 +440,21 @@ class Runtime:
         self.reads.close()
         with contextlib.closing(self.messages):
             self.core.shutdown(wait=True)
+
+    def drained(self, within: float) -> bool:
+        """Whether this rank's device has done all that its current stream holds, or does so in some seconds."""
+        if self.device.type == "cpu":
+            return True
+        deadline = time.monotonic() + within
+        try:
+            done = torch.cuda.current_stream(self.device).record_event()
+            while not done.query():  # type: ignore[no-untyped-call, unused-ignore]
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_PAUSE)
+        except RuntimeError:  # the device has failed, so nobody waits for it
+            pass
+        return True
 
     def abandon(self) -> None:
         """:meth:`shutdown` after a failure: waits for nothing, since the other ranks may not take part any more."""

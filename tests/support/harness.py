@@ -182,9 +182,16 @@ def _serve(
         except BaseException:
             answer = ("error", traceback.format_exc())
         gc.collect()
-        pipe.send(answer)
+        pipe.send((*answer, _has_ended_group()))
     dist.destroy_process_group()
     os._exit(0)
+
+
+def _has_ended_group() -> bool:
+    """In a rank: whether the test has ended the process group, so that no later one can use it."""
+    from lightning_zerocompile.ranks.abort import ended_group
+
+    return ended_group() is not None
 
 
 class Ranks:
@@ -267,11 +274,12 @@ class Ranks:
             if rank not in answers:
                 answers[rank] = ("hangs", f"hangs after {timeout:.0f} s:\n{self._dump(rank)}")
         failed = {rank: answer for rank, answer in answers.items() if answer[0] in FAILED}
-        if any(kind != "error" for kind, _ in failed.values()):
+        ended = any(bool(more[0]) for _, _, *more in answers.values() if more)
+        if ended or any(answer[0] != "error" for answer in failed.values()):
             self.close(kill=True)
         if failed:
-            raise RankError(_report(failed))
-        skips = {rank: text for rank, (kind, text) in answers.items() if kind == "skipped"}
+            raise RankError(_report({rank: (answer[0], answer[1]) for rank, answer in failed.items()}))
+        skips = {rank: answer[1] for rank, answer in answers.items() if answer[0] == "skipped"}
         if len(skips) == self.world:
             pytest.skip(skips[0])
         if skips:

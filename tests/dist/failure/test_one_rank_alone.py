@@ -126,7 +126,7 @@ def test_what_takes_all_ranks_raises_on_all(
 ) -> None:
     ranks = all_worlds.fresh(2)  # a failed run leaves groups behind that the ranks need not have alike
     try:
-        found = ranks.run(_fit, what, hook, str(tmp_path), stage, options)
+        found = ranks.run(_fit, what, hook, str(tmp_path), stage, options, timeout=60)
     finally:
         ranks.close(kill=True)
     first = found[0][0]

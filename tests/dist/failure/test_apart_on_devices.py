@@ -1,0 +1,216 @@
+"""Ranks that come apart where the host does not wait for collectives, as on devices. What decides that they are apart
+is the same code on the CPU, so it runs here, on every machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zerocompile import CommunicationError, ZeroCompileStrategy
+from lightning_zerocompile.ranks.liveness import DIED
+from lightning_zerocompile.ranks.meetings import Meetings
+from lightning_zerocompile.ranks.messages import Messages
+from tests.support import models
+from tests.support.harness import Ranks, on_ranks
+from tests.support.parity import AOT, EAGER
+
+LONG = pytest.mark.long
+
+
+class AsOnDevices(L.Callback):
+    """From the first step on the ranks meet in the store, and before gathers outside of steps. One rank does something
+    alone before the second step."""
+
+    def __init__(self, alone: Callable[[L.Trainer, Any], object], rank: int, seconds: float = 0.0) -> None:
+        self.alone, self.rank, self.seconds = alone, rank, seconds
+        self.meetings = 0
+
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+        runtime = trainer.strategy.engine.runtime  # type: ignore[attr-defined]
+        runtime.core.set_outside(runtime.comparisons.outside)
+        runtime.meetings = Meetings(runtime.messages, None, runtime.comparisons)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1 and self.rank in (-1, models.rank()):
+            self.alone(trainer, module)
+        self.meetings = trainer.strategy.engine.runtime.meetings.count  # type: ignore[attr-defined]
+
+
+ALONE: dict[str, Callable[[L.Trainer, Any], object]] = {
+    "reads": lambda trainer, module: module.model.head.weight.sum().item(),
+    "runs": lambda trainer, module: module.model(torch.ones(1, 4, dtype=torch.long, device=module.device)),
+    "saves": lambda trainer, module: trainer.strategy.lightning_module_state_dict(),
+    "reduces": lambda trainer, module: trainer.strategy.reduce(torch.ones(1, device=module.device)),
+}
+PLACES = {
+    "reads": "is in the gather of unit `model.",
+    "runs": "is in the gather of unit `model.",
+    "saves": "is in a checkpoint",
+    "reduces": "is in the reduction of a logged value or of a decision",
+}
+
+
+def _fit(what: str, rank: int, stage: int, options: dict[str, Any]) -> tuple[str, float]:
+    strategy = ZeroCompileStrategy(stage=stage, timeout=timedelta(minutes=5), **options)
+    callback = AsOnDevices(ALONE[what], rank)
+    trainer = models.make_trainer(strategy, max_steps=4, callbacks=[callback], limit_val_batches=0)
+    start = time.monotonic()
+    try:
+        trainer.fit(models.Module(), models.Batches(models.rank()))  # type: ignore[arg-type]
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "stage", "options"),
+    [
+        ("reads", 0, 3, EAGER),
+        ("saves", 1, 1, AOT),
+        pytest.param("runs", 1, 3, AOT, marks=LONG),
+        pytest.param("reduces", 0, 2, EAGER, marks=LONG),
+        pytest.param("saves", 0, 3, EAGER, marks=LONG),
+    ],
+)
+def test_one_rank_alone(ranks: Ranks, what: str, rank: int, stage: int, options: dict[str, Any]) -> None:
+    try:
+        found = ranks.run(_fit, what, rank, stage, options, timeout=60)
+    finally:
+        ranks.close(kill=True)
+    for text, seconds in found:
+        assert f"rank {rank} {PLACES[what]}" in text and "in `on_train_batch_start`" in text, text
+        assert f"rank {1 - rank} has come to a training step" in text or "has ended another backward" in text, text
+        assert "Do it on all ranks" in text and "strategy.full_parameters" in text, text
+        assert seconds < 30, text
+
+
+class Late(models.Module):
+    """One rank is later than the others at a place where all of them do something together."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1 and models.rank() == 1:
+            time.sleep(2)
+
+
+def _late(stage: int) -> tuple[float, int]:
+    """All ranks read, run and save together, one of them late. How far the training is from DDP's, and the meetings."""
+
+    def all_of_it(trainer: L.Trainer, module: Any) -> None:
+        if models.rank() == 0:
+            time.sleep(2)
+        for act in ALONE.values():
+            for _ in range(6):
+                act(trainer, module)
+
+    strategy = ZeroCompileStrategy(stage=stage, timeout=timedelta(minutes=5), **EAGER)
+    module, twin = Late(), models.Module()
+    twin.load_state_dict(module.state_dict())
+    callback = AsOnDevices(all_of_it, -1)
+    models.make_trainer(strategy, max_steps=3, callbacks=[callback]).fit(module, models.Batches(models.rank()))  # type: ignore
+    models.reference(twin, steps=3)
+    return models.deviation(module, twin), callback.meetings
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=LONG)])
+def test_what_all_ranks_do_is_no_difference(ranks: Ranks, stage: int) -> None:
+    for deviation, meetings in ranks.run(_late, stage):
+        assert deviation <= 1e-6 and meetings >= 12  # of the states and the reductions; gathers meet besides
+
+
+class _Fake:
+    """What a rank has heard of the others."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}
+        self.knot: str | None = None
+
+    def left(self) -> dict[int, str]:
+        return self.reasons
+
+    def knot_of(self, line: str) -> str | None:
+        return self.knot if line == "mine" else None
+
+
+def _watched(messages: Messages, heard: _Fake, line: str | None, looks: int) -> str | None:
+    """What ends the groups while the main thread stands here and the watching thread looks."""
+    messages._liveness = heard  # type: ignore[assignment]
+    watcher = threading.Thread(target=lambda: [messages._look_from_outside(line) for _ in range(looks)])
+    watcher.start()
+    watcher.join()
+    for thread in threading.enumerate():
+        if thread.name == "zerocompile-end":
+            thread.join()
+    return messages.ended
+
+
+@on_ranks(1)
+def test_when_groups_are_ended_from_outside() -> None:
+    def messages() -> Messages:
+        return Messages("cuda", "test", timedelta(minutes=5))
+
+    heard = _Fake()
+    assert _watched(messages(), heard, "mine", 20) is None  # it stands still, and nobody is gone
+    heard.reasons = {0: "itself"}
+    assert _watched(messages(), heard, "mine", 20) is None
+    heard.reasons = {1: "RuntimeError: why"}
+    assert _watched(messages(), heard, None, 3) is None  # it may still go on
+    text = _watched(messages(), heard, None, 4)
+    assert text is not None and "rank 0 waits for rank 1, which has ended: RuntimeError: why" in text
+    assert "start the processes anew" in text
+    heard.reasons = {1: DIED}
+    assert DIED in (_watched(messages(), heard, None, 4) or "")
+    heard.reasons, heard.knot = {}, "zerocompile: ranks wait for each other: here and there"
+    assert _watched(messages(), heard, None, 20) is None
+    ended = messages()
+    assert "here and there" in (_watched(ended, heard, "mine", 4) or "")
+    with pytest.raises(CommunicationError, match="here and there"):
+        ended.raise_if_ended()
+    with pytest.raises(CommunicationError, match="here and there"):
+        ended.waits("a message", "message", 0, [1])
+
+
+def test_what_comes_after_the_end_raises(one_process: None) -> None:
+    """A blocked call returns without an error when its group has ended, so the strategy's hook around it raises."""
+
+    class Ends(models.Module):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                self.trainer.strategy.messages.end("rank 1 has ended: why")  # type: ignore[attr-defined]
+            return super().training_step(batch, batch_idx)
+
+    trainer = models.make_trainer(ZeroCompileStrategy(stage=3, **EAGER), max_steps=3)
+    with pytest.raises(CommunicationError, match=r"rank 1 has ended: why\n.*start the processes anew"):
+        trainer.fit(Ends(), models.Batches(0))  # type: ignore[arg-type]
+    assert trainer.global_step == 1
+
+
+def test_a_moving_thread_is_not_standing() -> None:
+    from lightning_zerocompile.ranks.waits import StandingThread
+
+    still = StandingThread()
+    most, done = [0], threading.Event()
+
+    def look() -> None:
+        for _ in range(200):
+            still.look()
+            most[0] = max(most[0], still.looks)
+            time.sleep(1e-3)
+        done.set()
+
+    threading.Thread(target=look).start()
+    done.wait()
+    assert most[0] > 5
+    most[0], moved = 0, 0
+    done.clear()
+    threading.Thread(target=look).start()
+    while not done.is_set():
+        moved += 1
+    assert most[0] < 50 and moved > 0
