@@ -36,10 +36,9 @@ class BarrierRelease:
         self._rank, world = memory.rank, memory.world_size
         self._pads = [memory.get_signal_pad(rank, [world], torch.int32) for rank in range(world)]
         # made here: later a device that waits could hold up whatever makes them
-        self._stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call, unused-ignore]
-        self._ones = torch.ones(world, dtype=torch.int32, device=buffer.device)
-        self._zero = torch.zeros(1, dtype=torch.int32, device=buffer.device)
-        torch.cuda.synchronize(buffer.device)
+        self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call, unused-ignore]
+        self._ones = torch.ones(world, dtype=torch.int32).pin_memory()  # on the host: no kernel has to write them
+        self._zero = torch.zeros(1, dtype=torch.int32).pin_memory()
 
     def __call__(self) -> None:
         """Releases one barrier, if the device is in one. What it was to protect is not valid."""
