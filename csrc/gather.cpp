@@ -245,6 +245,25 @@ void Gathers::give_up(const Units& units, const std::vector<Pending>& started) {
   }
 }
 
+// What a gather reads, on the device: see [Note: masters in host memory].
+Tensor Gathers::rows_of(const Parameter& p) const {
+  return !p.host.defined() || of(p).shown_version == p.version() ? p.local : p.host.to(registry_.device());
+}
+
+// `shown`: `local` has the values of `host` now.
+void Gathers::set_rows(int64_t index, Tensor local, Tensor host, bool shown) {
+  registry_.set_rows(index, std::move(local), std::move(host));
+  const auto& p = record(index);
+  of(p).shown_version = shown ? p.version() : -1;
+}
+
+// Orders the current stream after what gathers of these units read; for who waits for them nothing changes.
+void Gathers::follow(const Units& units) const {
+  if (registry_.device().is_cpu()) return;
+  const auto here = current_stream(registry_.device());
+  for (auto index : units) of(registry_.unit(index)).gathering.order(here);
+}
+
 // Adds a unit's rows to the collectives of a gather. Once that is started its values count as those that the masters
 // have now.
 void Gathers::add_rows(const Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved) {
@@ -257,7 +276,7 @@ void Gathers::add_rows(const Unit& unit, bool restores, RowsByDtype& calls, Rows
     const bool moves = !p.replicated && v.full.numel() > 0;
     const auto dtype = v.full.scalar_type();
     (moves ? calls : unmoved)[dtype].push_back(
-        {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(p.local)});
+        {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(p))});
     const bool changes = !(restores || state.stale) || v.gathered_version != p.version();
     if (changes) v.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
     v.value_version = static_cast<int64_t>(v.value._version());

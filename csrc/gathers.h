@@ -42,6 +42,7 @@ struct GatheredValue {
   std::optional<at::ScalarType> low;  // what a gather moves, if not `dtype`: see [Note: low gathers]
   bool asked_cast = false, asked_full = false;  // what this rank's uses have asked for
   int64_t forward_version = -1;   // see [Note: stale backward]
+  int64_t shown_version = -1;     // of rows in host memory, as `Parameter::local` shows them
 
   int64_t writes() const { return value.defined() ? static_cast<int64_t>(value._version()) - value_version : 0; }
 };
@@ -107,6 +108,8 @@ class Gathers {
   // all at once
   void refresh(const Units& units);
   void masters_changed(const Units& units, const Units& order);
+  void set_rows(int64_t parameter, Tensor local, Tensor host, bool shown);
+  void follow(const Units& units) const;
   void hold();
   void let_go(bool raised);
   void keep(int64_t unit);
@@ -145,6 +148,7 @@ class Gathers {
   bool current(const Unit& unit, int64_t needed, bool full) const;
   void launch(const Units& units, Way way, bool restores = false, bool full = false, bool checked = false);
   void start(const Units& units, bool restores, std::vector<Pending>& started);
+  Tensor rows_of(const Parameter& p) const;
   void give_up(const Units& units, const std::vector<Pending>& started);
   void add_rows(const Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const Units& units, bool full);

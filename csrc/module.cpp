@@ -129,6 +129,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("leave", changes("leave", &Runtime::leave), Release())
       .def("unit_order", &Runtime::unit_order, Release())
       .def("masters_changed", changes("masters_changed", &Runtime::masters_changed), Release())
+      .def("set_rows", changes("set_rows", &Runtime::set_rows), Release())
+      .def("follow_gathers", &Runtime::follow_gathers, Release())
       .def("write_back", changes("write_back", static_cast<void (Runtime::*)()>(&Runtime::write_back)), Release())
       .def("keep", changes("keep", &Runtime::keep), Release())
       .def("lend", changes("lend", &Runtime::lend), Release())

@@ -40,10 +40,11 @@ struct Parameter : ParameterSpec {
   int64_t rows = 1;     // padded rows of one rank: ceil(size[0] / world)
   bool replicated = false;
   Tensor master;        // the optimizer's leaf (a DTensor)
-  Tensor local;         // its local part, [<=rows, ...]
+  Tensor local;         // its local part, [<=rows, ...]; what gathers read
+  Tensor host;          // the local part, if it is in host memory: see [Note: masters in host memory]
   Tensor handle;        // [1] float64: its value is the identity
 
-  int64_t version() const { return master._version() + local._version(); }
+  int64_t version() const { return master._version() + (host.defined() ? host : local)._version(); }
 };
 
 struct Unit {
@@ -73,6 +74,7 @@ class Registry {
   int64_t add_parameter(const std::weak_ptr<Runtime>& runtime, ParameterSpec spec, Tensor master, Tensor local,
                         Tensor handle);
   int64_t add_unit(std::string name, std::vector<int64_t> parameters, Lifetime lifetime);
+  void set_rows(int64_t parameter, Tensor local, Tensor host);
   void live_for_a_step(int64_t unit) { units_[unit].lifetime = Lifetime::Step; }
   void shut_down();  // from here on every use of a parameter raises
   bool is_shut_down() const { return shut_down_; }

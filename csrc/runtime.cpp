@@ -290,6 +290,16 @@ void Runtime::masters_changed(const std::vector<int64_t>& units) {
   gathers_.masters_changed(units, unit_order());
 }
 
+void Runtime::set_rows(int64_t parameter, Tensor local, std::optional<Tensor> host, bool shown) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  gathers_.set_rows(parameter, std::move(local), std::move(host).value_or(Tensor()), shown);
+}
+
+void Runtime::follow_gathers(const std::vector<int64_t>& units) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  gathers_.follow(units);
+}
+
 void Runtime::hold() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();

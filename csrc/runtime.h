@@ -150,6 +150,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void let_go(bool raised);
   std::vector<int64_t> unit_order() const;
   void masters_changed(const std::vector<int64_t>& units);
+  void set_rows(int64_t parameter, Tensor local, std::optional<Tensor> host, bool shown);
+  void follow_gathers(const std::vector<int64_t>& units) const;
   void write_back();
   void keep(int64_t unit);
   void lend(const std::vector<int64_t>& units);

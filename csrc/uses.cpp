@@ -175,15 +175,19 @@ void Gathers::write_back(const Parameter& p) {
   if ((!v.read_eagerly && writes == 0) || units_[p.unit].lent) return;
   v.read_eagerly = false;
   if (v.gathered_version != p.version() || v.own.scalar_type() != p.dtype) return;
-  for (int64_t write = 0; write < writes; ++write) p.local.unsafeGetTensorImpl()->bump_version();
+  const bool on_host = p.host.defined();  // see [Note: masters in host memory]
+  const auto& master = on_host ? p.host : p.local;
+  for (int64_t write = 0; write < writes; ++write) master.unsafeGetTensorImpl()->bump_version();
   v.value_version += writes;
   v.gathered_version = p.version();
   if (p.local.numel() == 0) return;
   await_readers(registry_.units()[p.unit]);
   c10::InferenceMode normal_tensors(false);
   at::AutoDispatchBelowADInplaceOrView no_version_change;
-  const auto written = v.own.ne(p.local.to(v.own.scalar_type()));
-  p.local.copy_(at::where(written, v.own.to(p.local.scalar_type()), p.local));
+  const auto rows = on_host ? p.host.to(registry_.device()) : p.local;
+  const auto written = v.own.ne(rows.to(v.own.scalar_type()));
+  master.copy_(at::where(written, v.own.to(rows.scalar_type()), rows));
+  if (on_host) v.shown_version = -1;
 }
 
 void Gathers::write_back() {

@@ -155,6 +155,11 @@ class Config:
         state_dict_type: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
             write their shards. Either loads at any stage, world size and with either setting, and is written in the
             background with Lightning's ``AsyncCheckpointIO()``.
+        offload: ``"optimizer"``: optimizer states and masters are kept in host memory (pinned, with CUDA) and stream
+            through the device unit by unit while the optimizer updates, with the numbers of a run without it. For
+            torch's elementwise optimizers. At stage 3 masters stay on the device that are gathered in their own dtype.
+        offload_budget: with ``offload``, bytes on each device for units that stay there with their masters and states:
+            as many as fit.
         full_param_optimizers: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels
             that take addresses): they see whole parameters, gradients and states, one unit at a time, on every rank.
             Only for those that update each parameter from its own gradient and state. Torch's own need no mention.
@@ -256,6 +261,13 @@ class Config:
             "rank writes its shards)."
         ),
     ] = "full"
+    offload: Annotated[
+        Literal["optimizer", False],
+        Check("is not understood; choose 'optimizer' (its states and masters are kept in host memory) or False."),
+    ] = False
+    offload_budget: Annotated[
+        int, Check("must be a number of bytes on each device, 0 or more.", holds=lambda budget: budget >= 0)
+    ] = 0
     full_param_optimizers: Annotated[tuple[str, ...], _names("optimizer classes, for example ['Shampoo'].")] = ()
     process_group_backend: Annotated[str | None, Check("must be the name of a backend of torch.distributed.")] = None
     timeout: Annotated[
@@ -280,6 +292,15 @@ class Config:
         self._check_cuda_graphs()
         if self.memory_limit is not None and self.stage != "auto":
             raise ValueError("`memory_limit` is what stage='auto' chooses by; drop it, or pass stage='auto'.")
+        if self.offload_budget and not self.offload:
+            raise ValueError(
+                "`offload_budget` is what offload='optimizer' leaves on the device; pass both, or neither."
+            )
+        if self.offload and self.full_param_optimizers:
+            raise ValueError(
+                "offload='optimizer' updates shards, and `full_param_optimizers` need whole parameters; drop one of "
+                "them."
+            )
         if self.activation_budget is not None and self.compile is False:
             raise ValueError(
                 "`activation_budget` is for what is compiled; with compile=False use activation_checkpointing='blocks'."

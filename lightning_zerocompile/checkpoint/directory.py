@@ -32,7 +32,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile.checkpoint import files
-from lightning_zerocompile.sharding.layout import as_dtensor
+from lightning_zerocompile.sharding.full_values import ON_HOST
+from lightning_zerocompile.sharding.layout import as_dtensor, over_local
+from lightning_zerocompile.sharding.sharded import STATES_ON_HOST
 
 CHECKSUMS, INDEX = "checksums.json", ".metadata"
 MODEL, OPTIMIZER = "model", "optimizer_"
@@ -300,7 +302,11 @@ def _target(item: Any, path: tuple[Any, ...], masters: Mapping[str, Tensor]) -> 
     name = path[1] if path[0] in _MODEL_KEYS else path[2] if path[1:2] == ("state",) else None
     master = masters.get(name) if isinstance(name, str) else None
     if isinstance(master, DTensor) and item.size == master.shape and master.dim() > 0:
-        local = torch.empty_like(master.to_local(), dtype=item.properties.dtype, requires_grad=False)
+        rows = master.to_local()
+        on_host = ON_HOST if path[0] in _MODEL_KEYS else STATES_ON_HOST
+        if master.__dict__.get(on_host):  # a device may have no room for all of it
+            return over_local(torch.empty(rows.shape, dtype=item.properties.dtype), master)
+        local = torch.empty_like(rows, dtype=item.properties.dtype, requires_grad=False)
         return as_dtensor(local, item.size, master.device_mesh)
     return torch.empty(item.size, dtype=item.properties.dtype)
 

@@ -16,8 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zerocompile.optim.taken_over import sharded_states
 from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.layout import over_local
 from lightning_zerocompile.sharding.module_swap import PARAMETERS
 from lightning_zerocompile.sharding.parameter import ShardedParameter
+from lightning_zerocompile.sharding.sharded import STATES_ON_HOST
 
 
 def _full(value: Any, keep: bool) -> Any:
@@ -176,4 +178,15 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], whole: 
     by_index = dict(zip(saved_order, parameters, strict=False))
     saved = {index: entry for index, entry in state.get("state", {}).items() if index in by_index}
     entries = sharded_states([(by_index[index], entry) for index, entry in saved.items()], whole)
+    on_host: list[tuple[Tensor, dict[str, Any]]] = []
+    for position, index in enumerate(saved):
+        master, entry = by_index[index], entries[position]
+        if master.__dict__.get(STATES_ON_HOST):  # torch would load them to the device
+            rows = {name: value for name, value in entry.items() if isinstance(value, DTensor)}
+            on_host.append((master, rows))
+            entries[position] = {name: value for name, value in entry.items() if name not in rows}
     optimizer.load_state_dict({**state, "state": dict(zip(saved, entries, strict=True))})
+    for master, rows in on_host:
+        for name, value in rows.items():
+            local = value._local_tensor.to(master.dtype if master.is_floating_point() else value.dtype)  # as torch does
+            optimizer.state[master][name] = over_local(local, master)

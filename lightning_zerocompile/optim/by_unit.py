@@ -34,6 +34,7 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zerocompile.optim.offload import Offload, Staged
 from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
@@ -131,6 +132,7 @@ class UnitStepper:
         kept: returns the masters of a list whose ``grad`` survives the step.
         gradients: where the reduced gradients are.
         full_param_optimizers: names of the user's optimizers that see whole values.
+        offload: what is kept in host memory; its units are updated one by one.
         together: a fused Adam or AdamW updates units together until their shards have so many elements. Optimizers that
             are not fused would make temporary values of all that they update at once.
     """
@@ -142,8 +144,10 @@ class UnitStepper:
         kept: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         gradients: Gradients,
         full_param_optimizers: Sequence[str],
+        offload: Offload,
         together: int = _TOGETHER,
     ) -> None:
+        self._offload = offload
         self._units, self._updated, self._kept, self._gradients = units, updated, kept, gradients
         self._full_param_optimizers, self.together = full_param_optimizers, together
         self._plans = WeakKeyDictionary[Optimizer, _Plan]()
@@ -188,6 +192,8 @@ class UnitStepper:
             optimizer, self._full_param_optimizers
         ):  # whole values are communicated, so all ranks need one order, also if their forwards differ
             together, units = 0, sorted(units, key=itemgetter(0))
+        elif self._offload.holds(optimizer):
+            together = 0
         plan = self._plans.get(optimizer)
         if plan is None or not plan.fits(lists, units, together):
             plan = self._plans[optimizer] = _Plan(lists, units, together)
@@ -208,19 +214,38 @@ class UnitStepper:
     def _update_all(
         self, optimizer: Optimizer, plan: _Plan, options: _Options, update: Callable[[], Any], whole: bool
     ) -> None:
-        for one in plan.rounds:
-            values = [_value(master, whole) for master in one.masters] if whole else one.values
-            options.restore()
-            for group in optimizer.param_groups:
-                group["params"] = []
-            for number, value in zip(one.groups, values, strict=True):
-                optimizer.param_groups[number]["params"].append(value)
-            self._update(optimizer, one, values, update, whole)
-            options.note(set(one.groups))
-            self._updated(one.units)
+        with self._offload.stream(optimizer, [one.units for one in plan.rounds]) as stream:
+            for position, one in enumerate(plan.rounds):
+                staged = {} if stream is None else stream.enter(position)
+                values = [_value(master, whole) for master in one.masters] if whole else one.values
+                if staged:
+                    pairs = zip(one.masters, values, strict=True)
+                    values = [staged[master].value if master in staged else value for master, value in pairs]
+                options.restore()
+                for group in optimizer.param_groups:
+                    group["params"] = []
+                for number, value in zip(one.groups, values, strict=True):
+                    optimizer.param_groups[number]["params"].append(value)
+                self._update(optimizer, one, values, update, whole, staged)
+                if stream is None:
+                    options.note(set(one.groups))
+                    self._updated(one.units)
+                    continue
+                stream.updated(staged)
+                try:
+                    options.note(set(one.groups))
+                    self._updated(one.units)
+                finally:
+                    stream.leave(position, staged, one.units)
 
     def _update(
-        self, optimizer: Optimizer, one: _Round, values: list[Tensor], update: Callable[[], Any], whole: bool
+        self,
+        optimizer: Optimizer,
+        one: _Round,
+        values: list[Tensor],
+        update: Callable[[], Any],
+        whole: bool,
+        staged: Mapping[Tensor, Staged],
     ) -> None:
         """The optimizer sees plain tensors, gradients and state; local ones, or the whole ones."""
         pairs = list(zip(one.masters, values, strict=True))
@@ -230,6 +255,8 @@ class UnitStepper:
             entry = state.get(master)
             if entry is not None:
                 optimizer.state[value] = {name: _value(kept, whole) for name, kept in entry.items()}
+                if master in staged:
+                    optimizer.state[value].update(staged[master].states_of(entry))
         others = range(len(pairs)) if whole else self._gradients.lend_gradients(one.numbers, values)
         for position in others:
             master, value = pairs[position]
@@ -247,6 +274,10 @@ class UnitStepper:
                 if whole and isinstance(master, DTensor):
                     master._local_tensor.copy_(local_part(value, master.device_mesh))
                 new = new_state.get(value)
+                if master in staged:
+                    if not succeeded:
+                        continue  # host memory has what was there before
+                    new = None if new is None else staged[master].taken(new)
                 if new is not None:
                     _store(state[master], new, master, value, whole)
             # a retry must find the gradients that no update has used
@@ -319,6 +350,9 @@ def _store(entry: dict[str, Any], new: dict[str, Any], master: Tensor, value: Te
     """Keeps a plain tensor's state after an update as the master's: as DTensors, over the same memory if local."""
     for name, kept in new.items():
         if not whole and name in entry and _value(entry[name], whole) is kept:
+            continue
+        if isinstance(kept, DTensor):  # it is in host memory
+            entry[name] = kept
             continue
         shaped = isinstance(kept, Tensor) and kept.shape == value.shape and value.dim() > 0
         if shaped and isinstance(master, DTensor) and whole:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.by_unit import UnitStepper
+from lightning_zerocompile.optim.offload import Offload
 from lightning_zerocompile.optim.on_dtensors import on_dtensors
 from lightning_zerocompile.optim.supported import (
     check_gradients,
@@ -53,8 +54,14 @@ class OptimizerSteps:
     def __init__(self, runtime: Runtime, reduce_pending: Callable[[str], None], stepped: Callable[[], None]) -> None:
         self._runtime, self._config = runtime, runtime.config
         self._reduce_pending, self._stepped = reduce_pending, stepped
+        self._offload = Offload(runtime)
         self._stepper = UnitStepper(
-            runtime.units_in_order, self._units_written, self._kept, runtime.core, self._config.full_param_optimizers
+            runtime.units_in_order,
+            self._units_written,
+            self._kept,
+            runtime.core,
+            self._config.full_param_optimizers,
+            self._offload,
         )
         self._restore: dict[Optimizer, Callable[[], None]] = {}  # how each is left alone again
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
@@ -72,7 +79,7 @@ class OptimizerSteps:
 
         Raises:
             RuntimeError: an optimizer holds parameters that are not the model's.
-            MisconfigurationException: an optimizer cannot work on sharded parameters.
+            MisconfigurationException: an optimizer cannot work on sharded parameters, or cannot be offloaded.
         """
         for restore in self._restore.values():
             restore()
@@ -96,6 +103,7 @@ class OptimizerSteps:
                     "the LightningModule, best in `configure_optimizers` from `self.parameters()`."
                 )
             self._restore[optimizer] = self._watch(optimizer)
+        self._offload.attach(optimizers, self._shared)
 
     def states(self) -> Iterator[Tensor]:
         """All tensors that the watched optimizers keep, counters too."""
@@ -120,6 +128,7 @@ class OptimizerSteps:
         Raises:
             RuntimeError: an optimizer holds a parameter twice.
         """
+        self._offload.let_go(former)
         for number, optimizer in enumerate(self._restore):
             rename(optimizer, former)
             take_masters(number, optimizer, new, sees_whole_values(optimizer, self._config.full_param_optimizers))
@@ -218,6 +227,12 @@ class OptimizerSteps:
             raise RuntimeError(
                 f"{name}.step() was called past Lightning, so {name} would see row shards without what it needs to "
                 "compute with them. Step the optimizer that `self.optimizers()` returns."
+            )
+        if not through_lightning and self._offload.holds(optimizer):
+            name = type(optimizer).__name__
+            raise RuntimeError(
+                f"{name}.step() was called past Lightning, and offload='optimizer' keeps what it updates in host "
+                "memory. Step the optimizer that `self.optimizers()` returns, or drop `offload`."
             )
         if not (through_lightning and steps_by_unit(optimizer, self._config.full_param_optimizers)):  # the plan asks
             for parameter in masters_of(optimizer):

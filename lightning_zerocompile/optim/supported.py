@@ -149,7 +149,7 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dty
     trial = object.__new__(type(optimizer))
     trial.__dict__.update(vars(optimizer), param_groups=[group | {"params": [value]}], state=defaultdict(dict))
     if is_elementwise(optimizer) and master in optimizer.state:  # Adagrad's constructor makes it
-        trial.state[value] = {name: _one_element(kept) for name, kept in optimizer.state[master].items()}
+        trial.state[value] = {name: _one_element(kept, value.device) for name, kept in optimizer.state[master].items()}
     step = plain_step(trial)
     try:
         step()
@@ -159,11 +159,44 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dty
     return None
 
 
-def _one_element(kept: Any) -> Any:
-    """Zeros in place of a parameter or of an entry of its state: one element, with the same number of dimensions."""
+@torch.no_grad()
+def state_dtypes(
+    optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """The states of a master that have its shape, by name: found by an update of one element on trial.
+
+    Raises:
+        MisconfigurationException: the update fails; names the optimizer.
+    """
+    value = _one_element(master)
+    value.grad_dtype = grad_dtype
+    value.grad = torch.zeros_like(value, dtype=grad_dtype)
+    trial = object.__new__(type(optimizer))
+    trial.__dict__.update(vars(optimizer), param_groups=[group | {"params": [value]}], state=defaultdict(dict))
+    if master in optimizer.state:  # Adagrad's constructor makes it
+        trial.state[value] = {name: _one_element(kept, value.device) for name, kept in optimizer.state[master].items()}
+    try:
+        plain_step(trial)()
+    except Exception as error:
+        raise MisconfigurationException(
+            f"{type(optimizer).__name__} cannot update one element on trial (torch: {error}), so it is not known what "
+            "it keeps, and offload='optimizer' cannot make room for it. Drop `offload`."
+        ) from error
+    return {
+        name: kept.dtype
+        for name, kept in trial.state[value].items()
+        if isinstance(kept, Tensor) and kept.shape == value.shape
+    }
+
+
+def _one_element(kept: Any, device: torch.device | None = None) -> Any:
+    """Zeros in place of a parameter or of an entry of its state: one element, with the same number of dimensions.
+
+    ``device``: what an update wants states on that may be in host memory; counters stay where they are.
+    """
     if not isinstance(kept, Tensor):
         return kept
-    return torch.zeros((1,) * kept.dim(), dtype=kept.dtype, device=kept.device)
+    return torch.zeros((1,) * kept.dim(), dtype=kept.dtype, device=device if device and kept.dim() else kept.device)
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[], Any]:

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.supported import masters_of
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.layout import shard_like
+from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
 from lightning_zerocompile.sharding.replaced import Former
+from lightning_zerocompile.sharding.sharded import STATES_ON_HOST
 from lightning_zerocompile.sharding.unsharded import master_of
 
 
@@ -136,6 +137,8 @@ def _sharded_state(name: str, value: Any, parameter: Tensor, moment: bool, whole
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     if value.shape == parameter.shape and (moment or parameter.dim() > 0):
+        if parameter.__dict__.get(STATES_ON_HOST):
+            return over_local(local_part(value, parameter.device_mesh).cpu(), parameter)
         return shard_like(value, parameter, dtype=value.dtype)
     if value.numel() == 1 or whole:
         return value

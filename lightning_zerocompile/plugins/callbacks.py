@@ -118,7 +118,10 @@ class _Rows:
 
     def parameters(self) -> Iterator[Tensor]:
         for parameter in self._module.parameters():
-            yield parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+            if isinstance(parameter, DTensor):  # rows may be in host memory; the average's are not
+                yield parameter._local_tensor.to(parameter.device_mesh.device_type)
+            else:
+                yield parameter.detach()
 
     def buffers(self) -> Iterator[Tensor]:
         yield from self._module.buffers()

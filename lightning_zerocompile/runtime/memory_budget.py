@@ -8,12 +8,14 @@ smallest budget and rank 0's counts. For compiled code the shape of one argument
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +65,18 @@ def free_memory(device: torch.device) -> tuple[str, int]:
         idle = sum(segment["total_size"] - segment["active_size"] for segment in segments_of_graphs(device))
         return "", unused - torch.cuda.max_memory_allocated(device) - idle
     return socket.gethostname(), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_memory() -> tuple[str, int]:
+    """This host's name, and the bytes that its processes may still take: what a container's limit leaves, too."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return socket.gethostname(), free
 
 
 def segments_of_graphs(device: torch.device) -> list[Any]:

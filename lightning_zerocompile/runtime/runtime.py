@@ -56,6 +56,8 @@ class Stats:
         eager_reads, eager_gathers: parameter reads outside compiled graphs, and how many of them had to gather.
         resident_bytes, peak_resident_bytes: full parameters gathered now, and at most.
         backwards: outermost backward passes.
+        offload_bytes: masters and optimizer states that are kept in host memory now; ``offload_in_bytes`` and
+            ``offload_out_bytes`` were copied from there to the device, and back.
     """
 
     gathers: int
@@ -73,6 +75,18 @@ class Stats:
     resident_bytes: int
     peak_resident_bytes: int
     backwards: int
+    offload_bytes: int
+    offload_in_bytes: int
+    offload_out_bytes: int
+
+
+@dataclass
+class HostTraffic:
+    """Bytes of optimizers in host memory: held now, and copied to the device and back since set-up."""
+
+    held: int = 0
+    copied_in: int = 0
+    copied_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,7 @@ class Runtime:
         self.core.set_copies_gradients(config.cuda_graphs and device.type == "cuda")
         self.sharded_parameters: list[ShardedParameter] = []
         self.step_state = StepState()
+        self.host_traffic = HostTraffic()
         self.unit_of: dict[str, int] = {}  # block name -> unit
         self._unit_of_parameter: list[int] = []
         self._unit_of_master: dict[Tensor, int] = {}
@@ -329,6 +344,10 @@ class Runtime:
         """The unit that the parameter is gathered and reduced with."""
         return self._unit_of_parameter[sharded.index]
 
+    def lives_for_a_use(self, unit: int) -> bool:
+        """Whether the unit is gathered at each use, and not once after each step of the optimizer."""
+        return unit not in self._kept
+
     def held_window_bytes(self, sum_dtype: torch.dtype | None) -> int:
         """Bytes that a window which holds all parameters adds: they and their gradients, these in ``sum_dtype``
         (``None``: their own), and two moments of the shards, which an optimizer makes in its first step only."""
@@ -433,7 +452,14 @@ class Runtime:
 
     def stats(self) -> Stats:
         raw = self.core.stats()
-        return Stats(**{name: getattr(raw, name) for name in Stats.__dataclass_fields__})
+        names = (name for name in Stats.__dataclass_fields__ if not name.startswith("offload"))
+        host = self.host_traffic
+        return Stats(
+            **{name: getattr(raw, name) for name in names},
+            offload_bytes=host.held,
+            offload_in_bytes=host.copied_in,
+            offload_out_bytes=host.copied_out,
+        )
 
     def shutdown(self) -> None:
         """Drops every reference to the process groups, before they are destroyed. Waits for work that is in flight."""

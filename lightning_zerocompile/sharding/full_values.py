@@ -10,9 +10,13 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+ON_HOST = "_zerocompile_on_host"  # attribute of a DTensor of a device's mesh whose rows are kept in host memory
+
 
 def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """All shards of ``value`` as one detached tensor on its device, of ``value.shape``; collective over its mesh.
+
+    If the rows are kept in host memory, the result is on the mesh's device.
 
     ``group``: a process group of the same ranks in the same order, on the CPU. It communicates instead of the mesh's
     own, and the result is on the CPU.
@@ -24,6 +28,8 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor
     """
     local, placements = value._local_tensor.detach(), value.placements
     place = local.device if group is None else torch.device("cpu")
+    if group is None and value.__dict__.get(ON_HOST):
+        place = torch.device(value.device_mesh.device_type)
     if group is not None and all(placement.is_replicate() for placement in placements):
         return local.to(place, copy=True)
     # a shard that `cpu()` has moved may be where the mesh's group has no backend

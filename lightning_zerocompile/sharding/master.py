@@ -135,7 +135,12 @@ skip_code(Master.__torch_function__.__func__.__code__)  # type: ignore[attr-defi
 
 
 def index_of(master: Tensor) -> int:
-    """The runtime's number of a master.
+    """The runtime's number of a master; raises as :func:`record_of`."""
+    return record_of(master).index
+
+
+def record_of(master: Tensor) -> ShardedParameter:
+    """The parameter of a master.
 
     Raises:
         RuntimeError: the tensor is no master, or its strategy was torn down.
@@ -146,7 +151,7 @@ def index_of(master: Tensor) -> int:
             f"An optimizer holds a parameter of shape {tuple(master.shape)} that is not one of the sharded model. Add "
             "only what `parameters()` of the model yields now."
         )
-    return sharded.index  # type: ignore[no-any-return]
+    return sharded  # type: ignore[no-any-return]
 
 
 def adopt_master(master: Tensor, sharded: ShardedParameter) -> None:

@@ -26,7 +26,7 @@ from lightning_zerocompile.sharding.master import (
     as_plain_tensors,
     bind_gradient,
 )
-from lightning_zerocompile.sharding.sharded import as_sharded, when_zeroed
+from lightning_zerocompile.sharding.sharded import as_sharded, mark_on_host, when_zeroed
 from lightning_zerocompile.sharding.unsharded import Unsharded, Watched, as_unsharded
 
 FUNCTORCH = (
@@ -92,11 +92,12 @@ class ShardedParameter:
     reads: Reads  # compares the ranks before a number is read from the parameter or its gradient
     step_state: StepState
     never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
-    local: Tensor  # the master's rows, [<=rows, ...]: the object that the runtime gathers from
+    local: Tensor  # the master's rows, [<=rows, ...]: unless ``on_host``, the object that the runtime gathers from
     trained_dtype: torch.dtype  # of the master while it is trained
     dtype: torch.dtype  # of the parameter before it was sharded, and again when it is whole
     original: TensorWeakRef  # the parameter before it was sharded; gone, unless somebody else holds it
     grad_dtype: torch.dtype | None  # of the parameter before it was sharded; ``None``: each gradient keeps its own
+    on_host: bool = False  # whether ``local`` is in host memory, see [Note: masters in host memory]
 
     def read(self, current: Tensor | None, cast: torch.dtype | None = None) -> Tensor | None:
         """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``).
@@ -136,6 +137,16 @@ class ShardedParameter:
             master: Any = self.master
             master.data = wide  # sets the wrapper's dtype only; the next line sets what is inside
             master._local_tensor, master._spec = wide._local_tensor, wide._spec
+
+    def keep_rows(self, rows: Tensor, on_host: bool) -> None:
+        """Makes ``rows``, which have the values of ``local``, the master's memory.
+
+        Gathers read what they have read before; see [Note: masters in host memory] in csrc/registry.cpp.
+        """
+        master: Any = self.master
+        master._local_tensor = self.local = rows
+        self.on_host = on_host
+        mark_on_host(master, on_host)
 
     def widen_for(self, value: Any) -> None:
         """:meth:`widen` if the shard cannot hold the loaded ``value`` to the bit; all ranks decide alike."""

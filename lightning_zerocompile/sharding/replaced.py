@@ -85,7 +85,7 @@ def former_of(sharded: ShardedParameter) -> Tensor:
     master = sharded.master
     with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
         grad = gradient_of(master)
-        rows = over_local(sharded.local.detach().clone(), master)
+        rows = over_local(sharded.local.detach().to(sharded.source.device, copy=True), master)
         former: Tensor = nn.Parameter(rows, requires_grad=master.requires_grad)
         former.__class__ = Former  # type: ignore[assignment, unused-ignore]
         former.__dict__[_NAME] = sharded.name
@@ -110,7 +110,7 @@ def take_values(sharded: ShardedParameter, parameter: nn.Parameter, group: dist.
     """
     master = sharded.master
     with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
-        full = parameter.detach().to(sharded.local.device, copy=True).contiguous()
+        full = parameter.detach().to(sharded.source.device, copy=True).contiguous()
         if dist.get_world_size(group) > 1:
             dist.broadcast(full, group=group, group_src=0)
         master.requires_grad_(parameter.requires_grad)

@@ -23,7 +23,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
-from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.full_values import ON_HOST, full_value
 
 if TYPE_CHECKING:
     from lightning_zerocompile.ranks.consistency import Reads
@@ -39,6 +39,7 @@ _RULES = _LIBRARY("aten", "FRAGMENT") if _BY_RULES else None  # the rules are re
 _READS = "_zerocompile_reads"  # compares the ranks before a read; None: the strategy is gone
 _ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when the tensor is made zero in place
 _NAME = "_zerocompile_name"  # of the parameter that a failed run has left as a shard
+STATES_ON_HOST = "_zerocompile_states_on_host"  # attribute of a master: its optimizer's states are kept in host memory
 
 _KEEPS = frozenset({"detach", "alias", "clone", "_to_copy", "squeeze", "unsqueeze", "view", "lift_fresh"})
 _REDUCES = frozenset(  # these compute this rank's part of the result, without communication
@@ -84,6 +85,9 @@ class Sharded(DTensor):
         ours = [tensor for tensor in tensors if isinstance(tensor, Sharded)]
         if not ours:  # a type that only occurs in an output
             return dispatch(func, types, args, kwargs)
+        on_host = any(map(_is_on_host, ours))
+        if on_host and not func.is_view:
+            return _on_the_device(func, args, kwargs)
         reads, left = ours[0].__dict__.get(_READS), ours[0].__dict__.get(_NAME)
         name = func._schema.name.removeprefix("aten::")
         if name == "_local_scalar_dense":
@@ -114,7 +118,8 @@ class Sharded(DTensor):
                     drop()
         if name.endswith("_") and isinstance(args[0], DTensor):
             return args[0]
-        return tree_map(lambda leaf: as_sharded(leaf, reads, left), result)
+        result = tree_map(lambda leaf: as_sharded(leaf, reads, left), result)
+        return tree_map(mark_on_host, result) if on_host else result
 
     # ---- numbers ----
 
@@ -240,6 +245,51 @@ def as_sharded(value: Any, reads: Reads | None, left: str | None = None) -> Any:
         value.__class__ = Sharded  # type: ignore[assignment, unused-ignore]
         value.__dict__.update({_READS: reads} if left is None else {_READS: reads, _NAME: left})
     return value
+
+
+def mark_on_host(value: Any, on_host: bool = True) -> Any:
+    """Notes whether the rows of a DTensor are kept in host memory, see [Note: rows in host memory]; returns it."""
+    if isinstance(value, DTensor):
+        value.__dict__[ON_HOST] = on_host
+    return value
+
+
+def _is_on_host(value: DTensor) -> bool:
+    return bool(value.__dict__.get(ON_HOST)) and value._local_tensor.device.type != value.device_mesh.device_type
+
+
+def _on_the_device(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on tensors whose rows are kept in host memory.
+
+    [Note: rows in host memory] Masters and optimizer states may be kept there, while gradients and all that users
+    compute is on the device. So an operation gets copies on the device, and what it writes to them goes back to host
+    memory. Its result is on the device. Only a view (``detach``) shares the memory, so it is in host memory, too.
+    """
+    copies: list[tuple[Sharded, Any]] = []
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Sharded) or not _is_on_host(leaf):
+            return leaf
+        for original, copy in copies:
+            if original is leaf:
+                return copy
+        local = leaf._local_tensor.to(leaf.device_mesh.device_type)
+        plain: Any = DTensor(local, leaf._spec, requires_grad=False)  # type: ignore[no-untyped-call, call-arg, unused-ignore]
+        copies.append((leaf, as_sharded(plain, leaf.__dict__.get(_READS), leaf.__dict__.get(_NAME))))
+        return copies[-1][1]
+
+    there = tree_map(moved, (args, kwargs))
+    result = func(*there[0], **there[1])
+    names = [argument.name for argument in func._schema.arguments]
+    for argument, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        info = func._schema.arguments[names.index(argument)].alias_info
+        if info is None or not info.is_write:
+            continue
+        for leaf in tree_leaves(value):
+            for original, copy in copies:
+                if original is leaf:
+                    original._local_tensor.copy_(copy._local_tensor)
+    return tree_map(lambda leaf: next((original for original, copy in copies if copy is leaf), leaf), result)
 
 
 def when_zeroed(value: Tensor, call: weakref.WeakMethod[Callable[[], None]]) -> None:

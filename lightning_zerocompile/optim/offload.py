@@ -1,0 +1,543 @@
+"""Optimizer states and masters in host memory, which stream through the device around the update of each unit.
+
+[Note: offload] With ``offload="optimizer"`` the states and the masters of a unit lie in one slab of host memory, which
+is pinned where there is CUDA. A step copies the slab of the next unit to the device while this unit is updated and the
+slab of the unit before goes back. The copies in and the copies out have a stream each, so a link that works in both
+directions does so. Three slabs of the largest unit's size are on the device during a step, and none between steps. The
+update itself is the one without offload, on tensors of the device, so the numbers are the same to the bit.
+
+What gathers read stays on the device, see [Note: masters in host memory] in csrc/registry.cpp. At stage 3 a master
+whose dtype is also the dtype in which it is gathered stays on the device, since gathers read it at each use. Then only
+its states are in host memory. Units that fit into ``offload_budget`` bytes stay on the device whole. So do parameters
+without dimensions, those that are frozen when the optimizers are set up, and those that several optimizers hold.
+
+A step that raises loses nothing. A unit goes back to host memory only after its update has succeeded, so the unit whose
+update raised keeps in host memory what it had before the step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_zerocompile.optim.supported import is_elementwise, state_dtypes
+from lightning_zerocompile.runtime.memory_budget import host_memory
+from lightning_zerocompile.runtime.runtime import Runtime
+from lightning_zerocompile.sharding.layout import over_local
+from lightning_zerocompile.sharding.master import as_plain_tensors, record_of
+from lightning_zerocompile.sharding.parameter import ShardedParameter
+from lightning_zerocompile.sharding.sharded import STATES_ON_HOST, as_sharded, mark_on_host
+
+_ALIGNED = 512  # bytes, as torch's allocators align
+_BUFFERS = 3  # one unit comes in, one is updated, one goes out
+_MASTER = ""  # the master among the tensors of a slot, beside the names of its states
+_GIB = 2**30
+
+
+@dataclass
+class _Slot:
+    """What a slab holds of one master.
+
+    Attributes:
+        sharded: the parameter.
+        offsets: of each tensor in the slab, in bytes, by the state's name; the master's is ``""``, if it is there.
+        dtypes: of each of these tensors.
+        states: the DTensor over each state's place in host memory.
+        read_at_each_use: whether gathers read the rows at each use, and not once after the update.
+        shown: what gathers read at each use, [<=rows, ...] in the model's dtype; ``None``: they read the rows of the
+            update itself, once, or the master is not in the slab.
+        empty: stands for the rows on the device between steps, if ``shown`` is ``None``: their sizes, one element.
+    """
+
+    sharded: ShardedParameter
+    offsets: dict[str, int] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+    read_at_each_use: bool = False
+    shown: Tensor | None = None
+    empty: Tensor | None = None
+
+    def places(self, slab: Tensor) -> dict[str, Tensor]:
+        """The tensors in ``slab``, [bytes] on any device. Each has a version of its own, as separate tensors have."""
+        rows, start, found = self.sharded.local, slab.storage_offset(), {}
+        for name, dtype in self.dtypes.items():
+            place = torch.empty(0, dtype=dtype, device=slab.device)
+            first = (start + self.offsets[name]) // dtype.itemsize
+            found[name] = place.set_(slab.untyped_storage(), first, rows.shape, rows.stride())
+        return found
+
+
+@dataclass
+class _Slab:
+    """One optimizer's part of one unit in host memory.
+
+    Attributes:
+        unit: its number.
+        slots: by master.
+        nbytes: of this rank's slab.
+        most: of the largest rank's.
+        memory: [nbytes] bytes in host memory, once it is allocated.
+    """
+
+    unit: int
+    slots: dict[Tensor, _Slot] = field(default_factory=dict)
+    nbytes: int = 0
+    most: int = 0
+    memory: Tensor | None = None
+
+    def add(self, master: Tensor, slot: _Slot, dtypes: Mapping[str, torch.dtype]) -> None:
+        share = -(-master.shape[0] // _ranks(master)) * math.prod(master.shape[1:])
+        for name, dtype in dtypes.items():
+            slot.dtypes[name], slot.offsets[name] = dtype, self.nbytes
+            self.nbytes += _aligned(slot.sharded.local.numel() * dtype.itemsize)
+            self.most += _aligned(share * dtype.itemsize)
+        self.slots[master] = slot
+
+
+@dataclass
+class Staged:
+    """What an optimizer updates in the place of an offloaded master: its rows and its states, on the device.
+
+    Attributes:
+        value: [<=rows, ...]; its version has changed if the update has written it.
+        states: by name.
+        kept: the DTensors over host memory that stand for ``states`` in the optimizer.
+    """
+
+    value: Tensor
+    states: dict[str, Tensor]
+    kept: dict[str, Tensor]
+    slot: _Slot
+    version: int
+
+    def states_of(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The states on the device in the place of those of ``entry`` that are in host memory."""
+        return {name: self.states[name] for name, kept in self.kept.items() if entry.get(name) is kept}
+
+    def taken(self, new: Mapping[str, Any]) -> dict[str, Any]:
+        """The states after an update, as the optimizer keeps them: new ones are copied to their places."""
+        result = dict(new)
+        for name, place in self.states.items():
+            value = new.get(name)
+            if value is None or value.dtype != place.dtype or value.shape != place.shape:
+                continue  # what the trial did not show stays on the device
+            if value is not place:
+                place.copy_(value)
+            result[name] = self.kept[name]
+        return result
+
+
+class Offload:
+    """Keeps optimizers' states and masters in host memory, see [Note: offload].
+
+    Args:
+        runtime: holds the model's parameters.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._slabs: dict[Optimizer, dict[int, _Slab]] = {}
+        self._pins: list[Callable[[], object]] = []
+        self._attached = 0
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether something of the optimizer is in host memory."""
+        return optimizer in self._slabs
+
+    # ---- set-up and end ----
+
+    def attach(self, optimizers: Sequence[Optimizer], shared: set[Tensor]) -> None:
+        """Moves what does not fit into the budget to host memory; the ranks tell each other what they need.
+
+        Args:
+            optimizers: all of the model, on its masters; none: the model is about to be made whole. Then everything
+                stays in host memory.
+            shared: masters in more than one of them.
+
+        Raises:
+            MisconfigurationException: an optimizer cannot be offloaded. Nothing has been moved.
+            RuntimeError: a host has no room; names the bytes. Nothing has been moved.
+        """
+        config = self._runtime.config
+        if not config.offload or not optimizers:
+            self._forget()
+            return
+        wanted = {optimizer: self._planned(optimizer, shared) for optimizer in optimizers}
+        budget = config.offload_budget
+        slabs: dict[Optimizer, dict[int, _Slab]] = {}
+        for optimizer, planned in wanted.items():
+            for unit, slab in planned.items():
+                if slab.most <= budget:
+                    budget -= slab.most
+                elif slab.slots:
+                    slabs.setdefault(optimizer, {})[unit] = slab
+        pins = self._allocate([slab for units in slabs.values() for slab in units.values()])
+        before = {master for units in self._slabs.values() for slab in units.values() for master in slab.slots}
+        self._forget()
+        self._pins = pins
+        with torch.inference_mode(False), torch.no_grad():
+            for units in slabs.values():
+                for slab in units.values():
+                    self._fill(slab)
+            for master in before.difference(*(slab.slots for units in slabs.values() for slab in units.values())):
+                self._bring_back(record_of(master))
+        self._slabs = slabs
+        self._runtime.host_traffic.held = sum(s.nbytes for units in slabs.values() for s in units.values())
+        for optimizer in slabs:
+            self.adopt(optimizer)
+
+    def _forget(self) -> None:
+        for units in self._slabs.values():
+            for slab in units.values():
+                for master in slab.slots:
+                    master.__dict__.pop(STATES_ON_HOST, None)
+        self._slabs = {}
+        for unpin in self._pins:
+            unpin()
+        self._pins = []
+        self._runtime.host_traffic.held = 0
+
+    def _planned(self, optimizer: Optimizer, shared: set[Tensor]) -> dict[int, _Slab]:
+        name = type(optimizer).__name__
+        if not is_elementwise(optimizer):
+            raise MisconfigurationException(
+                f"offload='optimizer' does not work with the optimizer {name}: only torch's elementwise optimizers "
+                "(AdamW, Adam, SGD, ...; no subclasses) are updated from a unit's own shards. Use one of them, or drop "
+                "`offload`."
+            )
+        group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+        slabs: dict[int, _Slab] = {}
+        known: dict[Any, dict[str, torch.dtype]] = {}
+        for unit, masters in self._runtime.units_in_order():
+            slab = slabs[unit] = _Slab(unit)
+            for master in masters:
+                if master not in group_of or master in shared or not isinstance(master, DTensor) or master.dim() == 0:
+                    continue
+                sharded = record_of(master)
+                if not master.requires_grad or sharded.local.dtype != sharded.trained_dtype:
+                    continue
+                group = group_of[master]
+                number = next(n for n, one in enumerate(optimizer.param_groups) if one is group)
+                with as_plain_tensors():
+                    grad_dtype = master.grad_dtype or master.dtype
+                key = (number, master.dim(), master.dtype, grad_dtype)
+                if key not in known:
+                    known[key] = state_dtypes(optimizer, group, master, grad_dtype)
+                slot = _Slot(sharded, read_at_each_use=self._runtime.lives_for_a_use(unit))
+                dtypes = dict(known[key])
+                if not slot.read_at_each_use or sharded.source.dtype != master.dtype:
+                    dtypes[_MASTER] = master.dtype
+                if dtypes:
+                    slab.add(master, slot, dtypes)
+        return slabs
+
+    def _allocate(self, slabs: Sequence[_Slab]) -> list[Callable[[], object]]:
+        """Gives each slab its memory, on all ranks or on none. Returns what unpins it.
+
+        Raises:
+            RuntimeError: names the rank, the bytes and the remedy, alike on all ranks.
+        """
+        self._attached += 1
+        topic = f"offload/{self._attached}"
+        host, free = host_memory()
+        need = sum(slab.nbytes for slab in slabs)
+        heard = self._runtime.messages.hear_all(topic, json.dumps([host, free, need]), "has offloaded the optimizers")
+        told = {rank: json.loads(message) for rank, message in heard.items()}
+        for rank, (host, free, _) in told.items():
+            together = sum(needed for other, _, needed in told.values() if other == host)
+            if together > free:
+                raise RuntimeError(_NO_ROOM.format(rank, host, together, together / _GIB, free, free / _GIB))
+        failure = ""
+        pins: list[Callable[[], object]] = []
+        try:
+            for slab in slabs:
+                slab.memory = torch.empty(slab.nbytes, dtype=torch.uint8)
+                if self._runtime.device.type == "cuda":
+                    pins.append(_pin(slab.memory))
+        except RuntimeError as error:
+            failure = str(error).splitlines()[0]
+        doing = "has pinned memory for the optimizers"
+        heard = self._runtime.messages.hear_all(f"{topic}/pinned", failure, doing)
+        for rank, failure in heard.items():
+            if failure:
+                for unpin in pins:
+                    unpin()
+                raise RuntimeError(_NOT_PINNED.format(told[rank][2], told[rank][2] / _GIB, rank, failure))
+        return pins
+
+    def _fill(self, slab: _Slab) -> None:
+        """Moves the masters of a slab into it."""
+        assert slab.memory is not None
+        for master, slot in slab.slots.items():
+            master.__dict__[STATES_ON_HOST] = True
+            places = slot.places(slab.memory)
+            for name, place in places.items():
+                if name != _MASTER:
+                    slot.states[name] = mark_on_host(as_sharded(over_local(place, master), self._runtime.reads))
+            if _MASTER in places:
+                self._move(slot, places[_MASTER])
+
+    def _move(self, slot: _Slot, place: Tensor) -> None:
+        """Makes ``place``, in host memory, the master's rows."""
+        sharded = slot.sharded
+        before = sharded.local
+        place.copy_(before)
+        _raise_version(place, before)
+        device = self._runtime.device
+        slot.empty = torch.empty(1, dtype=before.dtype, device=device).expand(before.shape)
+        if slot.read_at_each_use:
+            slot.shown = before.to(device, sharded.source.dtype)
+        sharded.keep_rows(place, on_host=True)
+        self._show(slot)
+
+    def _show(self, slot: _Slot, rows: Tensor | None = None) -> None:
+        """Says what gathers read: ``rows``, on the device, or what there is between steps."""
+        sharded = slot.sharded
+        local = rows if rows is not None else slot.shown if slot.shown is not None else slot.empty
+        assert local is not None
+        self._runtime.core.set_rows(sharded.index, local, sharded.local, local is not slot.empty)
+
+    def _bring_back(self, sharded: ShardedParameter) -> None:
+        """A master that no offloaded optimizer holds any more is on the device again."""
+        if sharded.on_host:
+            rows = sharded.local.to(self._runtime.device, copy=True)
+            _raise_version(rows, sharded.local)
+            sharded.keep_rows(rows, on_host=False)
+            self._runtime.core.set_rows(sharded.index, rows, None, False)
+
+    # ---- states that were made elsewhere ----
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Moves states that are not in host memory (loaded ones, or a constructor's) there."""
+        for slab in self._slabs.get(optimizer, {}).values():
+            for master, slot in slab.slots.items():
+                entry = optimizer.state.get(master)
+                if not entry:
+                    continue
+                for name, place in slot.states.items():
+                    value = entry.get(name)
+                    if value is not None and value is not place:
+                        with torch.no_grad():
+                            _local(place).copy_(_local(value))
+                        entry[name] = place
+
+    def let_go(self, masters: Iterable[Tensor]) -> None:
+        """The states of these masters get memory of their own: another parameter takes the master's place."""
+        for master in masters:
+            for optimizer, units in self._slabs.items():
+                for slab in units.values():
+                    slot, entry = slab.slots.get(master), optimizer.state.get(master)
+                    if slot is not None and entry:
+                        for name, place in slot.states.items():
+                            if entry.get(name) is place:
+                                entry[name] = over_local(_local(place).to(self._runtime.device, copy=True), master)
+
+    # ---- a step ----
+
+    @contextmanager
+    def stream(self, optimizer: Optimizer, rounds: Sequence[Sequence[int]]) -> Iterator[Stream | None]:
+        """Around the updates of an optimizer: units come and go; ``rounds`` are the units of each update.
+
+        When it ends all copies are done, so that host memory can be read.
+        """
+        if optimizer not in self._slabs:
+            yield None
+            return
+        self.adopt(optimizer)
+        units = self._slabs[optimizer]
+        order = [[units[unit] for unit in one if unit in units] for one in rounds]
+        if self._runtime.device.type != "cpu" and self._streams is None:
+            self._streams = (_stream(self._runtime.device), _stream(self._runtime.device))
+        stream = Stream(self._runtime, order, self._streams, self._show)
+        try:
+            yield stream
+        finally:
+            stream.close()
+
+
+class Stream:
+    """The units of one step: which are on the device, on their way in, and on their way out.
+
+    Args:
+        runtime: its core gathers, its ``host_traffic`` counts.
+        order: the slabs of each round.
+        streams: for copies in and for copies out; ``None``: the CPU, where copies are done at once.
+        show: says what gathers of a master read.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        order: Sequence[Sequence[_Slab]],
+        streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
+        show: Callable[..., None],
+    ) -> None:
+        self._runtime, self._order, self._streams, self._show = runtime, order, streams, show
+        sizes = [sum(slab.nbytes for slab in slabs) for slabs in order]
+        count = min(_BUFFERS, sum(size > 0 for size in sizes))
+        device = runtime.device
+        self._buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(count)]
+        self._here = None if streams is None else torch.cuda.current_stream(device)
+        self._free: list[torch.cuda.Event | None] = [None] * count  # when what was in a buffer has gone out
+        self._came: dict[int, tuple[torch.cuda.Event | None, list[Tensor]]] = {}  # by round: the slabs on the device
+        self._next, self._fetched = 0, 0  # the next round to fetch; how many fetches there were
+        if streams is not None and self._here is not None:
+            streams[0].wait_stream(self._here)  # the buffers' memory may be in use until here
+        self._fetch()
+
+    def _fetch(self) -> None:
+        """Starts to copy in the slabs of the next round that has any."""
+        while self._next < len(self._order) and not any(slab.nbytes for slab in self._order[self._next]):
+            self._next += 1
+        if self._next == len(self._order):
+            return
+        number = self._fetched % len(self._buffers)
+        buffer, slabs, start = self._buffers[number], self._order[self._next], 0
+        parts = []
+        with self._on(0, self._free[number]) as stream:
+            for slab in slabs:
+                assert slab.memory is not None
+                part = buffer.narrow(0, start, slab.nbytes)
+                part.copy_(slab.memory, non_blocking=True)
+                parts.append(part)
+                self._runtime.host_traffic.copied_in += slab.nbytes
+                start += slab.nbytes
+            self._came[self._next] = (None if stream is None else stream.record_event(), parts)
+        self._next, self._fetched = self._next + 1, self._fetched + 1
+
+    @contextmanager
+    def _on(self, which: int, after: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
+        """Inside, copies run on a stream of their own, after an event."""
+        if self._streams is None:
+            yield None
+            return
+        stream = self._streams[which]
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            yield stream
+
+    def enter(self, number: int) -> dict[Tensor, Staged]:
+        """What the round updates in the place of its offloaded masters, by master; the next round's is fetched."""
+        if number not in self._came:
+            return {}
+        came, parts = self._came[number]
+        if came is not None:
+            assert self._here is not None
+            self._here.wait_event(came)
+        self._fetch()
+        staged = {}
+        for slab, part in zip(self._order[number], parts, strict=True):
+            for master, slot in slab.slots.items():
+                places = slot.places(part)
+                value = places.pop(_MASTER, slot.sharded.local)
+                staged[master] = Staged(value, places, slot.states, slot, value._version)
+        return staged
+
+    def updated(self, staged: Mapping[Tensor, Staged]) -> None:
+        """The round's update has succeeded: gathers read the new rows."""
+        for one in staged.values():
+            slot = one.slot
+            if _MASTER not in slot.offsets:
+                continue
+            changed = one.value._version != one.version
+            if changed:
+                torch.autograd.graph.increment_version(slot.sharded.local)
+            if slot.shown is None:
+                self._show(slot, one.value)
+            elif changed:
+                slot.shown.copy_(one.value)
+                self._show(slot)
+
+    def leave(self, number: int, staged: Mapping[Tensor, Staged], units: Sequence[int]) -> None:
+        """The round's units have been gathered where they live for a step: what it updated goes out."""
+        for one in staged.values():
+            if _MASTER in one.slot.offsets and one.slot.shown is None:
+                self._show(one.slot)
+        if number not in self._came:
+            return
+        _, parts = self._came.pop(number)
+        done = None if self._here is None else self._here.record_event()
+        with self._on(1, done) as stream:
+            if stream is not None:
+                self._runtime.core.follow_gathers(units)
+            for slab, part in zip(self._order[number], parts, strict=True):
+                assert slab.memory is not None
+                slab.memory.copy_(part, non_blocking=True)
+                self._runtime.host_traffic.copied_out += slab.nbytes
+            gone = None if stream is None else stream.record_event()
+        position = sum(any(slab.nbytes for slab in self._order[other]) for other in range(number))
+        self._free[position % len(self._buffers)] = gone
+
+    def close(self) -> None:
+        """Waits for all copies, and frees the buffers."""
+        if self._streams is not None:
+            for stream in self._streams:
+                stream.synchronize()
+        self._came, self._buffers = {}, []
+
+
+def _ranks(master: Tensor) -> int:
+    return master.device_mesh.size() if isinstance(master, DTensor) else 1
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _local(value: Tensor) -> Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _raise_version(value: Tensor, other: Tensor) -> None:
+    """Gives ``value`` the version of ``other``, so that what was gathered of either is known to be the same."""
+    for _ in range(other._version - value._version):
+        torch.autograd.graph.increment_version(value)
+
+
+def _pin(memory: Tensor) -> Callable[[], object]:
+    """Pins memory where it lies: torch's own allocator of pinned memory takes up to twice as much.
+
+    Returns:
+        What unpins it, also when the tensor is freed.
+
+    Raises:
+        RuntimeError: CUDA refuses.
+    """
+    if memory.nbytes == 0:
+        return lambda: None
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(code) != 0:
+        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: error {int(code)}")
+    return weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+
+
+_REMEDY = (
+    "Raise `offload_budget` (bytes that stay on each device), use an optimizer with fewer states, more hosts, or drop "
+    "`offload`."
+)
+_NO_ROOM = (
+    "offload='optimizer': rank {} cannot offload, since the ranks of host {} need {} bytes ({:.1f} GiB) of host memory "
+    f"and {{}} bytes ({{:.1f}} GiB) are free there. Nothing was moved. {_REMEDY}"
+)
+_NOT_PINNED = (
+    "offload='optimizer' needs {} bytes ({:.1f} GiB) of pinned host memory on rank {}, which the system refuses ({}). "
+    f"Nothing was moved. Look at `ulimit -l` and the limits of the container. {_REMEDY}"
+)
