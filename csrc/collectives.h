@@ -12,6 +12,11 @@
 
 namespace zerocompile {
 
+// What a collective moves for a tensor: the backends know no complex numbers.
+inline at::Tensor on_the_wire(const at::Tensor& tensor) {
+  return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+}
+
 // outputs[i]: [world * n_i, ...], inputs[i]: [n_i, ...], all of one dtype; in place where an input is its own rows.
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
                 std::vector<at::Tensor> inputs);

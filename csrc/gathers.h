@@ -27,9 +27,6 @@ namespace zerocompile {
 enum class Phase : int64_t { Forward = 0, NoGrad = 1, Backward = 2 };
 Phase phase();  // of the thread that asks
 
-// What a collective moves for a tensor: the backends know no complex numbers.
-inline Tensor on_the_wire(const Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
-
 // One parameter's; the tensors are defined while it is resident.
 struct GatheredValue {
   Tensor full;          // [world*rows, ...]

@@ -1,29 +1,217 @@
-// Reduced gradients: where they are until an optimizer takes them.
+#include "gradients.h"
+
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <utility>
 
-#include "runtime.h"
+#include "text.h"
+#include "views.h"
 
 namespace zerocompile {
 
-// Whether the user has hooks on the accumulated gradient; they may all have been removed again.
+namespace {
+
+// Whether the gradient that is there may be added to in place: it was made here, or nobody else holds its memory, as of
+// one that a graph has handed over.
+bool is_ours(const Gradient& g) {
+  return g.grad_owned || (g.grad.storage().use_count() == 1 && g.grad.is_non_overlapping_and_dense());
+}
+
+}  // namespace
+
+// They may all have been removed again.
 bool has_hooks(const Tensor& master) {
   return torch::autograd::impl::get_autograd_meta(master) != nullptr &&
          torch::autograd::impl::post_acc_grad_hooks(master) != nullptr;
 }
 
+void Gradients::clear() {
+  gradients_.clear();
+  units_.clear();
+  bind_ = nullptr;
+}
+
+void Gradients::set_deferred(bool deferred) {
+  deferred_ = deferred;
+  pending_ = pending_ || deferred;
+}
+
+// ---- taking gradients ----
+
+// `task`: the number of its graph task.
+void Gradients::begin_backward(int64_t task) {
+  outermost_ = task;
+  pending_ = pending_ || deferred_;
+  begun_.reset();  // what waits for the end of a window is older than its last backward
+  if (!deferred_ && !registry_.device().is_cpu()) begun_ = mark(registry_.device());
+  for (auto& unit : units_) unit = {};
+  for (auto& g : gradients_) g.contributed_now = false;
+}
+
+// A forward graph uses these parameters, so its backward graph will hand their gradients over.
+void Gradients::expect_from_graph(const Indices& indices) {
+  for (auto i : indices) {
+    if (record(i).master.requires_grad()) gradients_[i].graph_outstanding += 1;
+  }
+}
+
+// A forward whose backward never came must not delay the reductions of the next step. Returns whether one was expected.
+bool Gradients::forget_outstanding(const Parameter& p) { return std::exchange(state(p).graph_outstanding, 0) > 0; }
+
+// The current stream produces the gradients that come now.
+void Gradients::produced_here() {
+  follow_producers();
+  if (!registry_.device().is_cpu()) producer_ = current_stream(registry_.device());
+}
+
+// What follows on the current stream is ordered after all gradients so far: see [Note: several streams].
+void Gradients::follow_producers() {
+  if (registry_.device().is_cpu() || !producer_) return;
+  const auto here = current_stream(registry_.device());
+  if (*producer_ == here) return;
+  mark(*producer_)->block(here);
+  several_producers_ = true;
+}
+
+// [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose
+// backward computed in fp32 never opens an fp32 bucket. With `grad_dtype=None` each backward decides, see
+// [Note: agreed dtype]. `shared`: somebody else holds it and may write to it again.
+void Gradients::take(const Indices& indices, at::TensorList grads, bool from_graph, bool shared) {
+  at::NoGradGuard no_grad;
+  Sums sums;
+  for (size_t k = 0; k < indices.size(); ++k) {
+    take_one(registry_.parameter(indices[k]), grads[k], from_graph, shared || copies_, sums);
+  }
+  if (sums.totals.size() == 1) sums.totals.front().add_(sums.parts.front());
+  else if (!sums.totals.empty()) at::_foreach_add_(sums.totals, sums.parts);
+}
+
+// [Note: gradients of several dtypes] With `grad_dtype=None` gradients of one leaf may have several. torch adds to what
+// an earlier backward has left in place, so the dtype of that stays. Within one backward it adds in place to a sum that
+// nobody else holds, and otherwise makes a new one, of the wider dtype. So it is here.
+
+// One gradient: kept, or among `into`, for all to be added by one kernel.
+void Gradients::take_one(const Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& into) {
+  auto& g = state(p);
+  if (from_graph) g.graph_outstanding = std::max<int64_t>(0, g.graph_outstanding - 1);
+  if (!p.master.requires_grad()) return;  // frozen after the forward: torch drops the gradient too
+  TORCH_CHECK(handed.layout() == at::kStrided,
+              text("zerocompile: the gradient of `", p.name,
+                   "` is sparse, which cannot be sharded. Use sparse=False for this embedding"));
+  TORCH_CHECK(handed.sizes() == at::IntArrayRef(p.size),
+              text("zerocompile: the gradient of `", p.name, "` has sizes ",
+                   handed.sizes(), ", the parameter ", p.size));
+  auto grad = view_of(handed);
+  if (p.cast_grad && grad.scalar_type() != p.grad_dtype) grad = grad.to(p.grad_dtype);
+  const auto raw = grad.scalar_type();
+  const bool sums = deferred_ && sum_dtype_.has_value();
+  const bool there = g.grad.defined();
+  const bool stays = there && (!g.contributed_now || is_ours(g));  // see [Note: gradients of several dtypes]
+  g.raw_dtype = stays ? g.raw_dtype : there ? at::promote_types(g.raw_dtype, raw) : raw;
+  if (there && several_producers_) keep_for(g.grad, *producer_);  // it may be another stream's memory
+  const bool sums_in_another = sums && grad.is_floating_point() && raw != *sum_dtype_;
+  if (sums_in_another) grad = grad.to(*sum_dtype_);
+  if (!there) {
+    g.grad = shared && grad.is_alias_of(handed) ? grad.clone() : grad;
+    g.grad_owned = sums_in_another || shared;
+  } else if (is_ours(g) && (!sums || g.grad.scalar_type() == grad.scalar_type())) {
+    g.grad_owned = true;
+    into.totals.push_back(g.grad);
+    into.parts.push_back(std::move(grad));
+  } else {
+    const auto dtype = g.grad.scalar_type();
+    g.grad = g.grad.add(grad);
+    if (stays && !sums) g.grad = g.grad.to(dtype);
+    g.grad_owned = true;
+  }
+  g.contributed = g.contributed_now = true;
+  auto& unit = units_[registry_.unit_of(p).index];
+  unit.nested = unit.nested || torch::autograd::get_current_graph_task_id() != outermost_;
+  if (from_graph) from_graphs_ += 1;
+}
+
+// [Note: late reductions] A unit of which this rank misses a gradient is reduced at the end of the backward, and so are
+// those whose turn comes after it. The other ranks may have started them long ago. Their streams may wait for them
+// before they run what this rank's stream waits for (a gather, a collective of the user's in the backward). So what is
+// not reduced right when its last gradient arrives is ordered after its own gradients alone, not after all that this
+// rank's stream holds. Without any gradient it is ordered after the point where the backward began.
+
+// Returns the point after the gradients that have just come; null: nobody needs it.
+Ready Gradients::mark_ready(const Indices& indices) {
+  Ready latest;
+  if (registry_.device().is_cpu() || deferred_) return latest;
+  for (auto i : indices) {
+    const auto& p = record(i);
+    if (!of(p).grad.defined()) continue;
+    if (!latest) latest = mark(registry_.device());
+    units_[registry_.unit_of(p).index].ready = latest;
+  }
+  return latest;
+}
+
+// ---- their reduction ----
+
+// [Note: nested contributions] What a nested backward (a reentrant checkpoint) hands over was read under no_grad in the
+// forward, so nobody knows how much of it is still to come: such a unit waits for the end of the outermost backward.
+// Started earlier, it would be reduced a second time, and how often would differ between ranks.
+
+// Whether all gradients of the unit are there that this backward produces.
+bool Gradients::complete(const Unit& unit) const {
+  if (units_[unit.index].nested) return false;
+  return std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
+    const auto& p = record(i);
+    const auto& g = of(p);
+    return !p.master.requires_grad() ||
+           (g.contributed_now && p.cast_grad && g.eager_outstanding->load() <= 0 && g.graph_outstanding == 0);
+  });
+}
+
+// What the unit's reduction is to be ordered after; null: all that the current stream holds. `latest`: what
+// `mark_ready` has just returned.
+Ready Gradients::ready_for(const Unit& unit, const Ready& latest) const {
+  const auto& ready = units_[unit.index].ready;
+  const bool just_now = complete(unit) && latest != nullptr && ready == latest;
+  if (just_now && !several_producers_) return nullptr;
+  return ready ? ready : begun_;
+}
+
+// The gradient, which is not here any more; undefined: there is none.
+Tensor Gradients::give_away(const Parameter& p) {
+  state(p).grad_owned = false;
+  return std::exchange(state(p).grad, {});
+}
+
+// The unit's gradients were given away; one that is frozen now waits until it is not.
+void Gradients::reduced(const Unit& unit) {
+  for (auto i : unit.parameters) gradients_[i].contributed = gradients_[i].grad.defined();
+}
+
+// So were those of all units: nothing waits any more.
+void Gradients::reduced_all() {
+  several_producers_ = false;
+  producer_.reset();
+  pending_ = false;
+  for (const auto& unit : registry_.units()) reduced(unit);
+}
+
+void Gradients::keep_early(const Parameter& p, Tensor rows, at::ScalarType bound_dtype) {
+  state(p).early = std::move(rows);
+  state(p).early_dtype = bound_dtype;
+}
+
+// ---- reduced gradients ----
+
 // [Note: unread gradients] A DTensor costs the host 10 us, an optimizer of ours needs none, and a model may have
 // thousands of parameters. So a reduced gradient is a plain tensor here until somebody reads the master's `grad`: then
 // it becomes the DTensor that is bound there, and what is reduced later is added to it through its local part.
 
-// What the reduced gradient is added to: that of earlier in the window, the unread one, or master.grad as we bound it,
-// if the optimizer has not dropped it since.
-Tensor Runtime::existing_grad(const Parameter& p) {
-  auto& g = of(p);
-  if (g.early.defined() || early_) return g.early;
+// What a reduced gradient is added to: the one of earlier in the window (`early`: nothing else), the unread one, or
+// master.grad as we bound it, if the optimizer has not dropped it since.
+Tensor Gradients::existing(const Parameter& p, bool early) const {
+  const auto& g = of(p);
+  if (g.early.defined() || early) return g.early;
   if (g.unread.defined()) return g.unread;
   const auto& outer = p.master.grad();
   if (!outer.defined()) return {};
@@ -33,130 +221,126 @@ Tensor Runtime::existing_grad(const Parameter& p) {
   return Tensor(std::move(bound_local));
 }
 
-// A parameter that has a gradient on no rank keeps None. The callback hears of those whose `grad` is somebody else's,
-// with what is to be added to it, and of those with hooks.
-void Runtime::bind_reduced(const std::vector<char>& used) {
+// What was reduced is the gradient now. A parameter that has one on no rank (`used`, by parameter) keeps None. The
+// callback hears of the parameters whose `grad` is somebody else's, with what is to be added to it, and of those with
+// hooks.
+void Gradients::bind(std::vector<ReducedGrad> reduced, const std::vector<char>& used) {
   at::NoGradGuard no_grad;
   std::vector<ReducedGrad> heard;
-  const auto bind = [&](int64_t index, Tensor rows) {
+  const auto bind_one = [&](int64_t index, Tensor rows) {
     const auto& p = record(index);
+    auto& unread = gradients_[index].unread;
     if (rows.defined() && !p.master.grad().defined()) {
-      of(p).unread = of(p).unread.defined() ? of(p).unread.add_(rows) : rows;
+      unread = unread.defined() ? unread.add_(rows) : rows;
       rows.reset();
     }
     if (rows.defined() || has_hooks(p.master)) heard.emplace_back(index, std::move(rows));
   };
-  for (auto& [index, rows] : std::exchange(reduced_, {})) {
-    if (used[index] && !gradients_[index].early.defined()) bind(index, std::move(rows));
+  for (auto& [index, rows] : reduced) {
+    if (used[index] && !gradients_[index].early.defined()) bind_one(index, std::move(rows));
   }
-  for (size_t i = 0; i < registry_.parameters().size(); ++i) {
-    const auto& p = record(i);
-    if (of(p).early.defined()) bind(static_cast<int64_t>(i), std::exchange(of(p).early, {}).to(of(p).early_dtype));
+  reduced.clear();
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    auto& g = gradients_[i];
+    if (g.early.defined()) bind_one(static_cast<int64_t>(i), std::exchange(g.early, {}).to(g.early_dtype));
   }
   if (bind_ != nullptr && !heard.empty()) bind_(std::move(heard));
 }
 
-// [Note: reductions behind a backward] The last units' reductions end long after the last kernel of the backward, on a
-// device, and the other units' update needs nothing of them. So they are left on their way, and the optimizer does not
-// begin with the units that the forward uses first, which are reduced last: whoever takes a unit's gradients
-// (`await_gradients`) orders its stream behind them. Others rely on the stream of the backward, so that one is ordered,
-// too: behind what is retired when the backward ends, behind what an optimizer takes then, and behind all as soon as
-// user code reads any gradient. What adds to a gradient that is bound already, is seen by hooks or is reduced in two
-// parts is waited for at once.
-bool Runtime::may_be_late() const {
-  if (device_.is_cpu() || again_) return false;
-  return std::none_of(registry_.parameters().begin(), registry_.parameters().end(), [this](const Parameter& p) {
-    return of(p).early.defined() || p.master.grad().defined() || has_hooks(p.master);
-  });
-}
-
-void Runtime::leave_in_flight() {
-  home_ = current_stream(device_);
-  last_retired_.order(*home_);  // what was retired in the backward may have been so on another stream
-  for (auto& reduction : in_flight_) {
-    reserve(reduction);  // what an earlier backward has left is added to, and may be dropped meanwhile
-    reduction.inputs.clear();
-  }
-}
-
-// Of this unit, or (-1) of all.
-void Runtime::await_gradients(int64_t unit) {
-  if (in_flight_.empty() || !home_) return;
-  const auto here = current_stream(device_);
-  for (auto& reduction : in_flight_) {
-    const auto& units = reduction.units;
-    if (unit >= 0 && std::find(units.begin(), units.end(), unit) == units.end()) continue;
-    for (auto& done : reduction.done) {
-      done.order(here);
-      if (here != *home_) done.order(*home_);
-    }
-  }
-}
-
-// A new backward, or a window's end, begins behind what is still on its way.
-void Runtime::await_reductions() {
-  await_gradients(-1);
-  retire(0);
-}
-
-// What `grad` is of a master that has none bound. The reduced one is given away and is to be bound; what waits is only
-// asked for with `waiting`. The caller may write to it.
-std::pair<Tensor, Unbound> Runtime::unbound_gradient(int64_t index, bool waiting) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (registry_.is_shut_down()) return {};
-  const auto& p = registry_.parameter(index);
-  if (of(p).unread.defined()) {
-    await_gradients(-1);
-    return {std::exchange(of(p).unread, {}), Unbound::Reduced};
-  }
-  if (!waiting || !pending_ || (backward_ && !failed())) return {};
-  if (of(p).early.defined()) return {of(p).early, Unbound::Early};
-  return {deferred_gradient(index), Unbound::Sum};
-}
-
-void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const auto& p = registry_.parameter(index);
-  of(p).bound_outer = WeakTensor(outer.getIntrusivePtr());
-  of(p).bound_local = WeakTensor(local.getIntrusivePtr());
+void Gradients::bound(const Parameter& p, const Tensor& outer, const Tensor& local) {
+  state(p).bound_outer = WeakTensor(outer.getIntrusivePtr());
+  state(p).bound_local = WeakTensor(local.getIntrusivePtr());
 }
 
 // `values`: local parts that an optimizer is to update; each gets the gradient of its parameter. Returns the positions
 // of those whose `grad` is not ours.
-std::vector<int64_t> Runtime::lend_gradients(const std::vector<int64_t>& indices, const std::vector<Tensor>& values) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+Gradients::Indices Gradients::lend(const Indices& indices, const std::vector<Tensor>& values) const {
   TORCH_CHECK(indices.size() == values.size(), "zerocompile: a value for each parameter");
-  std::vector<int64_t> others;
-  int64_t awaited = -1;
+  Indices others;
   for (size_t k = 0; k < indices.size(); ++k) {
     const auto& p = registry_.parameter(indices[k]);
-    if (p.unit != awaited) await_gradients(p.unit);
-    awaited = p.unit;
-    auto grad = existing_grad(p);
+    auto grad = existing(p);
     if (grad.defined()) values[k].mutable_grad() = std::move(grad);
     else if (p.master.grad().defined()) others.push_back(static_cast<int64_t>(k));
   }
   return others;
 }
 
-// Nobody holds a gradient of these parameters, as far as it is ours to say.
-void Runtime::release_gradients(const std::vector<int64_t>& indices, const std::vector<Tensor>& values) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+// Nobody holds a gradient of these parameters any more, as far as we can tell.
+void Gradients::release(const Indices& indices, const std::vector<Tensor>& values) {
   for (const auto& value : values) value.mutable_grad().reset();
   for (auto index : indices) {
     const auto& p = registry_.parameter(index);
-    of(p).unread.reset();
+    state(p).unread.reset();
     p.master.mutable_grad().reset();
   }
 }
 
 // Whether a reduced gradient has another dtype than its master.
-bool Runtime::any_other_dtype() const {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
+bool Gradients::any_other_dtype() const {
   return std::any_of(registry_.parameters().begin(), registry_.parameters().end(), [this](const Parameter& p) {
     const auto& grad = of(p).unread.defined() ? of(p).unread : p.master.grad();
     return grad.defined() && grad.scalar_type() != p.master.scalar_type();
   });
+}
+
+// ---- what waits ----
+
+// The full sum of this rank; undefined: there is none. The caller may write to it.
+Tensor Gradients::own_sum(const Parameter& p) {
+  auto& g = state(p);
+  if (!g.grad.defined()) return {};
+  if (!g.grad_owned) {
+    g.grad = g.grad.clone();
+    g.grad_owned = true;
+  }
+  return g.grad;
+}
+
+void Gradients::drop(const Parameter& p) {
+  auto& g = state(p);
+  g.grad.reset();
+  g.early.reset();
+  g.grad_owned = g.contributed = false;
+}
+
+// As `drop`, but what was reduced early stays a gradient, of zeros: it may itself be what user code has made zero.
+void Gradients::zero(const Parameter& p) {
+  at::NoGradGuard no_grad;
+  auto& g = state(p);
+  g.grad.reset();
+  if (g.early.defined()) g.early.zero_();
+  g.grad_owned = g.contributed = false;
+}
+
+void Gradients::drop_all() {
+  pending_ = false;
+  for (const auto& p : registry_.parameters()) {
+    drop(p);
+    state(p).graph_outstanding = 0;
+  }
+}
+
+bool Gradients::any_waits() const {
+  return std::any_of(gradients_.begin(), gradients_.end(),
+                     [](const Gradient& g) { return g.grad.defined() || g.early.defined(); });
+}
+
+// Names of parameters whose gradient waits although they take none now.
+std::vector<std::string> Gradients::frozen() const {
+  std::vector<std::string> names;
+  for (const auto& p : registry_.parameters()) {
+    if (of(p).grad.defined() && !p.master.requires_grad()) names.push_back(p.name);
+  }
+  return names;
+}
+
+int64_t Gradients::waiting_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& g : gradients_) {
+    if (g.grad.defined()) bytes += static_cast<int64_t>(g.grad.nbytes());
+  }
+  return bytes;
 }
 
 }  // namespace zerocompile

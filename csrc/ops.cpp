@@ -96,7 +96,8 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
 
 // Each use's gradient of the value becomes `dtype` before autograd adds it to the others, as at a leaf of torch; none:
 // they are added as they were produced. What it is cast to is the parameter's business, not that of the value (see
-// [Note: grad dtype] in backward.cpp). A value that was cast in the gather is no leaf's: it has the gradient of a cast.
+// [Note: grad dtype] in gradients.cpp). A value that was cast in the gather is no leaf's: its gradient is that of a
+// cast.
 Tensor with_grad_dtype(Tensor value, std::optional<at::ScalarType> dtype) {
   if (value.grad_fn() == nullptr) return value;
   value.grad_fn()->mutable_input_metadata(value.output_nr()).set_grad_dtype(dtype);
@@ -266,7 +267,7 @@ TORCH_LIBRARY_IMPL(zerocompile, Autograd, m) {
   m.impl("gather_cast", gather_cast_autograd);
   for (const auto* lowered : {"gather_unit", "wait_", "release_", "reduce_unit_", "reduce_fence_", "gather_unit.one",
                               "wait_.one", "release_.one", "reduce_unit_.one"}) {
-    m.impl(lowered, torch::CppFunction::makeFallthrough());  // they run behind autograd: torch's fallback costs time
+    m.impl(lowered, torch::CppFunction::makeFallthrough());  // they run below autograd: torch's fallback costs time
   }
 }
 

@@ -60,10 +60,11 @@ struct Place {
   int64_t world = 1, rank = 0;
 };
 
-// [Note: replicas] Parameters are sharded over W ranks, the shard group; R such groups hold the same rows, one replica
-// each. A gather is inside one of them. A gradient is the mean over all R * W ranks, and whatever ranks agree on, all of
-// them agree on. The reduction on devices: inside the shard group first, and then what is left, this rank's rows, over
-// the R ranks that have them. On the CPU it is one collective of all ranks, as gloo reduces whole gradients anyway.
+// [Note: replicas] Parameters are sharded over W ranks, the shard group. R such groups hold the same rows, one replica
+// each. A gather is inside one of them. A gradient is the mean over all R * W ranks. Whatever ranks agree on, all R * W
+// ranks agree on. On devices a reduction is inside the shard group first; what is left, this rank's rows, is then
+// reduced over the R ranks that have them. On the CPU it is one collective of all ranks, as gloo reduces whole gradients
+// anyway.
 class Registry {
  public:
   Registry(c10::Device device, Place shards, Place all) : device_(device), shards_(shards), all_(all) {}

@@ -1,12 +1,9 @@
 #include "runtime.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <algorithm>
-
-#include "collectives.h"
 #include "text.h"
-#include "views.h"
 
 namespace zerocompile {
 
@@ -21,19 +18,19 @@ Place place_in(const std::string& group_name) {
 
 Runtime::Runtime(const std::string& gather_group, const std::string& reduce_group, const std::string& replica_group,
                  Place all, c10::Device device)
-    : device_(device),
-      reduce_group_(c10d::resolve_process_group(reduce_group)),
-      replica_group_(replica_group.empty() ? nullptr : c10d::resolve_process_group(replica_group)),
-      group_name_(gather_group),
+    : group_name_(gather_group),
       registry_(device, place_in(gather_group), all),
       gathers_(registry_, questions_, c10d::resolve_process_group(gather_group)),
-      divisor_(static_cast<double>(registry_.all_ranks())),
-      reduce_lane_(device) {
-  const int64_t reduced = reduce_group_->getSize() * (replica_group_ ? replica_group_->getSize() : 1);
-  TORCH_CHECK(reduced == registry_.all_ranks(),
-              text("zerocompile: the process groups of reductions have ", reduced, " ranks, not all ",
-                   registry_.all_ranks()));
-}
+      gradients_(registry_),
+      reductions_(registry_, questions_, gathers_.order(), gradients_, c10d::resolve_process_group(reduce_group),
+                  replica_group.empty() ? nullptr : c10d::resolve_process_group(replica_group)),
+      backward_(registry_, gathers_, gradients_, reductions_,
+                [this] {
+                  return [weak = weak_from_this()] {
+                    if (auto self = weak.lock()) self->end_of_task();
+                  };
+                }),
+      window_(registry_, gradients_, reductions_, backward_) {}
 
 // ---- set-up and end ----
 
@@ -42,7 +39,7 @@ int64_t Runtime::add_parameter(ParameterSpec spec, Tensor master, Tensor local, 
   const auto index = registry_.add_parameter(weak_from_this(), std::move(spec), std::move(master), std::move(local),
                                              std::move(handle));
   gathers_.add_parameter();
-  gradients_.emplace_back();
+  gradients_.add_parameter();
   return index;
 }
 
@@ -50,7 +47,8 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto index = registry_.add_unit(std::move(name), std::move(members), lifetime);
   gathers_.add_unit(index);
-  unit_gradients_.resize(registry_.units().size());
+  gradients_.add_unit();
+  reductions_.add_unit();
   return index;
 }
 
@@ -61,7 +59,7 @@ void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                             std::function<std::string(int64_t, std::string, bool)> unite,
                             std::function<void(std::string, std::string, int64_t)> waiting) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  bind_ = std::move(bind);
+  gradients_.set_bind(std::move(bind));
   questions_.set(std::move(agree), std::move(compare), std::move(unite), std::move(waiting));
 }
 
@@ -93,36 +91,25 @@ void Runtime::set_peers(const Tensor& buffer, int64_t timeout_ms) {
 
 void Runtime::set_kernels(const std::string& code) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  kernels_ = std::make_shared<Kernels>(code, device_);
+  kernels_ = std::make_shared<Kernels>(code, registry_.device());
 }
 
-// Bytes of a half: what the other ranks send of the usual unit's gradients. 0: kernels cannot sum them.
+// 0: kernels cannot sum gradients.
 int64_t Runtime::summing_peer_bytes() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const auto& units = registry_.units();
-  const auto usual = std::find_if(units.begin(), units.end(),
-                                  [&](const Unit& u) { return u.sent == registry_.usual_bytes(); });
-  if (kernels_ == nullptr || usual == units.end() || registry_.world() - 1 > Kernels::kPeers) return 0;
-  int64_t bytes = 0;
-  for (auto i : usual->parameters) {
-    const auto& p = record(i);
-    const bool summed = p.cast_grad && p.reduce_dtype.value_or(p.grad_dtype) == at::kBFloat16 &&
-                        p.bound_dtype == at::kFloat && !p.replicated;
-    if (summed) bytes += registry_.sent_bytes(p, at::kBFloat16);
-  }
-  return bytes * (registry_.world() - 1);
+  return kernels_ == nullptr ? 0 : reductions_.peer_bytes();
 }
 
 void Runtime::set_summing_peers(const Tensor& buffer, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
-  TORCH_CHECK(replica_group_ == nullptr, "zerocompile: copies between devices reduce inside one replica only");
-  summing_peers_ = std::make_unique<PeerMemory>(buffer, group_name_, kernels_, timeout_ms);
+  reductions_.check_peers();
+  reductions_.set_peers(std::make_unique<PeerMemory>(buffer, group_name_, kernels_, timeout_ms));
 }
 
 void Runtime::set_gradient_divisor(double divisor) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  divisor_ = divisor;
+  reductions_.set_divisor(divisor);
 }
 
 void Runtime::set_prefetch(int64_t distance) {
@@ -132,60 +119,37 @@ void Runtime::set_prefetch(int64_t distance) {
 
 void Runtime::set_merge_bytes(int64_t bytes) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  merge_bytes_ = bytes;
   gathers_.set_merge_bytes(bytes);
+  reductions_.set_merge_bytes(bytes);
 }
 
 void Runtime::set_copies_gradients(bool copies) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  copies_gradients_ = copies;
-}
-
-// Waits for everything that is on its way.
-void Runtime::settle() {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  gathers_.settle();
-  retire(0);
-}
-
-void Runtime::await(Reduction& reduction) {
-  const auto what = text("the reduction of unit `", registry_.names_of(reduction.units), "` in backward number ",
-                         stats_.backwards);
-  const auto look = questions_.look(what, "reduction", reduction.number);
-  for (auto& done : reduction.done) wait_for(done, device_, what, registry_.global_rank(), look);
+  gradients_.set_copies(copies);
 }
 
 // [Note: abandoned communication] After a failure this rank waits for nobody: another may have failed before it came to
 // what is on its way here. Gloo's works hold their tensors until they end, and on a device the memory stays reserved
 // until the lane is done. What would block when it is destroyed (gloo's group waits for its works; peers' memory for
 // the device) is left to the end of the process.
-void Runtime::drop_in_flight() {
-  drop_reductions();
-  if (!reductions_dropped_) return;
-  (void)summing_peers_.release();
-  if (device_.is_cpu()) (void)reduce_group_.release();
-}
 
 // [Note: shutdown] The process group must not be kept alive by this object: a group that is destroyed while somebody
 // holds it aborts the process at exit. After shutdown every use of a parameter raises.
 void Runtime::shutdown(bool wait) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (registry_.is_shut_down()) return;
-  if (wait) settle();
+  if (wait) {
+    gathers_.settle();
+    reductions_.settle();
+  }
   gathers_.abandon(/*devices_too=*/!wait);
-  drop_in_flight();
-  if (!wait) (void)summing_peers_.release();  // what was awaited may still wait on the device
+  reductions_.abandon(/*devices_too=*/!wait);
   registry_.shut_down();
   gathers_.clear();
   gradients_.clear();
-  unit_gradients_.clear();
-  reduced_.clear();
-  bind_ = nullptr;
   questions_.clear();
-  summing_peers_.reset();
+  reductions_.clear();
   kernels_.reset();
-  reduce_group_.reset();
-  replica_group_.reset();
 }
 
 // ---- gathered values ----
@@ -194,9 +158,9 @@ void Runtime::shutdown(bool wait) {
 Phase Runtime::begin_use() {
   registry_.check_running();
   questions_.check_entry("gather", registry_.global_rank());
-  abort_failed_backward();
+  backward_.abort_failed();
   const auto now = phase();
-  if (now == Phase::Backward) arm();
+  if (now == Phase::Backward) backward_.arm();
   return now;
 }
 
@@ -221,7 +185,7 @@ Tensor Runtime::value_in_backward(int64_t parameter) {
 void Runtime::refresh(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
-  abort_failed_backward();
+  backward_.abort_failed();
   gathers_.refresh(units);
 }
 
@@ -248,10 +212,7 @@ void Runtime::need(const std::vector<int64_t>& parameters, const std::vector<at:
   auto now = begin_use();
   if (expects_grad && now != Phase::Backward) now = Phase::Forward;  // autograd disables grad mode inside its functions
   gathers_.need(parameters, dtypes, now);
-  if (!expects_grad || now != Phase::Forward) return;
-  for (auto i : parameters) {
-    if (record(i).master.requires_grad()) gradients_[i].graph_outstanding += 1;
-  }
+  if (expects_grad && now == Phase::Forward) gradients_.expect_from_graph(parameters);
 }
 
 std::vector<Tensor> Runtime::use(const std::vector<int64_t>& parameters, const std::vector<at::ScalarType>& dtypes,
@@ -276,18 +237,15 @@ void Runtime::write_back() {
   gathers_.write_back();
 }
 
-// All units, in the order of their first use in rank 0's forward; before any backward in the order of the model.
 std::vector<int64_t> Runtime::unit_order() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  std::vector<int64_t> order(reduce_order_.rbegin(), reduce_order_.rend());
-  for (int64_t index = 0; order.size() < registry_.units().size(); ++index) order.push_back(index);
-  return order;
+  return reductions_.unit_order();
 }
 
 void Runtime::masters_changed(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
-  gathers_.masters_changed(units, unit_order());
+  gathers_.masters_changed(units, reductions_.unit_order());
 }
 
 void Runtime::set_rows(int64_t parameter, Tensor local, std::optional<Tensor> host, bool shown) {
@@ -319,7 +277,7 @@ void Runtime::keep(int64_t unit) {
 void Runtime::lend(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (auto index : units) (void)registry_.unit(index);  // there is one
-  abort_failed_backward();
+  backward_.abort_failed();
   gathers_.lend(units);
 }
 
@@ -358,6 +316,167 @@ std::string Runtime::gathered_so_far() const {
   return gathers_.so_far();
 }
 
+// ---- a backward, and its gradients ----
+
+void Runtime::contribute(const std::vector<int64_t>& parameters, at::TensorList grads, bool from_graph, bool shared) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  backward_.contribute(parameters, grads, from_graph, shared);
+}
+
+// [Note: entry of backward] Whether a backward reads weights differs between a graph, which may recompute, and eager
+// code: so neither decides that the units of a region are gathered; the first gradient of one of its results does, on
+// every rank. `compiled`: the region's name, if it is a graph.
+void Runtime::watch_backward(const Tensor& result, std::vector<int64_t> units, std::string compiled) {
+  at_backward_of(result, [weak = weak_from_this(), units = std::move(units), compiled = std::move(compiled)] {
+    if (auto self = weak.lock()) self->enter_backward(units, compiled);
+  });
+}
+
+void Runtime::enter_backward(const std::vector<int64_t>& units, const std::string& compiled) {
+  TORCH_CHECK(compiled.empty() || !at::GradMode::is_enabled(),
+              text("backward with `create_graph=True` through the compiled module `", compiled,
+                   "`: compiled graphs have no second derivative. Use ZeroCompileStrategy(compile=False)."));
+  enter(units, /*trusted=*/false);
+  leave(units);
+}
+
+void Runtime::arm() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  backward_.arm();
+}
+
+// Autograd's engine calls it.
+void Runtime::end_of_task() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  backward_.task_ended();
+}
+
+void Runtime::finish_ended_backward() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  backward_.finish_ended();
+}
+
+void Runtime::check_backward_ended() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  backward_.check_ended();
+}
+
+void Runtime::backward_raised() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  backward_.raised();
+}
+
+void Runtime::drop_failed_backward() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  backward_.drop_failed();
+}
+
+void Runtime::drop_gradients() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  backward_.drop_gradients();
+}
+
+// Rank 0's order, for ranks that are in a backward while rank 0 is at a window's end without one.
+void Runtime::publish_order() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (registry_.global_rank() == 0) reductions_.agree_on_order();
+}
+
+// A new step begins. Only a forward whose backward never came can still find its parameters modified.
+void Runtime::forget_outstanding() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (const auto& p : registry_.parameters()) {
+    if (!gradients_.forget_outstanding(p)) gathers_.forget_forward(p.index);
+  }
+}
+
+Count Runtime::outstanding_reads(int64_t index) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return gradients_.outstanding_reads(registry_.parameter(index).index);
+}
+
+// What each use's gradient is cast to; none: nothing.
+std::optional<at::ScalarType> Runtime::grad_dtype(int64_t index) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto& p = registry_.parameter(index);
+  return p.cast_grad ? std::optional(p.grad_dtype) : std::nullopt;
+}
+
+void Runtime::bound(int64_t index, const Tensor& outer, const Tensor& local) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  gradients_.bound(registry_.parameter(index), outer, local);
+}
+
+std::vector<int64_t> Runtime::lend_gradients(const std::vector<int64_t>& parameters,
+                                             const std::vector<Tensor>& values) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  reductions_.await_gradients_of(parameters);
+  return gradients_.lend(parameters, values);
+}
+
+void Runtime::release_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  gradients_.release(parameters, values);
+}
+
+bool Runtime::any_other_dtype() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return gradients_.any_other_dtype();
+}
+
+// ---- windows and accumulations ----
+
+void Runtime::set_deferred(bool deferred) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  window_.set_deferred(deferred);
+}
+
+void Runtime::set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  gradients_.set_sum_dtype(sum_dtype);
+  window_.set_max_bytes(max_bytes);
+}
+
+bool Runtime::deferred() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return gradients_.deferred();
+}
+
+bool Runtime::pending() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return gradients_.pending();
+}
+
+void Runtime::flush() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  window_.flush();
+}
+
+std::pair<Tensor, Unbound> Runtime::unbound_gradient(int64_t index, bool waiting) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return window_.unbound_gradient(index, waiting);
+}
+
+void Runtime::drop_gradient(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  window_.drop_gradient(index);
+}
+
+void Runtime::drop_waiting(int64_t index) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  window_.drop_waiting(index);
+}
+
+std::vector<std::string> Runtime::frozen_gradients() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return gradients_.frozen();
+}
+
+int64_t Runtime::deferred_bytes() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return gradients_.waiting_bytes();
+}
+
 // ---- identity, and counts ----
 
 int64_t Runtime::identity(int64_t index) const {
@@ -392,21 +511,9 @@ int64_t Runtime::parameter_of_handle(const Tensor& tensor) const {
   return registry_.parameter_of_handle(tensor);
 }
 
-bool Runtime::deferred() const {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return deferred_;
-}
-
-bool Runtime::pending() const {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return pending_;
-}
-
 Stats Runtime::stats() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  auto stats = stats_;
-  static_cast<GatherCounts&>(stats) = gathers_.counts();
-  return stats;
+  return {gathers_.counts(), reductions_.counts(), gradients_.from_graphs()};
 }
 
 int64_t Runtime::eager_reads_of(int64_t index) const {

@@ -8,8 +8,8 @@ overlap.
 
 On a device the reductions that end last are those of the units that the forward uses first, and the next forward waits
 for their gathers first. So the last quarter of the units is updated first, and its units are gathered while the others
-are updated. The others follow in the order of the forward (see [Note: reductions behind a backward] in
-csrc/gradients.cpp). A small model is updated in one round, since there the time of the host counts.
+are updated. The others follow in the order of the forward (see [Note: reductions after a backward] in
+csrc/reductions.cpp). A small model is updated in one round, since there the time of the host counts.
 
 [Note: whole values] Adafactor and Muon update a parameter from all of its rows. Such an optimizer sees whole
 parameters, gradients and states, one unit at a time, on every rank. Afterwards each rank keeps its rows. So the

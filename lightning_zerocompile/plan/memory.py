@@ -21,7 +21,7 @@ from lightning_zerocompile.plan.trace import Event, Trace
 from lightning_zerocompile.sharding.layout import shard_dtype
 from lightning_zerocompile.sharding.plan import UnitPlan
 
-_REDUCTIONS_IN_FLIGHT = 2  # on a device: `retire(2)` in csrc/reduce.cpp
+_REDUCTIONS_IN_FLIGHT = 2  # on a device: `retire(2)` in csrc/reductions.cpp
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,546 @@
+#include "reductions.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "collectives.h"
+#include "text.h"
+#include "views.h"
+
+namespace zerocompile {
+
+namespace {
+
+int64_t row_numel(const Parameter& p) {
+  int64_t n = 1;
+  for (size_t d = 1; d < p.size.size(); ++d) n *= p.size[d];
+  return n;
+}
+
+// [Note: agreed dtype] With `grad_dtype=None` the dtype of a gradient is a fact of one rank and of one backward, and a
+// collective needs one that all ranks know. So such a unit is never reduced before the end of a backward, where the
+// ranks agree each time: on the last of this list that one of them produced. Such units come last in the order of
+// reductions: the others are reduced while the backward runs, as ever.
+constexpr std::array<at::ScalarType, 7> kGradDtypes = {
+    at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble};
+constexpr char kUnused = '0', kUsed = '1', kFirstDtype = '2';
+
+char letter_of(const Parameter& p, at::ScalarType dtype) {
+  const auto found = std::find(kGradDtypes.begin(), kGradDtypes.end(), dtype);
+  TORCH_CHECK(found != kGradDtypes.end(),
+              text("zerocompile: the gradient of `", p.name, "`, whose grad_dtype is None, was produced in ",
+                   c10::toString(dtype),
+                   ", which cannot be reduced. Set its grad_dtype before the model is set up"));
+  return static_cast<char>(kFirstDtype + (found - kGradDtypes.begin()));
+}
+
+}  // namespace
+
+Reductions::Reductions(const Registry& registry, Questions& questions, const GatherOrder& gather_order,
+                       Gradients& gradients, Group group, Group replicas)
+    : registry_(registry),
+      questions_(questions),
+      gather_order_(gather_order),
+      gradients_(gradients),
+      group_(std::move(group)),
+      replicas_(std::move(replicas)),
+      lane_(registry.device()),
+      divisor_(static_cast<double>(registry.all_ranks())) {
+  const int64_t reduced = group_->getSize() * (replicas_ ? replicas_->getSize() : 1);
+  TORCH_CHECK(reduced == registry_.all_ranks(),
+              text("zerocompile: the process groups of reductions have ", reduced, " ranks, not all ",
+                   registry_.all_ranks()));
+}
+
+// ---- set-up and end ----
+
+// Bytes of a half: what the other ranks send of the usual unit's gradients, as far as a kernel can sum them.
+int64_t Reductions::peer_bytes() const {
+  const auto& units = registry_.units();
+  const auto usual = std::find_if(units.begin(), units.end(),
+                                  [&](const Unit& u) { return u.sent == registry_.usual_bytes(); });
+  if (usual == units.end() || registry_.world() - 1 > Kernels::kPeers) return 0;
+  int64_t bytes = 0;
+  for (auto i : usual->parameters) {
+    const auto& p = record(i);
+    const bool summed = p.cast_grad && p.reduce_dtype.value_or(p.grad_dtype) == at::kBFloat16 &&
+                        p.bound_dtype == at::kFloat && !p.replicated;
+    if (summed) bytes += registry_.sent_bytes(p, at::kBFloat16);
+  }
+  return bytes * (registry_.world() - 1);
+}
+
+void Reductions::check_peers() const {
+  TORCH_CHECK(replicas_ == nullptr, "zerocompile: copies between devices reduce inside one replica only");
+}
+
+// See [Note: abandoned communication]. `devices_too`: what was awaited may still wait on the device.
+void Reductions::abandon(bool devices_too) {
+  drop_in_flight();
+  if (dropped_ || devices_too) (void)peers_.release();
+  if (dropped_ && registry_.device().is_cpu()) (void)group_.release();
+}
+
+void Reductions::clear() {
+  reduced_.clear();
+  launched_.clear();
+  peers_.reset();
+  group_.reset();
+  replicas_.reset();
+}
+
+// ---- their order ----
+
+// [Note: order of reductions] One fixed order on all ranks: the reverse of the order in which rank 0 first used the
+// units in a forward, told to the others through the store, so that no collective hides in a backward. A unit that is
+// ready early waits for its turn; one that is not ready when the backward ends is reduced then. Gathers have a process
+// group of their own, so only this order has to agree.
+void Reductions::agree_on_order() {
+  if (!order_.empty() || registry_.units().empty()) return;
+  auto order = gather_order_.first_uses(static_cast<int64_t>(registry_.units().size()));
+  std::reverse(order.begin(), order.end());
+  std::stable_partition(order.begin(), order.end(), [&](int64_t index) {  // see [Note: agreed dtype]
+    const auto& members = registry_.units()[index].parameters;
+    return std::all_of(members.begin(), members.end(), [&](int64_t i) { return record(i).cast_grad; });
+  });
+  order_ = questions_.agree != nullptr && registry_.all_ranks() > 1 ? questions_.agree(order) : order;
+  TORCH_CHECK(order_.size() == registry_.units().size(),
+              text("zerocompile: rank 0 has ", order_.size(), " units, rank ",
+                   registry_.global_rank(), " has ", registry_.units().size()));
+}
+
+// All units, in the order of their first use in rank 0's forward; before any backward in the order of the model.
+Reductions::Units Reductions::unit_order() const {
+  Units order(order_.rbegin(), order_.rend());
+  for (int64_t index = 0; order.size() < registry_.units().size(); ++index) order.push_back(index);
+  return order;
+}
+
+// ---- in a backward ----
+
+bool Reductions::trainable(const Unit& unit) const {
+  return std::any_of(unit.parameters.begin(), unit.parameters.end(),
+                     [&](int64_t i) { return record(i).master.requires_grad(); });
+}
+
+void Reductions::begin_backward() {
+  await_all();
+  again_ = false;
+  next_ = 0;
+  launched_.assign(launched_.size(), false);
+}
+
+// Called while a backward runs that is to be reduced. `latest`: what `Gradients::mark_ready` has just returned.
+void Reductions::launch_complete(const Ready& latest) {
+  for (; next_ < order_.size(); ++next_) {
+    const auto index = order_[next_];
+    const auto& unit = registry_.units()[index];
+    if (launched_[index] || !trainable(unit)) continue;
+    if (!gradients_.complete(unit)) return;
+    launch({index}, latest);
+  }
+}
+
+// Of the reduced gradient: that of what is bound. What is reduced early is summed as the window's gradients are.
+at::ScalarType Reductions::kept_dtype(const Parameter& p, bool early) const {
+  const auto bound = p.bound_dtype.value_or(gradients_.dtype(p));
+  const auto& sum = gradients_.sum_dtype();
+  return early && sum.has_value() && at::isFloatingType(bound) ? *sum : bound;
+}
+
+// Reduces the units: every trainable parameter of them, in the units' order, zeros for one without a gradient here. The
+// reduction is in flight from its beginning: see [Note: unfinished launches]. `latest`: see `Gradients::ready_for`.
+// `early`: see [Note: bounded windows].
+void Reductions::launch(const Units& units, const Ready& latest, bool early) {
+  at::NoGradGuard no_grad;
+  RECORD_USER_SCOPE(text("zerocompile: reduce ", registry_.names_of(units)));
+  std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, kept) dtypes
+  std::vector<int64_t> replicated;
+  auto& reduction = in_flight_.emplace_back();
+  reduction.units = units;
+  reduction.early = early;
+  reduction.number = ++started_;
+  if (units.size() == 1) reduction.ready = gradients_.ready_for(registry_.units()[units.front()], latest);
+  for (auto index : units) {
+    const auto& unit = registry_.units()[index];
+    for (auto i : unit.parameters) {
+      const auto& p = record(i);
+      if (!p.master.requires_grad()) continue;
+      if (p.replicated) replicated.push_back(i);
+      else groups[{communicated_dtype(p), kept_dtype(p, early)}].push_back(i);
+    }
+    again_ = again_ || launched_[index];
+    launched_[index] = true;
+    gradients_.launched(unit);
+  }
+  if (!replicated.empty()) replicate_group(replicated, reduction);
+  for (auto& [dtypes, group] : groups) reduce_group(group, reduction);
+  retire(2);
+}
+
+// One collective, or its copies: the parameters of a unit that share their dtypes. The result is one flat partition,
+// [sum of rows].
+void Reductions::reduce_group(const std::vector<int64_t>& group, Reduction& reduction) {
+  const auto& first = record(group.front());
+  const auto communicated = communicated_dtype(first);
+  const auto kept = kept_dtype(first, reduction.early);
+  const auto options = first.local.options().requires_grad(false);
+  int64_t total = 0;
+  bool binds = false;
+  std::vector<Shard> shards;
+  for (auto i : group) {
+    shards.push_back({gradients_.existing(record(i), reduction.early), {}, total});
+    total += record(i).rows * row_numel(record(i));
+    binds = binds || !shards.back().existing.defined();
+  }
+  const auto make_partition = [&] { return at::empty({binds ? total : 0}, options.dtype(kept)); };
+  Tensor partition;  // of the caller's stream, where the optimizer reads it, if the lane is ordered after all of that
+  if (!reduction.ready) partition = make_partition();
+  Lane::Launch launch(lane_, reduction.done, reduction.ready);
+  if (reduction.ready) partition = make_partition();
+  reduction.inputs.push_back(partition);  // the lane writes to it even if nobody binds it
+  std::vector<PeerMemory::Gradient> gradients;
+  for (size_t k = 0; k < group.size(); ++k) {
+    const auto& p = record(group[k]);
+    auto& shard = shards[k];
+    if (!shard.existing.defined()) shard.own = view_of(partition, p.local.sizes(), shard.offset);
+    reduced_.emplace_back(group[k], shard.own);
+    auto raw = gradients_.give_away(p);
+    if (!raw.defined()) raw = at::zeros(p.size, options.dtype(communicated));
+    reduction.inputs.push_back(raw);
+    auto grad = raw.to(communicated).contiguous();
+    if (p.rows * registry_.world() != p.size[0]) {
+      auto padded = at::zeros(registry_.padded_size(p), grad.options());
+      padded.narrow(0, 0, p.size[0]).copy_(grad);
+      grad = std::move(padded);
+      counts_.padded_copies += 1;
+    }
+    if (grad.numel() == 0) continue;
+    counts_.reduce_bytes += static_cast<int64_t>(grad.nbytes());
+    reduction.inputs.push_back(grad);
+    const bool adds = shard.existing.defined();
+    gradients.push_back({std::move(grad), adds ? shard.existing : shard.own, adds});
+    shard.gradient = static_cast<int64_t>(gradients.size()) - 1;
+  }
+  if (!gradients.empty()) counts_.reductions += 1;
+  const bool fits = std::all_of(gradients.begin(), gradients.end(), [&](const auto& gradient) {
+    return gradient.mean.scalar_type() == kept;  // what it is added to may be of an earlier backward
+  });
+  const bool by_kernel = communicated == at::kBFloat16 && kept == at::kFloat && !gradients.empty() && fits;
+  if (by_kernel && peers_ != nullptr && peers_->holds(gradients)) {
+    counts_.peer_reductions += 1;
+    peers_->reduce_scatter(gradients, divisor_);
+  } else {
+    reduce_by_collective(launch, group, shards, gradients, partition, total, communicated);
+  }
+  launch.finish();
+}
+
+// The same through the process group: the result is in the dtype that is communicated, and copied or added from there.
+void Reductions::reduce_by_collective(Lane::Launch& launch, const std::vector<int64_t>& group,
+                                      const std::vector<Shard>& shards,
+                                      const std::vector<PeerMemory::Gradient>& gradients, const Tensor& partition,
+                                      int64_t total, at::ScalarType communicated) {
+  const bool adds = std::any_of(shards.begin(), shards.end(), [](const Shard& s) { return s.existing.defined(); });
+  const bool direct = !adds && partition.scalar_type() == communicated;
+  const auto result = direct ? partition : at::empty({total}, partition.options().dtype(communicated));
+  std::vector<Tensor> inputs, outputs, reduced;  // the last: [<=rows, ...], by parameter
+  for (size_t k = 0; k < group.size(); ++k) {
+    const auto& p = record(group[k]);
+    if (adds) reduced.push_back(view_of(result, p.local.sizes(), shards[k].offset));
+    if (shards[k].gradient < 0) continue;
+    auto size = p.size;
+    size[0] = p.rows;
+    inputs.push_back(on_the_wire(gradients[shards[k].gradient].full));
+    outputs.push_back(on_the_wire(view_of(result, size, shards[k].offset)));
+  }
+  const bool average = divisor_ == static_cast<double>(registry_.all_ranks());
+  const c10d::ReduceOp op = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+  if (!inputs.empty() && group_->getSize() == 1) {
+    at::_foreach_copy_(outputs, inputs);
+  } else if (!inputs.empty()) {
+    reduce_scatter(*group_, registry_.rank(), registry_.world(), launch, outputs, inputs, op);
+  }
+  if (!inputs.empty() && replicas_ != nullptr) {  // after the first, in the lane's order
+    std::vector<Tensor> rows{on_the_wire(result)};
+    c10d::AllreduceOptions options;
+    options.reduceOp = op;
+    options.asyncOp = false;
+    launch.add(replicas_->allreduce(rows, options));
+  }
+  launch.then([=, divisor = average ? 1.0 : divisor_] {
+    at::NoGradGuard no_grad;
+    if (divisor != 1.0) result.div_(divisor);
+    if (!direct && !adds) at::_foreach_copy_({partition}, {result});  // its kernel casts faster than that of copy_
+    for (size_t k = 0; k < reduced.size(); ++k) {
+      if (shards[k].existing.defined()) shards[k].existing.add_(reduced[k]);
+      else shards[k].own.copy_(reduced[k]);
+    }
+  });
+}
+
+// 0-dim parameters are replicated: their gradients are averaged whole.
+void Reductions::replicate_group(const std::vector<int64_t>& group, Reduction& reduction) {
+  const auto make_result = [&](const Parameter& p) {
+    return at::empty({}, p.local.options().dtype(kept_dtype(p, reduction.early)).requires_grad(false));
+  };
+  std::vector<Tensor> results;
+  if (!reduction.ready) {
+    for (auto i : group) results.push_back(make_result(record(i)));
+  }
+  Lane::Launch launch(lane_, reduction.done, reduction.ready);
+  for (size_t k = 0; k < group.size(); ++k) {
+    const auto& p = record(group[k]);
+    if (reduction.ready) results.push_back(make_result(p));
+    const auto communicated = communicated_dtype(p);
+    auto raw = gradients_.give_away(p);
+    if (!raw.defined()) raw = at::zeros({}, results[k].options().dtype(communicated));
+    reduction.inputs.push_back(raw);
+    reduction.inputs.push_back(results[k]);  // the lane uses it even if nobody binds it
+    auto sum = raw.to(communicated, /*non_blocking=*/false, /*copy=*/true).reshape({1});
+    sum.div_(divisor_);  // before it is summed: a half overflows early
+    counts_.reductions += 1;
+    counts_.reduce_bytes += static_cast<int64_t>(sum.nbytes());
+    std::vector<Tensor> tensors{on_the_wire(sum)};
+    for (const auto& ranks : {group_, replicas_}) {
+      if (ranks == nullptr || ranks->getSize() == 1) continue;
+      c10d::AllreduceOptions options;
+      options.asyncOp = registry_.device().is_cpu();
+      launch.add(ranks->allreduce(tensors, options));
+    }
+    auto existing = gradients_.existing(p, reduction.early);
+    reduced_.emplace_back(group[k], existing.defined() ? Tensor() : results[k]);
+    launch.then([sum, existing, result = results[k]] {
+      at::NoGradGuard no_grad;
+      result.copy_(sum.squeeze(0));
+      if (existing.defined()) existing.add_(result);
+    });
+  }
+  launch.finish();
+}
+
+// ---- at the end of a backward, or of a window ----
+
+// [Note: used flags] AdamW moves a parameter whose gradient is zero, not one whose gradient is None; and a rank must
+// not skip a unit that others reduce. So every rank says which parameters have a gradient; only a rank that misses
+// gradients asks what the others have. They say it through the store: a collective would run on the device after
+// what the other ranks have queued, and that may wait for a reduction that this rank has still to start.
+
+// Returns by parameter whether any rank has a gradient. `meanwhile`: what this rank can do before it asks; the others
+// may wait for its word.
+std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhile) {
+  std::string used(registry_.parameters().size(), kUnused);
+  // In a window a rank may have failed: the others hear of it before they start reductions.
+  bool asks = gradients_.deferred();
+  for (size_t i = 0; i < registry_.parameters().size(); ++i) {
+    const auto& p = record(i);
+    const bool contributed = gradients_.of(p).contributed;
+    if (contributed) used[i] = p.cast_grad ? kUsed : letter_of(p, gradients_.dtype(p));
+    asks = asks || (p.master.requires_grad() && !(contributed && p.cast_grad));
+  }
+  const bool alone = registry_.all_ranks() == 1 || questions_.unite == nullptr;
+  if (!alone) questions_.unite(exchanges_, used, /*asks=*/false);
+  if (!gradients_.deferred()) meanwhile();
+  if (!alone && asks) used = questions_.unite(exchanges_, used, /*asks=*/true);
+  if (gradients_.deferred()) meanwhile();
+  exchanges_ += 1;
+  TORCH_CHECK(used.size() == registry_.parameters().size(),
+              "zerocompile: the ranks have different numbers of parameters");
+  for (size_t i = 0; i < registry_.parameters().size(); ++i) {
+    const auto& p = record(i);
+    if (p.cast_grad) continue;
+    // Where no rank has a gradient: that of zeros, which must not be what this rank alone has had.
+    gradients_.agree_on_dtype(p, used[i] >= kFirstDtype ? kGradDtypes.at(used[i] - kFirstDtype) : p.dtype);
+  }
+  std::vector<char> flags(used.size());
+  std::transform(used.begin(), used.end(), flags.begin(), [](char c) { return c != kUnused; });
+  return flags;
+}
+
+// [Note: merged reductions] Where a window closes no compute is left that could hide a reduction, and a small one costs
+// the host more than the devices. So small units that follow each other are reduced together there, in runs of up to
+// `merge_bytes_`. A run depends on sizes alone and is launched as a whole, or, when all ranks know what each of them
+// has, without what nobody has: either way the collectives are the same on all ranks. Copies between devices take one
+// unit at a time: their buffers are no larger.
+std::vector<Reductions::Units> Reductions::runs(bool merged) const {
+  std::vector<int64_t> units;
+  for (auto index : order_) {
+    if (trainable(registry_.units()[index])) units.push_back(index);
+  }
+  return registry_.runs_of(units, merged && peers_ == nullptr ? merge_bytes_ : -1, /*padded=*/false);
+}
+
+// Units of which this rank has a gradient are reduced whatever the others have, up to the first run with one that it
+// has none of or whose dtypes are not agreed.
+void Reductions::launch_contributed(const std::vector<Units>& runs) {
+  for (const auto& run : runs) {
+    std::vector<int64_t> units;
+    for (auto index : run) {
+      const auto& unit = registry_.units()[index];
+      if (launched_[index]) continue;
+      const bool any = std::any_of(unit.parameters.begin(), unit.parameters.end(),
+                                   [&](int64_t i) { return gradients_.reducible(record(i)); });
+      const bool agreed = std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
+        return record(i).cast_grad || !record(i).master.requires_grad();
+      });
+      if (!any || !agreed) return;
+      units.push_back(index);
+    }
+    if (!units.empty()) launch(units);
+  }
+}
+
+// `merged`: see [Note: merged reductions].
+void Reductions::reduce_everything(bool merged) {
+  at::NoGradGuard no_grad;
+  gradients_.follow_producers();
+  agree_on_order();
+  const auto order = runs(merged);
+  const auto used = agree_on_used([&] { launch_contributed(order); });
+  for (const auto& run : order) {
+    std::vector<int64_t> units;
+    for (auto index : run) {
+      const auto& unit = registry_.units()[index];
+      bool wanted = false, late = false;
+      for (auto i : unit.parameters) {
+        const auto& p = record(i);
+        wanted = wanted || (p.master.requires_grad() && used[i]);
+        late = late || gradients_.reducible(p);
+      }
+      if (wanted && (!launched_[index] || late)) units.push_back(index);
+    }
+    if (!units.empty()) launch(units);
+  }
+  if (may_be_late()) leave_in_flight();
+  else retire(0);
+  again_ = false;
+  next_ = 0;
+  launched_.assign(launched_.size(), false);
+  gradients_.reduced_all();
+  gradients_.bind(std::exchange(reduced_, {}), used);
+}
+
+// The largest of a window's units, see [Note: bounded windows]. `used`: what `agree_on_used` has returned.
+void Reductions::reduce_early(const Units& units, const std::vector<char>& used) {
+  for (auto index : units) {
+    launch({index}, /*latest=*/{}, /*early=*/true);
+    gradients_.reduced(registry_.units()[index]);
+    launched_[index] = false;
+  }
+  retire(0);
+  for (auto& [index, rows] : std::exchange(reduced_, {})) {
+    if (!used[index] || !rows.defined()) continue;
+    gradients_.keep_early(record(index), rows, kept_dtype(record(index), /*early=*/false));
+  }
+}
+
+// ---- what is on its way ----
+
+// On the CPU it blocks until the reduction is done, on a device it orders the current stream after it.
+void Reductions::await(Reduction& reduction) {
+  const auto what = text("the reduction of unit `", registry_.names_of(reduction.units), "` in backward number ",
+                         counts_.backwards);
+  const auto look = questions_.look(what, "reduction", reduction.number);
+  for (auto& done : reduction.done) wait_for(done, registry_.device(), what, registry_.global_rank(), look);
+}
+
+// [Note: gloo reductions] Gloo's waits block the host. A rank that waited inside its backward for the reduction of a
+// unit could wait for one that misses gradients of it and waits for the used flags: so on the CPU only the end of a
+// backward waits.
+void Reductions::retire(size_t keep) {
+  if (registry_.device().is_cpu() && keep > 0) return;
+  while (in_flight_.size() > keep) {
+    auto& oldest = in_flight_.front();
+    if (!registry_.device().is_cpu() && !oldest.done.empty()) last_retired_ = oldest.done.back();
+    if (gradients_.several_producers()) reserve(oldest);  // what it reads may be another stream's memory
+    try {
+      await(oldest);
+    } catch (...) {  // nobody waits for it, or for those after it, again
+      drop_in_flight();
+      throw;
+    }
+    in_flight_.erase(in_flight_.begin());
+  }
+}
+
+// After a failure: waits for nobody, see [Note: abandoned communication].
+void Reductions::drop_in_flight() {
+  for (auto& reduction : in_flight_) {
+    for (const auto& done : reduction.done) dropped_ = dropped_ || done.running();
+    reserve(reduction);
+  }
+  in_flight_.clear();
+}
+
+// What it reads and writes is not used again before it is done, without anybody waiting.
+void Reductions::reserve(const Reduction& reduction) {
+  for (const auto& tensor : reduction.inputs) lane_.keep(tensor);
+  for (auto unit : reduction.units) {
+    for (auto i : registry_.units()[unit].parameters) lane_.keep(gradients_.existing(record(i), reduction.early));
+  }
+}
+
+// Those whose gradients are dropped count no more.
+void Reductions::forget() {
+  launched_.assign(launched_.size(), false);
+  reduced_.clear();
+}
+
+// [Note: reductions after a backward] On a device the last units' reductions end long after the last kernel of the
+// backward, and the other units' update needs nothing of them. So they are left on their way. Whoever takes a unit's
+// gradients orders its stream after them (`await_gradients`), and the optimizer does not begin with the units that the
+// forward uses first, which are reduced last. Other code relies on the stream of the backward. So that stream is
+// ordered, too: after what is retired when the backward ends, after what an optimizer takes then, and after all of them
+// as soon as user code reads any gradient. A reduction is waited for at once if it adds to a gradient that is bound
+// already, if hooks see its result, or if its unit is reduced in two parts.
+bool Reductions::may_be_late() const {
+  if (registry_.device().is_cpu() || again_) return false;
+  return std::none_of(registry_.parameters().begin(), registry_.parameters().end(), [this](const Parameter& p) {
+    return gradients_.of(p).early.defined() || p.master.grad().defined() || has_hooks(p.master);
+  });
+}
+
+void Reductions::leave_in_flight() {
+  home_ = current_stream(registry_.device());
+  last_retired_.order(*home_);  // what was retired in the backward may have been so on another stream
+  for (auto& reduction : in_flight_) {
+    reserve(reduction);  // what an earlier backward has left is added to, and may be dropped meanwhile
+    reduction.inputs.clear();
+  }
+}
+
+// Of this unit, or (-1) of all.
+void Reductions::await_gradients(int64_t unit) {
+  if (in_flight_.empty() || !home_) return;
+  const auto here = current_stream(registry_.device());
+  for (auto& reduction : in_flight_) {
+    const auto& units = reduction.units;
+    if (unit >= 0 && std::find(units.begin(), units.end(), unit) == units.end()) continue;
+    for (auto& done : reduction.done) {
+      done.order(here);
+      if (here != *home_) done.order(*home_);
+    }
+  }
+}
+
+// Somebody takes the gradients of these parameters.
+void Reductions::await_gradients_of(const std::vector<int64_t>& parameters) {
+  int64_t awaited = -1;
+  for (auto index : parameters) {
+    const auto unit = registry_.parameter(index).unit;
+    if (unit != awaited) await_gradients(unit);
+    awaited = unit;
+  }
+}
+
+// A new backward, or a window's end, begins after what is still on its way.
+void Reductions::await_all() {
+  await_gradients(-1);
+  retire(0);
+}
+
+}  // namespace zerocompile

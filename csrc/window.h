@@ -1,0 +1,53 @@
+// Windows and accumulations: what waits for their end, and how much of it may.
+//
+// `Window` owns the limit on the bytes that wait. It decides what is reduced when a backward ends and when the window
+// does, and what user code finds in the `grad` of a master until then. The gradients themselves are in `Gradients`.
+//
+// Lock: whoever calls holds the runtime's mutex.
+//
+// Streams: it has no tensors. What it hands out may be read on the current stream.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "backward_phase.h"
+#include "gradients.h"
+#include "reductions.h"
+#include "registry.h"
+
+namespace zerocompile {
+
+// What the gradient of a master is that has none bound: the reduced one; or, in a window or an accumulation, this
+// rank's own full sum, or its rows of what was reduced early.
+enum class Unbound : int64_t { Reduced = 0, Sum = 1, Early = 2 };
+
+class Window {
+ public:
+  Window(const Registry& registry, Gradients& gradients, Reductions& reductions, BackwardPhase& backward);
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
+
+  void set_deferred(bool deferred);
+  void set_max_bytes(int64_t bytes) { max_bytes_ = bytes; }
+  void flush();
+
+  std::pair<Tensor, Unbound> unbound_gradient(int64_t parameter, bool waiting);
+  void drop_gradient(int64_t parameter);
+  void drop_waiting(int64_t parameter);
+
+ private:
+  void reduce_at_end();
+  void reduce_largest();
+
+  const Registry& registry_;
+  Gradients& gradients_;
+  Reductions& reductions_;
+  BackwardPhase& backward_;
+  int64_t max_bytes_ = -1;  // of gradients that wait for the end of a window; negative: any
+};
+
+}  // namespace zerocompile
