@@ -187,8 +187,9 @@ class Consistency:
     def meet(self, stream: str, what: str) -> None:
         """All ranks come here before ``what``, or this one raises; on devices, where a collective blocks in torch.
 
-        A rank that has ended a backward, or passed a mark, to which this one has not come will not come to this
-        meeting: it would have done so before. So no rank is mistaken for one that is elsewhere because it is slow.
+        A rank that has ended a backward, passed a mark, or started a collective of the default process group to which
+        this one has not come will not come to this meeting: it would have done so before. So no rank is mistaken for
+        one that is elsewhere because it is slow.
 
         Raises:
             CommunicationError: another rank has come to something else, waits for this one in something else, or is
@@ -254,6 +255,11 @@ class Consistency:
         first = self._messages.marked("mark", self._marks)
         if found is None and first is not None and first[0] in ranks:
             found = first[0], f"has come to {first[1]}"
+        mine = self._messages.position()
+        for rank in self._messages.some(ranks) if found is None and mine >= 0 else ():
+            theirs, place = self._messages.stands(rank)
+            if theirs > mine:  # of one process group, where all ranks start the same
+                found = rank, f"has gone on to another collective, and stands in {place}"
         if found is None or self._messages.heard_now(topic, message, found[0]):
             return None
         return found

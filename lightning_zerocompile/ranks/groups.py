@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -121,6 +121,15 @@ def new_group(
     if found is None:
         raise ValueError(f"rank {mine} is in no part of {partition}")
     return found
+
+
+def default_group_position() -> int:
+    """How many collectives of the default process group this rank has started; -1: its backend does not say."""
+    try:
+        group: Any = dist.distributed_c10d._get_default_group()
+        return int(group._get_sequence_number_for_group())  # missing in torch's stubs
+    except (RuntimeError, ValueError, AttributeError):
+        return -1
 
 
 def number_of_replicas(wanted: int | Literal["nodes"], nodes: int, ranks: int) -> int:

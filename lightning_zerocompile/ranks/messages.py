@@ -9,6 +9,7 @@ than a second costs no request.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, Standin
 SERIES = 256
 HAS_LEFT = "which has ended:"  # is in every error of a rank that waits for a rank that is gone
 _NONE = "zerocompile/none"  # the store's answer if there is no message; no message is equal to it
+_STANDS = "stands"  # the topic under which a rank says where it stands, on devices
 _LEFT = "left"  # the topic under which a rank says why it has ended
 _FEW = 3  # up to so many ranks are asked one by one: asking all of them together takes three requests
 _LOOK = 1.0  # seconds: how often a rank that waits looks whether the other has ended
@@ -60,6 +62,7 @@ class Messages:
         check: called at each look while this rank waits; it may raise.
         where: for messages, the place in the training where this rank is; "" if it is not known.
         started: how many collectives of each stream this rank has started; see :class:`Wait`.
+        position: how many collectives of the default process group this rank has started; -1: it is not known.
         ended: why this rank's process groups have ended, see [Note: ended groups]; None: they have not.
         releases: see :func:`~lightning_zerocompile.ranks.abort.end_groups`.
     """
@@ -72,6 +75,7 @@ class Messages:
         self._liveness: Liveness | None = None
         self._direct = DirectCollectives()
         self._still = StandingThread()
+        self._told = (-1, "")  # of the place where the main thread has stood
         self._ending = threading.Lock()
         self.ended: str | None = None
         self.releases: list[Callable[[], None]] = []
@@ -81,6 +85,7 @@ class Messages:
         self.check: Callable[[], None] = lambda: None
         self.where: Callable[[], str] = lambda: ""
         self.started: Callable[[], Mapping[str, int]] = dict
+        self.position: Callable[[], int] = lambda: -1
 
     def __deepcopy__(self, memo: object) -> Messages:
         return self  # a copied parameter refers to it, and the ranks have one conversation only
@@ -202,6 +207,10 @@ class Messages:
         liveness = self._liveness
         if liveness is None or self.ended is not None or self._still.looks < _STILL:
             return
+        stands = self.position(), self._still.where() + self.where()
+        if stands != self._told:
+            self._told = stands
+            self._in_a_thread(lambda: self.tell(_STANDS, json.dumps(stands)))
         knot = None if line is None else liveness.knot_of(line)
         left = {rank: reason for rank, reason in liveness.left().items() if rank != self._mine}
         if knot is not None:
@@ -211,8 +220,26 @@ class Messages:
             reason = f"zerocompile: rank {self._mine} waits for rank {rank}, {HAS_LEFT} {left[rank]}"
         else:
             return
-        # not in this thread, which must go on to hear and tell
-        threading.Thread(target=self.end, args=(reason,), daemon=True, name="zerocompile-end").start()
+        self._in_a_thread(lambda: self.end(reason))
+
+    @staticmethod
+    def _in_a_thread(action: Callable[[], None]) -> None:
+        """For the thread that watches, which must go on to hear and tell, while this may wait: the store's client does
+        one thing at a time."""
+
+        def act() -> None:
+            with suppress(RuntimeError):  # a store whose host has died raises it
+                action()
+
+        threading.Thread(target=act, daemon=True, name="zerocompile-end").start()
+
+    def stands(self, rank: int) -> tuple[int, str]:
+        """The last place where a rank's main thread stood for seconds, and its ``position`` there; -1: it has not."""
+        said = self._look(self._key(_STANDS, rank))
+        if said == _NONE:
+            return -1, ""
+        position, place = json.loads(said)
+        return int(position), str(place)
 
     def end(self, reason: str) -> None:
         """Ends this rank's process groups, see [Note: ended groups]. Only the first call counts."""

@@ -175,6 +175,13 @@ class StandingThread:
         self.looks = self.looks + 1 if same else 0
         self._frame, self._place = frame, place
 
+    def where(self) -> str:
+        """The place outside of torch where it stands; "" if there is none."""
+        outer = self._frame
+        while outer is not None and "/torch/" in outer.f_code.co_filename:
+            outer = outer.f_back
+        return "" if outer is None else f"{outer.f_code.co_filename}:{outer.f_lineno}"
+
 
 class DirectCollectives:
     """Whether the main thread stands in a blocking collective that Lightning or the user runs by torch.distributed.

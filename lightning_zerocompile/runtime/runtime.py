@@ -17,7 +17,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_zerocompile.config import Config, Lifetime, Policy
 from lightning_zerocompile.ranks.consistency import Consistency, Reads
-from lightning_zerocompile.ranks.groups import Groups
+from lightning_zerocompile.ranks.groups import Groups, default_group_position
 from lightning_zerocompile.ranks.meetings import STREAM, Meetings
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.runtime import build, ops
@@ -169,6 +169,7 @@ class Runtime:
         )
         if device.type != "cpu":
             self.core.set_outside(self.comparisons.outside)
+            self.messages.position = default_group_position
         self.meetings = Meetings(self.messages, groups.meetings, self.comparisons)
 
         def started() -> dict[str, int]:

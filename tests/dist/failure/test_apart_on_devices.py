@@ -12,9 +12,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zerocompile import CommunicationError, ZeroCompileStrategy
+from lightning_zerocompile.ranks.groups import default_group_position
 from lightning_zerocompile.ranks.liveness import DIED
 from lightning_zerocompile.ranks.meetings import Meetings
 from lightning_zerocompile.ranks.messages import Messages
@@ -37,6 +39,7 @@ class AsOnDevices(L.Callback):
         runtime = trainer.strategy.engine.runtime  # type: ignore[attr-defined]
         runtime.core.set_outside(runtime.comparisons.outside)
         runtime.meetings = Meetings(runtime.messages, None, runtime.comparisons)
+        runtime.messages._device, runtime.messages.position = "cuda", default_group_position
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Tensor, batch_idx: int) -> None:
         if batch_idx == 1 and self.rank in (-1, models.rank()):
@@ -90,6 +93,37 @@ def test_one_rank_alone(ranks: Ranks, what: str, rank: int, stage: int, options:
         assert f"rank {1 - rank} has come to a training step" in text or "has ended another backward" in text, text
         assert "Do it on all ranks" in text and "strategy.full_parameters" in text, text
         assert seconds < 30, text
+
+
+def _elsewhere(asks: str) -> str:
+    """Rank 1 starts a collective of the default group, and stands there, as where it looks at the result on a device;
+    rank 0 asks for something else."""
+
+    def act(trainer: L.Trainer, module: Any) -> None:
+        if models.rank() == 0:
+            ALONE[asks](trainer, module)
+        else:
+            dist.all_reduce(torch.ones(1, device=module.device), async_op=True)
+            time.sleep(12)
+
+    strategy = ZeroCompileStrategy(stage=3, timeout=timedelta(minutes=5), **EAGER)
+    trainer = models.make_trainer(strategy, max_steps=4, callbacks=[AsOnDevices(act, -1)], limit_val_batches=0)
+    with pytest.raises(RuntimeError) as raised:
+        trainer.fit(models.Module(), models.Batches(models.rank()))  # type: ignore[arg-type]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("asks", ["saves", pytest.param("reads", marks=LONG)])
+def test_a_rank_that_stands_in_another_collective(ranks: Ranks, asks: str) -> None:
+    if ranks.device == "cuda":
+        pytest.skip("there Lightning's own collectives are the others: test_ranks_apart.py")
+    try:
+        found = ranks.run(_elsewhere, asks, timeout=60)
+    finally:
+        ranks.close(kill=True)
+    for text in found:
+        assert f"rank 0 {PLACES[asks]}" in text, text
+        assert "rank 1 has gone on to another collective, and stands in " in text and f"{__file__}:" in text, text
 
 
 class Late(models.Module):

@@ -140,6 +140,23 @@ def test_what_takes_all_ranks_raises_on_all(
             assert f"`{hook}`" in text and "strategy.full_parameters" in text, (rank, text)
 
 
+@pytest.mark.parametrize(
+    ("what", "hook", "stage", "options"),
+    [
+        ("reads a weight", "on_train_batch_end", 3, AOT),
+        ("saves", "on_train_epoch_end", 1, EAGER),
+        pytest.param("samples", "on_train_epoch_end", 3, EAGER, marks=LONG),
+    ],
+)
+def test_hooks_after_which_lightning_communicates(
+    all_worlds: Worlds, tmp_path: Path, what: str, hook: str, stage: int, options: dict[str, Any]
+) -> None:
+    """On devices Lightning's own collectives can be ended, too; for the CPU see test_ranks_apart.py."""
+    if all_worlds.device == "cpu":
+        pytest.skip("gloo's collectives cannot be ended")
+    test_what_takes_all_ranks_raises_on_all(all_worlds, tmp_path, what, hook, stage, options)
+
+
 ALONE_AT_1_AND_2 = ("reads a weight", "prints a weight", "samples")
 PRINTS: dict[str, Callable[[L.Trainer, Any], object]] = {
     "prints the model": lambda trainer, module: str(module),
