@@ -121,11 +121,6 @@ class Liveness:
         self._heard.knot = None
         return knot[1]
 
-    def knot_of(self, line: str) -> str | None:
-        """Where all ranks wait, if this rank was found to be in a knot with the report ``line``; else None."""
-        knot = self._heard.knot
-        return None if knot is None or knot[0] != line else knot[1]
-
     @property
     def last_knot(self) -> str | None:
         """Where all ranks waited when this rank was found to be in a knot, if it has not raised since; else None."""

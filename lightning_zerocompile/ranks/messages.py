@@ -75,6 +75,7 @@ class Messages:
         self._liveness: Liveness | None = None
         self._direct = DirectCollectives()
         self._still = StandingThread()
+        self._looks_without = 0  # how many looks in a row have found another rank gone
         self._told = (-1, "")  # of the place where the main thread has stood
         self._ending = threading.Lock()
         self.ended: str | None = None
@@ -101,6 +102,7 @@ class Messages:
 
     def close(self) -> None:
         """This rank takes part no longer; frees what :meth:`watch` has opened."""
+        self.releases.clear()  # they hold mapped memory
         if self._liveness is not None:
             self._liveness.close()
 
@@ -190,37 +192,37 @@ class Messages:
 
         Such a collective does not call :meth:`look` by itself.
         """
-        found, line = self._direct.look(), None
-        if found is not None:
-            line = Wait(DIRECT, found[0], found[1] + self.where(), (), self.started()).line()
-        if self._device != "cpu":
-            self._look_from_outside(line)
-        return line
+        if self._device != "cpu":  # there torch's collectives return before they are done
+            self._look_from_outside()
+            return None
+        found = self._direct.look()
+        if found is None:
+            return None
+        number, what = found
+        return Wait(DIRECT, number, what + self.where(), (), self.started()).line()
 
-    def _look_from_outside(self, line: str | None) -> None:
-        """Called by a thread, on devices: ends the groups if the main thread waits in vain, see [Note: ended groups].
+    def _look_from_outside(self) -> None:
+        """Called by a thread, on devices: tells where the main thread stands, and ends the groups if it stands in vain.
 
-        Args:
-            line: the report of a wait in which the main thread cannot raise by itself, if it is known to be in one.
+        It does so if another rank has been gone for some looks: what the two have started together is done by then.
+        See [Note: ended groups].
         """
         self._still.look()
         liveness = self._liveness
-        if liveness is None or self.ended is not None or self._still.looks < _STILL:
+        if liveness is None or self.ended is not None:
             return
-        stands = self.position(), self._still.where() + self.where()
+        left = {rank: reason for rank, reason in liveness.left().items() if rank != self._mine}
+        self._looks_without = self._looks_without + 1 if left else 0
+        if self._still.looks < _STILL:
+            return
+        stands = self.position(), self._still.where + self.where()
         if stands != self._told:
             self._told = stands
             self._in_a_thread(lambda: self.tell(_STANDS, json.dumps(stands)))
-        knot = None if line is None else liveness.knot_of(line)
-        left = {rank: reason for rank, reason in liveness.left().items() if rank != self._mine}
-        if knot is not None:
-            reason = knot
-        elif left:  # it stands where it stood seconds ago: what the others have launched with it is done
+        if self._looks_without > _STILL:
             rank = min(left)
             reason = f"zerocompile: rank {self._mine} waits for rank {rank}, {HAS_LEFT} {left[rank]}"
-        else:
-            return
-        self._in_a_thread(lambda: self.end(reason))
+            self._in_a_thread(lambda: self.end(reason))
 
     @staticmethod
     def _in_a_thread(action: Callable[[], None]) -> None:
@@ -247,7 +249,7 @@ class Messages:
             if self.ended is not None:
                 return
             self.ended = f"{reason}\n{START_ANEW}"
-        end_groups(reason, self.releases)
+        end_groups(reason, list(self.releases))
 
     def raise_if_ended(self) -> None:
         """Called before and after what communicates.

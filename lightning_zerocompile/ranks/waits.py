@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch.distributed as dist
 
@@ -156,38 +156,38 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 class StandingThread:
-    """How long the main thread has stood in one instruction of its Python code.
+    """How long the main thread seems to stand in one instruction of its Python code.
 
-    A thread that waits for a device stands so, and so does one that sleeps, reads or computes outside of Python.
+    A thread that waits for a device stands so, and so does one that sleeps, reads or computes outside of Python. One
+    that comes to the same place again and again may seem to stand, since no frame is kept: a frame would keep tensors.
+
+    Attributes:
+        looks: how many looks in a row have found it where the look before had found it.
+        where: the place outside of torch where it stands; "" if it moves.
     """
 
     def __init__(self) -> None:
-        self._frame: FrameType | None = None
-        self._place = -1
-        self.looks = 0  # how many looks in a row have found it where the look before had found it
+        self._stack: list[tuple[CodeType, int]] = []
+        self.looks, self.where = 0, ""
 
     def look(self) -> None:
         """Called about once a second, by another thread."""
         ident = threading.main_thread().ident
         frame = None if ident is None else sys._current_frames().get(ident)
-        place = -1 if frame is None else frame.f_lasti
-        same = frame is not None and frame is self._frame and place == self._place
-        self.looks = self.looks + 1 if same else 0
-        self._frame, self._place = frame, place
-
-    def where(self) -> str:
-        """The place outside of torch where it stands; "" if there is none."""
-        outer = self._frame
-        while outer is not None and "/torch/" in outer.f_code.co_filename:
-            outer = outer.f_back
-        return "" if outer is None else f"{outer.f_code.co_filename}:{outer.f_lineno}"
+        stack, where = [], ""
+        while frame is not None:
+            stack.append((frame.f_code, frame.f_lasti))
+            if not where and "/torch/" not in frame.f_code.co_filename:
+                where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        self.looks = self.looks + 1 if stack == self._stack else 0
+        self._stack, self.where = stack, where if self.looks else ""
 
 
 class DirectCollectives:
     """Whether the main thread stands in a blocking collective that Lightning or the user runs by torch.distributed.
 
-    On the CPU such a collective blocks inside one call. Two looks that find the same frame object are in one call. On
-    devices most of them return before they are done; a barrier and the collectives of objects do not.
+    On the CPU such a collective blocks inside one call. Two looks that find the same frame object are in one call.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class BarrierRelease:
 
     def __init__(self, buffer: Tensor, mesh: DeviceMesh) -> None:
         memory = _rendezvous(buffer, mesh.get_group())
-        self._rank, world = memory.rank, memory.world_size
+        self._memory, self._rank, world = memory, memory.rank, memory.world_size  # the pads do not hold the memory
         self._pads = [memory.get_signal_pad(rank, [world], torch.int32) for rank in range(world)]
         # made here: later a device that waits could hold up whatever makes them
         self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call, unused-ignore]

@@ -164,19 +164,15 @@ class _Fake:
 
     def __init__(self) -> None:
         self.reasons: dict[int, str] = {}
-        self.knot: str | None = None
 
     def left(self) -> dict[int, str]:
         return self.reasons
 
-    def knot_of(self, line: str) -> str | None:
-        return self.knot if line == "mine" else None
 
-
-def _watched(messages: Messages, heard: _Fake, line: str | None, looks: int) -> str | None:
+def _watched(messages: Messages, heard: _Fake, looks: int) -> str | None:
     """What ends the groups while the main thread stands here and the watching thread looks."""
     messages._liveness = heard  # type: ignore[assignment]
-    watcher = threading.Thread(target=lambda: [messages._look_from_outside(line) for _ in range(looks)])
+    watcher = threading.Thread(target=lambda: [messages._look_from_outside() for _ in range(looks)])
     watcher.start()
     watcher.join()
     for thread in threading.enumerate():
@@ -191,23 +187,22 @@ def test_when_groups_are_ended_from_outside() -> None:
         return Messages("cuda", "test", timedelta(minutes=5))
 
     heard = _Fake()
-    assert _watched(messages(), heard, "mine", 20) is None  # it stands still, and nobody is gone
+    waits = messages()
+    assert _watched(waits, heard, 20) is None  # it stands still, and nobody is gone
     heard.reasons = {0: "itself"}
-    assert _watched(messages(), heard, "mine", 20) is None
+    assert _watched(waits, heard, 20) is None
     heard.reasons = {1: "RuntimeError: why"}
-    assert _watched(messages(), heard, None, 3) is None  # it may still go on
-    text = _watched(messages(), heard, None, 4)
+    assert _watched(waits, heard, 3) is None  # what is on its way may still end
+    assert _watched(messages(), heard, 3) is None
+    text = _watched(messages(), heard, 4)
     assert text is not None and "rank 0 waits for rank 1, which has ended: RuntimeError: why" in text
     assert "start the processes anew" in text
     heard.reasons = {1: DIED}
-    assert DIED in (_watched(messages(), heard, None, 4) or "")
-    heard.reasons, heard.knot = {}, "zerocompile: ranks wait for each other: here and there"
-    assert _watched(messages(), heard, None, 20) is None
     ended = messages()
-    assert "here and there" in (_watched(ended, heard, "mine", 4) or "")
-    with pytest.raises(CommunicationError, match="here and there"):
+    assert DIED in (_watched(ended, heard, 4) or "")
+    with pytest.raises(CommunicationError, match=DIED):
         ended.raise_if_ended()
-    with pytest.raises(CommunicationError, match="here and there"):
+    with pytest.raises(CommunicationError, match=DIED):
         ended.waits("a message", "message", 0, [1])
 
 

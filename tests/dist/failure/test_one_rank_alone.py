@@ -44,7 +44,7 @@ class OnRankZero(L.Callback):
 
 @torch.no_grad()
 def _sample(trainer: L.Trainer, module: Any) -> Tensor:
-    return module.model(PROMPT).argmax(-1)
+    return module.model(PROMPT.to(module.device)).argmax(-1)
 
 
 def _save_file(trainer: L.Trainer, module: Any) -> None:
