@@ -164,9 +164,11 @@ class _Fake:
 
     def __init__(self) -> None:
         self.reasons: dict[int, str] = {}
+        self.silence = 0  # looks at which nothing has been heard yet
 
     def left(self) -> dict[int, str]:
-        return self.reasons
+        self.silence -= 1
+        return {} if self.silence >= 0 else self.reasons
 
 
 def _watched(messages: Messages, heard: _Fake, looks: int) -> str | None:
@@ -187,13 +189,14 @@ def test_when_groups_are_ended_from_outside() -> None:
         return Messages("cuda", "test", timedelta(minutes=5))
 
     heard = _Fake()
-    waits = messages()
-    assert _watched(waits, heard, 20) is None  # it stands still, and nobody is gone
+    assert _watched(messages(), heard, 20) is None  # it stands still, and nobody is gone
     heard.reasons = {0: "itself"}
-    assert _watched(waits, heard, 20) is None
+    assert _watched(messages(), heard, 20) is None
     heard.reasons = {1: "RuntimeError: why"}
-    assert _watched(waits, heard, 3) is None  # what is on its way may still end
     assert _watched(messages(), heard, 3) is None
+    heard.silence = 10
+    assert _watched(messages(), heard, 13) is None  # what is on its way may still end
+    heard.silence = 0
     text = _watched(messages(), heard, 4)
     assert text is not None and "rank 0 waits for rank 1, which has ended: RuntimeError: why" in text
     assert "start the processes anew" in text
