@@ -248,8 +248,9 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        fitting = self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING
-        if getattr(self, "_engine", None) is not None and fitting:  # else they are those of a fit that has ended
+        if getattr(self, "_engine", None) is None or self.lightning_module is None:  # also in a copy of the strategy
+            return
+        if self._module.trainer.state.fn == TrainerFn.FITTING:  # else they are those of a fit that has ended
             self.engine.attach_optimizers([_raw(optimizer) for optimizer in optimizers])
             self._checkpoints.attach(self._module)
 

@@ -414,7 +414,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         local = local_path(path)
         if local is None or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         draft = Draft(local, directory=False)
         try:

@@ -40,6 +40,7 @@ from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
 from lightning_zerocompile.sharding.master import as_plain_tensors, bind_gradient, gradient_of, index_of
 from lightning_zerocompile.sharding.replaced import Former
+from lightning_zerocompile.sharding.sharded import sharded_as
 
 _TAKES_ANY_STATE = (optim.Adam, optim.AdamW)  # if fused; fused SGD needs a momentum of all its parameters, or of none
 _TOGETHER = 2**25  # elements: a device updates so many in about the time that the host needs to call the optimizer
@@ -359,4 +360,5 @@ def _store(entry: dict[str, Any], new: dict[str, Any], master: Tensor, value: Te
             kept = shard_like(kept, master, dtype=kept.dtype)
         elif shaped and isinstance(master, DTensor):
             kept = over_local(kept, master)
+        kept = sharded_as(kept, master)
         entry[name] = kept

@@ -22,7 +22,7 @@ from lightning_zerocompile.optim.supported import masters_of
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
 from lightning_zerocompile.sharding.replaced import Former
-from lightning_zerocompile.sharding.sharded import STATES_ON_HOST
+from lightning_zerocompile.sharding.sharded import STATES_ON_HOST, sharded_as
 from lightning_zerocompile.sharding.unsharded import master_of
 
 
@@ -134,12 +134,13 @@ def _sharded_state(name: str, value: Any, parameter: Tensor, moment: bool, whole
         moment: whether entries of this name have their parameter's shape elsewhere; else a 0-dim value is a counter.
         whole: whether an entry of another shape than its parameter's is kept on every rank.
     """
+    on_host = parameter.__dict__.get(STATES_ON_HOST)
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return value
+        return value if on_host else sharded_as(value, parameter)
     if value.shape == parameter.shape and (moment or parameter.dim() > 0):
-        if parameter.__dict__.get(STATES_ON_HOST):
+        if on_host:
             return over_local(local_part(value, parameter.device_mesh).cpu(), parameter)
-        return shard_like(value, parameter, dtype=value.dtype)
+        return sharded_as(shard_like(value, parameter, dtype=value.dtype), parameter)
     if value.numel() == 1 or whole:
         return value
     raise ValueError(

@@ -56,6 +56,9 @@ class StepsThroughEngine(Precision):
     engine: Engine | None = None  # set by the strategy while the model is sharded
     scaler: GradScaler | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "engine": None}  # as the strategy's: a copy of the Trainer has no sharded model
+
     def restore_module(self) -> None:
         """Takes back what ``convert_module`` has changed beside the parameters; called when nothing is sharded."""
 

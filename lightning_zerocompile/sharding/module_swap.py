@@ -121,13 +121,14 @@ def _copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """``copy.deepcopy``: an ordinary module with full parameters, on every rank's device; collective.
 
     [Note: copies] ``memo`` is deepcopy's own table of what is copied already, by ``id``. Each master's copy is put
-    there first, so that whatever refers to the master (a tied module, a list) finds the same full parameter.
+    there first, so that whatever refers to the master (a tied module, a list) finds the same full parameter. Where an
+    optimizer was copied before, the table has a copy of the rows, which gives way.
 
     Raises:
         RuntimeError: another rank does not copy the module.
     """
     found = [sharded for module in modules_of(self) for sharded in module.__dict__.get(PARAMETERS, {}).values()]
-    found = [sharded for sharded in found if id(sharded.master) not in memo]
+    found = [sharded for sharded in found if isinstance(memo.get(id(sharded.master), sharded.master), DTensor)]
     if found:
         reads = found[0].reads
         reads.compare(f"a copy of a sharded {type(self).__name__} with {len(found)} parameters")

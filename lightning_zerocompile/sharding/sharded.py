@@ -1,11 +1,11 @@
 """What users see of masters and of their gradients: DTensors whose numbers are those of the whole value.
 
 [Note: numbers] Under DDP ``p.grad.norm().item()`` is right on every rank. torch's DTensor keeps a norm, a sum or a
-maximum as this rank's part (a "partial" placement), and ``item()`` returns that part. So masters, gradients, and what
-is computed from them are :class:`Sharded`: every conversion to a Python number or an array takes the whole value. Such
-a conversion is a collective, and so are some operations of DTensor's own (a median, a norm's square root). Before each
-of them the ranks tell each other through the store that they come to it. A rank that comes alone raises, see
-:class:`Reads`.
+maximum as this rank's part (a "partial" placement), and ``item()`` returns that part. So masters, gradients, what
+optimizers keep for them, and what is computed from these are :class:`Sharded`: every conversion to a Python number or
+an array takes the whole value. Such a conversion is a collective, and so are some operations of DTensor's own (a
+median, a norm's square root). Before each of them the ranks tell each other through the store that they come to it. A
+rank that comes alone raises, see :class:`Reads`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map
@@ -184,6 +184,27 @@ class Sharded(DTensor):
         whole: Tensor = _whole(self, "full_tensor")
         return whole
 
+    # ---- copies ----
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """This rank's rows, without communication: of an optimizer, of its state, or of ``list(parameters())``.
+
+        The copy belongs to no parameter of the model. Copies of modules are whole, see [Note: copies].
+        """
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call, unused-ignore]
+        rows: Tensor = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call, call-arg, unused-ignore]
+        if isinstance(self, nn.Parameter):
+            rows = nn.Parameter(rows, requires_grad=self.requires_grad)
+        elif self.requires_grad:
+            rows.requires_grad_()
+        copied = as_sharded(rows, self.__dict__.get(_READS), self.__dict__.get(_NAME))
+        memo[id(self)] = mark_on_host(copied, bool(self.__dict__.get(ON_HOST)))
+        return copied
+
     # ---- what has no address and cannot be written by one rank ----
 
     @override
@@ -290,6 +311,11 @@ def _on_the_device(func: Any, args: Any, kwargs: Any) -> Any:
                 if original is leaf:
                     original._local_tensor.copy_(copy._local_tensor)
     return tree_map(lambda leaf: next((original for original, copy in copies if copy is leaf), leaf), result)
+
+
+def sharded_as(value: Any, master: Tensor) -> Any:
+    """What an optimizer keeps for ``master``: :func:`as_sharded`, with the ranks compared as for the master itself."""
+    return as_sharded(value, master.__dict__.get(_READS))
 
 
 def when_zeroed(value: Tensor, call: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -17,6 +17,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import models
@@ -140,6 +141,66 @@ def _copies(module: Any) -> None:
 def test_a_copy_in_a_callback_is_whole(stage: int, options: dict[str, Any]) -> None:
     module = _fit(_copies, stage, options, ("on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end"))
     assert module.model.head.weight.abs().max() > 0
+
+
+def _copies_of_the_trainer(module: Any) -> None:
+    """Callbacks, and so the Trainer, the strategy and the optimizer, as under DDP. The copied rows are the model's."""
+    trainer = module.trainer
+    before = copy.deepcopy(list(module.parameters()))
+    state = copy.deepcopy(trainer.optimizers[0].state_dict())
+    trainer.callbacks[0].trainer = trainer  # as progress bars and checkpoint callbacks have
+    callbacks, optimizer = copy.deepcopy([trainer.callbacks, trainer.optimizers[0]])
+    assert callbacks[0].trainer is not trainer
+    assert [type(callback) for callback in callbacks] == [type(callback) for callback in trainer.callbacks]
+    both = copy.deepcopy([trainer.optimizers[0], module])[1]
+    full = _full(module)
+    for (name, parameter), rows in zip(module.named_parameters(), before, strict=True):
+        assert rows is not parameter and isinstance(rows, nn.Parameter) and torch.equal(rows, full[name])
+        assert rows.requires_grad is parameter.requires_grad
+    assert all(torch.equal(parameter, full[name]) for name, parameter in both.named_parameters())
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0].zero_()
+    assert all(torch.equal(value, full[name]) for name, value in _full(module).items())
+    trainer.optimizers[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize(("stage", "options"), CELLS)
+@on_ranks(2)
+def test_the_trainer_and_its_parts_are_copied(stage: int, options: dict[str, Any]) -> None:
+    _fit(_copies_of_the_trainer, stage, options, ("on_train_batch_end", "on_train_epoch_end"))
+
+
+class OnDTensors(torch.optim.AdamW):
+    """A subclass may do anything, so it steps on DTensors."""
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, OnDTensors])
+@on_ranks(2)
+def test_numbers_of_an_optimizers_state_are_whole(optimizer: type[Optimizer], tmp_path: Path) -> None:
+    """Also of a state that was loaded, and against full tensors."""
+
+    def norms(module: Any) -> None:
+        held = module.trainer.optimizers[0]
+        for parameter in held.param_groups[0]["params"]:
+            moment = held.state[parameter]["exp_avg_sq"]
+            if parameter.dim() == 0:
+                continue
+            whole = moment.full_tensor()
+            assert moment.norm().item() == pytest.approx(whole.norm().item(), rel=1e-5)
+            assert moment.mean().item() == pytest.approx(whole.mean().item(), rel=1e-5)
+            assert torch.equal(moment, whole) and bool(torch.eq(moment, whole).all())
+
+    def fit(epochs: int, path: Path | None = None) -> Any:
+        module, at = models.Module(), At(norms, ("on_train_epoch_end",))
+        module.configure_optimizers = lambda: optimizer(module.parameters(), lr=1e-3)
+        trainer = models.make_trainer(ZeroCompileStrategy(3, **EAGER), max_epochs=epochs, callbacks=[at])
+        trainer.fit(module, models.Batches(models.rank(), 2), ckpt_path=path)
+        assert at.seen
+        return trainer
+
+    path = tmp_path / "a.ckpt"
+    fit(1).save_checkpoint(path)
+    fit(2, path)
 
 
 def _prints(module: Any) -> None:
