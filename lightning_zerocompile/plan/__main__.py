@@ -242,7 +242,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
         autocast_dtype=_AUTOCAST.get(precision),
         stages=options.stage or STAGES,
         accumulate=found["accumulate"],
+        measure=_here() if options.measure else None,
     )
+
+
+def _here() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -258,6 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bandwidth", type=number, help="bytes a second of a rank in a collective, for example 300GB")
     parser.add_argument(
         "--flops", type=number, help="FLOP a second that the model reaches on one rank, for example 400T"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="time one block here, on the GPU if there is one, for what is not given"
     )
     parser.add_argument("--stage", type=int, action="append", choices=STAGES, help="only this one; may be repeated")
     parser.add_argument("--batch", metavar="MODULE:FUNCTION", help="returns a batch; default: the first of the data")

@@ -1,8 +1,8 @@
 """The plan of a run: its units, and for each stage memory, communication and time, before anything is allocated.
 
 Where the figures come from: memory from [Note: predicted memory], FLOPs from the traced step, and the time of a step
-from the rates that are given: each phase takes the longer of its compute and its communication, which overlap, and
-beside that the first gather and the last reduction, which have nothing to hide behind.
+from rates that are given or measured ([Note: timed block]): each phase takes the longer of its compute and its
+communication, which overlap; nothing hides the first gather, the last reduction and the optimizer's update.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch import nn
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.memory import Memory, Schedule, Traffic, UnitBytes, simulate, unit_bytes
 from lightning_zerocompile.plan.optimizers import optimizer_bytes
+from lightning_zerocompile.plan.timing import block_rate, memory_rate
 from lightning_zerocompile.plan.trace import PlanError, Step, Trace, trace_step, training_step
 from lightning_zerocompile.ranks.groups import number_of_replicas
-from lightning_zerocompile.sharding.plan import check_names, plan_units
+from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
 
 STAGES = (1, 2, 3)
 _GIB = 2**30
@@ -34,7 +36,9 @@ class Machine:
     Attributes:
         memory: bytes that the device has for the run.
         bandwidth: bytes a second that a rank sends, and receives, in a collective of all ranks.
-        flops: FLOP a second that the model's matrix products reach.
+        flops: FLOP a second that the model reaches.
+        memory_bandwidth: bytes a second that the device's memory reads and writes; where it is known, the optimizer's
+            update has a time.
         gloo: whether the ranks are CPU processes.
 
     Raises:
@@ -45,9 +49,15 @@ class Machine:
     bandwidth: float | None = None
     flops: float | None = None
     gloo: bool = False
+    memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        for name, unit in (("memory", "bytes"), ("bandwidth", "bytes a second"), ("flops", "FLOP a second")):
+        for name, unit in (
+            ("memory", "bytes"),
+            ("bandwidth", "bytes a second"),
+            ("flops", "FLOP a second"),
+            ("memory_bandwidth", "bytes a second"),
+        ):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (number and value > 0):
@@ -137,6 +147,7 @@ def make_plan(
     accumulate: int = 1,
     step: Step | None = None,
     optimizer: Callable[[Any], Any] | None = None,
+    measure: torch.device | None = None,
 ) -> Plan:
     """Plans a run. Nothing is allocated, sent or changed; the module may be on meta, and no other rank is needed.
 
@@ -152,6 +163,8 @@ def make_plan(
         accumulate: backwards for each step of the optimizer.
         step: ``(module, batch) -> loss`` instead of ``training_step``.
         optimizer: makes the optimizer of parameters instead of ``configure_optimizers``.
+        measure: times one block and the memory there, for the rates that ``machine`` does not have; see
+            [Note: timed block].
 
     Raises:
         PlanError: the world size is none, the model has no parameters, the step does not take the batch, or the
@@ -182,6 +195,8 @@ def make_plan(
     one_graph = config.compile == "model"
     units = plan_units(module, config.unit_bytes, compute_dtype, config.keep_gathered, join_blocks=one_graph)
     sizes = unit_bytes(module, units, shards, compute_dtype, config.master_dtype, config.reduce_dtype)
+    if measure is not None:
+        machine = _measured(machine, module, batch, units, config, compute_dtype, autocast_dtype, step, measure)
     optimizers = optimizer_bytes(module, units, shards, config.master_dtype, config.full_param_optimizers, optimizer)
     notes, trace = [], None
     if batch is None:
@@ -221,7 +236,7 @@ def make_plan(
         schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers)
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         traffic = accumulated(traffic, memory.resident, accumulate, defers)
-        seconds = _seconds(trace, traffic, sizes, shards, accumulate, machine)
+        seconds = _seconds(trace, traffic, memory, sizes, shards, accumulate, machine)
         fits = None if machine.memory is None else memory.peak <= machine.memory
         fits = None if batch is None and fits else fits  # activations may not
         made.append(StagePlan(stage, memory, traffic, seconds, fits))
@@ -246,7 +261,13 @@ def accumulated(traffic: Traffic, resident: int, backwards: int, defers: bool) -
 
 
 def _seconds(
-    trace: Trace | None, traffic: Traffic, units: Sequence[UnitBytes], world: int, accumulate: int, machine: Machine
+    trace: Trace | None,
+    traffic: Traffic,
+    memory: Memory,
+    units: Sequence[UnitBytes],
+    world: int,
+    accumulate: int,
+    machine: Machine,
 ) -> float | None:
     if trace is None or machine.flops is None or (machine.bandwidth is None and world > 1):
         return None
@@ -254,7 +275,43 @@ def _seconds(
     forward = max(accumulate * trace.forward_flops / machine.flops, traffic.forward * moved)
     back = max(accumulate * trace.backward_flops / machine.flops, (traffic.backward + traffic.reductions) * moved)
     exposed = (units[0].gathered + units[0].gradient) * moved if units else 0.0
-    return forward + back + exposed
+    update = 0.0  # reads masters, states and gradients, and writes the first two
+    if machine.memory_bandwidth is not None:
+        update = (2 * memory.masters + 2 * memory.states + memory.reduced) / machine.memory_bandwidth
+    return forward + back + exposed + update
+
+
+def _measured(
+    machine: Machine,
+    module: nn.Module,
+    batch: Any,
+    units: Sequence[UnitPlan],
+    config: Config,
+    dtype: torch.dtype | None,
+    autocast: torch.dtype | None,
+    step: Step | None,
+    device: torch.device,
+) -> Machine:
+    """With the rates that were not given."""
+    blocks = [unit.name for unit in units if unit.block is not None]
+    if batch is None or not blocks:
+        missing = "a batch" if batch is None else "a model with repeated blocks"
+        raise PlanError(f"`measure={str(device)!r}` times one block of a step, which needs {missing}. Give `flops=`.")
+    largest = max(blocks, key=lambda name: sum(p.numel() for p in module.get_submodule(name).parameters()))
+    flops, memory = machine.flops, machine.memory_bandwidth
+    if flops is None:
+        compiled = partial(torch.compile, backend=config.backend, dynamic=False) if config.compile else None
+        flops = block_rate(
+            module,
+            batch,
+            largest,
+            device,
+            dtype=dtype,
+            autocast=autocast,
+            compiled=compiled,
+            step=step or training_step,
+        )
+    return dataclasses.replace(machine, flops=flops, memory_bandwidth=memory or memory_rate(device))
 
 
 def in_units(count: float | None) -> str:

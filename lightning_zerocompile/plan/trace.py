@@ -167,14 +167,33 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None
     Raises:
         PlanError: the module cannot be copied.
     """
+
+    def make(shape: torch.Size, kind: torch.dtype) -> Tensor:
+        with mode:
+            return torch.empty(shape, dtype=kind, device="cpu")
+
+    return copy_with(module, dtype, make)
+
+
+def copy_with(
+    module: nn.Module, dtype: torch.dtype | None, make: Callable[[torch.Size, torch.dtype], Tensor]
+) -> nn.Module:
+    """The module with parameters and buffers that ``make`` makes, of a shape and a dtype.
+
+    Args:
+        module: on any device, possibly on meta; it is not changed.
+        dtype: of floating-point parameters; ``None``: their own.
+        make: a tensor of this shape and dtype.
+
+    Raises:
+        PlanError: the module cannot be copied.
+    """
     memo: dict[int, Any] = {}  # deepcopy's own protocol: what stands for an object, by its id
-    with mode:
-        for parameter in module.parameters():
-            kept = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            made = torch.empty(parameter.shape, dtype=kept, device="cpu")
-            memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-        for buffer in module.buffers():
-            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    for parameter in module.parameters():
+        kept = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        memo[id(parameter)] = nn.Parameter(make(parameter.shape, kept), requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = make(buffer.shape, buffer.dtype)
     trainer = module.__dict__.get("_trainer")
     if trainer is not None:  # also a submodule's
         memo[id(trainer)] = None
@@ -236,7 +255,7 @@ def trace_step(
     """
     mode = fake_mode()
     made = fake_copy(module, mode, dtype)
-    batch = _fake_batch(batch, mode, dtype)
+    batch = fake_batch(batch, mode, dtype)
     recorder = _Recorder(made, blocks, compiled, mode, checkpointed, activation_budget)
     context: AbstractContextManager[Any] = nullcontext()
     if autocast is not None:
@@ -290,7 +309,9 @@ def _explain(module: nn.Module, batch: Any, error: Exception) -> str:
     return f"{what} Is it a batch as `training_step` gets it? Another loss can be passed as `step=`."
 
 
-def _fake_batch(batch: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
+def fake_batch(batch: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
+    """The batch with tensors that have no data; floating-point ones are of ``dtype``, unless that is ``None``."""
+
     def fake(tensor: Tensor) -> Tensor:
         floating = dtype is not None and tensor.is_floating_point()
         with mode:
