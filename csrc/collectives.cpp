@@ -45,7 +45,7 @@ void all_gather_flat(c10d::ProcessGroup& group, Lane::Launch& launch, std::vecto
 }
 
 // [Note: gloo reduce-scatters] Gloo's reduce-scatter is an all-reduce of a copy of each input, whose work ignores the
-// timeout of a wait: a rank could not look meanwhile whether the others still come. So the same is done here.
+// timeout of a wait: a rank could not look meanwhile whether the others still come. So the all-reduces are done here.
 void all_reduce_each(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
                      std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& inputs,
                      const c10d::ReduceOp& op) {
@@ -75,7 +75,7 @@ void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at:
                 std::vector<at::Tensor> inputs) {
   if (outputs.front().device().is_cpu()) return all_gather_flat(group, launch, std::move(outputs), inputs);
   c10d::AllgatherOptions options;
-  options.asyncOp = false;  // the lane's stream is the asynchrony
+  options.asyncOp = false;  // it runs on the lane's stream, which is asynchronous already
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   launch.add(group.all_gather_single_coalesced(outputs, inputs, options));
 #else

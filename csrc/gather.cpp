@@ -1,5 +1,5 @@
-// Gathering: a unit is gathered as a whole, in place, from the masters; the value lives for one use or for one step.
-// Who uses it, and until when: uses.cpp.
+// Gathering: a unit is gathered as a whole, in place, from the masters. The value lives for one use or for one step.
+// uses.cpp says who uses it, and until when.
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
@@ -229,8 +229,9 @@ void Gathers::start(const Units& units, bool restores, std::vector<Pending>& sta
   launch.finish();
 }
 
-// A gather has failed before all of it was started. What was not gathered before is not half there now: memory that a
-// later gather would find could have another dtype than that one asks for. What was there stays, and is stale.
+// A gather has failed before all of it was started. A unit that was not resident is not half resident now: a later
+// gather would find its memory, which could have another dtype than that gather asks for. A resident unit stays, and is
+// stale.
 void Gathers::give_up(const Units& units, const std::vector<Pending>& started) {
   for (auto index : units) {
     auto& unit = units_[index];
@@ -290,7 +291,7 @@ void Gathers::add_rows(const Unit& unit, bool restores, RowsByDtype& calls, Rows
     state.gather_bytes += bytes;
   }
   state.gathers += static_cast<int64_t>(dtypes.size());
-  state.stale = true;  // for good, if the gather is not started (out of memory)
+  state.stale = true;  // it stays so if the gather is not started (out of memory)
 }
 
 // [Note: merged gathers] Where many units are gathered at once (a window that holds them opens, the optimizer has
@@ -317,7 +318,7 @@ void Gathers::keep_for_readers(const Unit& unit, const Tensor& full) const {
   }
 }
 
-// The current stream goes on when all others have read, or written, the unit's values.
+// The current stream goes on once all others have read, or written, the unit's values.
 void Gathers::await_readers(const Unit& unit) const {
   for (const auto& stream : of(unit).gathering.waited()) {
     const auto here = current_stream(registry_.device());
@@ -357,8 +358,8 @@ void Gathers::drop_after_exception(const Unit& unit) {
   counts_.resident_bytes -= state.bytes;
 }
 
-// What comes next; a unit whose compute is too short to hide a gather (a norm between the last block and the head) does
-// not count.
+// The units that come next. One whose compute is too short to hide a gather (a norm between the last block and the
+// head) does not count.
 Gathers::Units Gathers::predicted() const {
   constexpr int64_t kShare = 16;
   return order_.next(prefetch_, units_.size(), [this](int64_t unit) {
@@ -366,7 +367,8 @@ Gathers::Units Gathers::predicted() const {
   });
 }
 
-// What is neither used nor next is dropped, and what is next is started: see [Note: order of gathers].
+// A unit has been asked for. Units that are neither used nor next are dropped, and the next ones are started: see
+// [Note: order of gathers].
 void Gathers::demanded(Way way, int64_t index) {
   const bool tells_nothing = held_ || !order_.demand(way, index);  // of what is gathered next
   if (tells_nothing) return;
@@ -395,11 +397,12 @@ void Gathers::acquire(const Unit& unit, Phase phase, int64_t needed, bool full) 
   if (unit.lifetime == Lifetime::Use) demanded(way, unit.index);
 }
 
-// The optimizer wrote: resident values are gathered anew. `order`: all units, in that of the forward.
+// The optimizer has written the masters of these units: resident values are gathered anew. `order`: all units, in the
+// order of the forward.
 void Gathers::masters_changed(const Units& units, const Units& order) {
   std::vector<char> changed(units_.size(), 0);
   for (auto index : units) {
-    (void)registry_.unit(index);  // there is one
+    (void)registry_.unit(index);  // raises if there is none
     changed[index] = 1;
   }
   Units resident;

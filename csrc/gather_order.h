@@ -1,5 +1,8 @@
-// In which order a program uses its units, and what of that all ranks know. Nothing here holds a tensor, asks another
-// rank or knows a parameter: units are numbers (tests/unit/test_gather_order.py).
+// In which order a program uses its units, and which part of that order all ranks know. Nothing here holds a tensor,
+// asks another rank or knows a parameter: units are numbers (tests/unit/test_gather_order.py).
+//
+// `GatherOrder` owns what followed what, `GatherSequence` what was gathered. Lock: whoever calls holds the runtime's
+// mutex.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +14,8 @@
 
 namespace zerocompile {
 
-// All that prediction and order may depend on: whether grad mode is on differs between a graph and eager code.
+// In a forward or in a backward. Prediction and order may depend on no more: whether grad mode is on, for example,
+// differs between a graph and eager code.
 enum class Way : int64_t { Forth = 0, Back = 1 };
 
 // [Note: order of gathers] Which unit is gathered, dropped or started ahead depends on nothing but the sequence of
@@ -19,7 +23,7 @@ enum class Way : int64_t { Forth = 0, Back = 1 };
 // same collectives in the same order, compiled or not.
 class GatherOrder {
  public:
-  // The program asks for a unit; false: it was the last one that it asked for, so nothing is new.
+  // The program asks for a unit. Returns false if it has asked for the same unit just before, so that nothing is new.
   bool demand(Way way, int64_t unit);
 
   // The units that should be gathered after the one in use: what followed the last two demands when they last came in
@@ -27,7 +31,7 @@ class GatherOrder {
   // of them, not counting those that `hides_nothing` is true of; at most `limit` in all.
   std::vector<int64_t> next(int64_t count, size_t limit, const std::function<bool(int64_t)>& hides_nothing) const;
 
-  // The program begins anew; what followed what stays known.
+  // The program begins anew. It stays known what followed what.
   void restart() { before_last_ = last_ = NOWHERE; }
 
   // A forward that records a graph uses the unit.
@@ -36,7 +40,7 @@ class GatherOrder {
   // Units in the order of their first use in such a forward; those without one come after them, by number.
   std::vector<int64_t> first_uses(int64_t units) const;
 
-  // Nothing is known any more of what followed what.
+  // It is not known any more what followed what.
   void forget() {
     successor_.clear();
     restart();
@@ -67,8 +71,8 @@ class GatherSequence {
     bool known;      // it is all that ever followed the last one, on all ranks
   };
 
-  // Units are gathered together. `units`: their numbers, below `count`; a wide one (in full precision although the
-  // ranks have agreed to move less) has its number plus `count`.
+  // Units are gathered together. `units`: their numbers, which are below `count`. A wide one, which is gathered in full
+  // precision although the ranks have agreed to move less, has its number plus `count`.
   Step begin(const std::vector<int64_t>& units, Way way, int64_t count);
 
   // All ranks are known to have begun this step.
@@ -77,7 +81,7 @@ class GatherSequence {
   // So many units are gathered in one collective.
   void add_run(size_t units) { add(units); }
 
-  // Nothing is known any more of what follows what.
+  // It is not known any more what follows what.
   void forget();
 
   int64_t gathered() const { return gathered_; }  // units

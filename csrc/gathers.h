@@ -1,6 +1,16 @@
 // Gathered values: when a unit is gathered, who uses it until when, and what user code writes to it. The sources:
-// gather (starting and dropping), uses (regions, eager code, graphs), lend (units that stay gathered), low_gathers (in
-// which dtype). Whoever calls holds the runtime's mutex and has begun a use (`Runtime::begin_use`).
+// gather.cpp (starting and dropping), uses.cpp (regions, eager code, graphs), lend.cpp (units that stay gathered),
+// low_gathers.cpp (in which dtype).
+//
+// `Gathers` owns the process group of gathers (or the memory that devices have mapped for them), their lane, the full
+// value of each parameter that is gathered now, who uses each unit, and the order in which units were asked for.
+//
+// Lock: whoever calls holds the runtime's mutex. Before a use it has also begun it (`Runtime::begin_use`). `started` is
+// an atomic count and needs no lock.
+//
+// Streams: a value is allocated on the caller's stream (`launch`), written on the lane, and read on each stream that
+// has been ordered after the gather (`await`). `drop` frees it, in the order of the stream that allocated it, after all
+// streams that have read it ([Note: several streams]).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -27,34 +37,34 @@ namespace zerocompile {
 enum class Phase : int64_t { Forward = 0, NoGrad = 1, Backward = 2 };
 Phase phase();  // of the thread that asks
 
-// One parameter's; the tensors are defined while it is resident.
+// The value of one parameter. Its tensors are defined while the parameter is resident.
 struct GatheredValue {
   Tensor full;          // [world*rows, ...]
   Tensor value;         // its first size[0] rows, shaped as the parameter
   Tensor rows_here;     // [rows, ...]: this rank's, padding included
-  Tensor own;           // those of them that the master's local part corresponds to
-  int64_t gathered_version = -1;  // of the master
-  int64_t value_version = 0;  // of `value` when it was gathered: what came since are user code's writes
+  Tensor own;           // [<=rows, ...]: those of them that the master's local part has
+  int64_t gathered_version = -1;  // of the master, when it was gathered
+  int64_t value_version = 0;  // of `value`, when it was gathered: later versions are writes of user code
   bool read_eagerly = false;  // user code may have written to it: see [Note: write back]
   std::optional<at::ScalarType> low;  // what a gather moves, if not `dtype`: see [Note: low gathers]
   bool asked_cast = false, asked_full = false;  // what this rank's uses have asked for
   int64_t forward_version = -1;   // see [Note: stale backward]
-  int64_t shown_version = -1;     // of rows in host memory, as `Parameter::local` shows them
+  int64_t shown_version = -1;     // of the rows in host memory that `Parameter::local` shows
 
   int64_t writes() const { return value.defined() ? static_cast<int64_t>(value._version()) - value_version : 0; }
 };
 
-// Of one unit.
+// The values of one unit.
 struct GatheredUnit {
   bool resident = false;
   int64_t open_modules = 0;
   int64_t graph_uses = 0;   // values that running graphs hold
   bool lent = false;        // to `full_parameters`, see [Note: lent units]
-  bool stale = false;       // what is there is not what the masters hold: gather again
+  bool stale = false;       // its values are not what the masters hold: they have to be gathered again
   int64_t eager_reads = 0, gathers = 0, gather_bytes = 0;  // since set-up
   int64_t bytes = 0;        // of its gathered values
   Pending gathering;
-  std::optional<c10::Stream> home;  // which its values' memory belongs to, see [Note: several streams]
+  std::optional<c10::Stream> home;  // on which its values were allocated, see [Note: several streams]
   Way gathered_in = Way::Forth;
   int64_t gather_number = 0;  // of the last one, among all
 };
@@ -186,7 +196,7 @@ class Gathers {
   std::function<void()> meet_;  // before the next gather: see [Note: ranks apart]
   std::atomic<int64_t> started_ = 0;  // gathers
   bool trusted_ = false;  // the code that reads now is known not to write, see [Note: write back]
-  bool held_ = false;     // units stay gathered, see [Note: held units]
+  bool held_ = false;     // all units stay gathered, see [Note: held units]
 };
 
 }  // namespace zerocompile

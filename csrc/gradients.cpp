@@ -92,7 +92,7 @@ void Gradients::take(const Indices& indices, at::TensorList grads, bool from_gra
 // an earlier backward has left in place, so the dtype of that stays. Within one backward it adds in place to a sum that
 // nobody else holds, and otherwise makes a new one, of the wider dtype. So it is here.
 
-// One gradient: kept, or among `into`, for all to be added by one kernel.
+// Takes one gradient: it is kept, or noted in `into`, since one kernel adds all of them.
 void Gradients::take_one(const Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& into) {
   auto& g = state(p);
   if (from_graph) g.graph_outstanding = std::max<int64_t>(0, g.graph_outstanding - 1);
@@ -255,7 +255,7 @@ void Gradients::bound(const Parameter& p, const Tensor& outer, const Tensor& loc
 // `values`: local parts that an optimizer is to update; each gets the gradient of its parameter. Returns the positions
 // of those whose `grad` is not ours.
 Gradients::Indices Gradients::lend(const Indices& indices, const std::vector<Tensor>& values) const {
-  TORCH_CHECK(indices.size() == values.size(), "zerocompile: a value for each parameter");
+  TORCH_CHECK(indices.size() == values.size(), "zerocompile: lend_gradients takes one value for each parameter");
   Indices others;
   for (size_t k = 0; k < indices.size(); ++k) {
     const auto& p = registry_.parameter(indices[k]);

@@ -9,9 +9,9 @@
 //
 // Streams: a gradient is allocated on the stream of the backward that produces it. The next one is added on the current
 // stream, after everything that has produced a part of the sum ([Note: several streams] in gather.cpp). `give_away`
-// hands the sum to a reduction, which frees it. The reduced rows are allocated in reductions.cpp. `release`, or the last
-// reference to the master's `grad`, frees them; before that the optimizer's stream was ordered after their reduction
-// (`Reductions::await_gradients`).
+// hands the sum to a reduction, which frees it. The reduced rows are allocated in reductions.cpp. `release`, or the
+// last reference to the master's `grad`, frees them; before that the optimizer's stream was ordered after their
+// reduction (`Reductions::await_gradients`).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -131,7 +131,7 @@ class Gradients {
     bool nested = false;  // a nested backward contributed to it: see [Note: nested contributions]
     Ready ready;          // after its gradients so far, see [Note: late reductions]
   };
-  // What is to be added to what is there, by one kernel.
+  // Each of `parts` is to be added to its total; one kernel adds all of them.
   struct Sums {
     std::vector<Tensor> totals, parts;
   };
@@ -148,13 +148,13 @@ class Gradients {
   int64_t from_graphs_ = 0;  // gradients that compiled graphs delivered
 
   bool deferred_ = false;                    // what comes now waits for the end of a window or an accumulation
-  bool pending_ = false;                     // so did something since the last reduction; the same on all ranks
+  bool pending_ = false;                     // something may wait since the last reduction; the same on all ranks
   std::optional<at::ScalarType> sum_dtype_;  // of what waits; absent: its own
 
   int64_t outermost_ = -1;               // the graph task of the first event of the backward that runs
   Ready begun_;                          // where its stream was then, see [Note: late reductions]
   std::optional<c10::Stream> producer_;  // of the last gradient, see [Note: several streams]
-  bool several_producers_ = false;       // gradients that are not reduced came from several, or are reduced on another
+  bool several_producers_ = false;       // what is not reduced came from several streams, or is reduced on another one
 };
 
 }  // namespace zerocompile

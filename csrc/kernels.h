@@ -16,7 +16,8 @@ class Kernels {
   struct Cast {
     at::Tensor from, to, also;
   };
-  // Of this rank's bfloat16 array and the peers' [n] that begin at `place` of what they sent, to a float32 array, [n].
+  // This rank's bfloat16 array [n] and, from each peer, the [n] elements from `place` on of what it sent: their sum
+  // goes to a float32 array [n].
   struct Sum {
     at::Tensor own, to;
     int64_t place;
@@ -35,7 +36,7 @@ class Kernels {
   // to = (own + all received) / divisor; `received`: [elements] bfloat16, from one peer each.
   void sum(const std::vector<Sum>& sums, const std::vector<at::Tensor>& received, double divisor) const;
 
-  static constexpr int64_t kPeers = 15;  // at most, in a sum
+  static constexpr int64_t kPeers = 15;  // the most that a sum can take
 
  private:
   void launch(void* function, int64_t blocks, void* argument) const;

@@ -1,6 +1,6 @@
-// What Python sees. Whatever takes the runtime's mutex releases the GIL first, since the runtime asks Python while it
-// holds the mutex: two threads that took the two in different orders would wait for each other. So the order is the
-// mutex, then the GIL, and every method of the runtime is bound with `Release`.
+// What Python sees. The runtime calls Python while it holds its mutex, so the order is the mutex, then the GIL: two
+// threads that took them in different orders would wait for each other. So whatever takes the mutex releases the GIL
+// first, and every method of the runtime that locks is bound with `Release`.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>

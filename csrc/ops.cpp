@@ -165,7 +165,7 @@ void reduce_one_(const Tensor& grad, const Tensor& handle, at::OptionalIntArrayR
   runtime->contribute({parameter}, grad, /*from_graph=*/true);
 }
 
-// For the compiler alone: what takes a gradient here keeps it from writing to that memory before.
+// For the compiler alone: as long as something takes the gradient, it does not write to that memory.
 void reduce_fence_(at::TensorList) {}
 
 // ---- eager ----
@@ -191,7 +191,7 @@ struct ReadFunction : torch::autograd::Function<ReadFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& handle, const Tensor& value,
                         const c10::intrusive_ptr<ReadToken>& token) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    ctx->set_materialize_grads(false);  // as above
+    ctx->set_materialize_grads(false);  // zeros would count as a gradient
     ctx->saved_data["token"] = c10::IValue::make_capsule(token);
     auto result = value.alias();  // with the value's versions: torch's check sees what the optimizer's step gathers
     torch::autograd::impl::set_version_counter(result, torch::autograd::impl::version_counter(value));
@@ -204,7 +204,7 @@ struct ReadFunction : torch::autograd::Function<ReadFunction> {
     TORCH_CHECK(runtime != nullptr, "zerocompile: backward through a model whose strategy was torn down");
     token->finish();
     if (grads[0].defined()) {
-      const bool shared = grads[0].use_count() > 1;  // as AccumulateGrad tells: a Function may keep its result
+      const bool shared = grads[0].use_count() > 1;  // a Function may keep its result: AccumulateGrad asks the same
       runtime->contribute({token->parameter}, token->casts ? grads[0].to(at::kFloat) : grads[0],
                           /*from_graph=*/false, shared && !token->casts);
     }

@@ -20,9 +20,10 @@ namespace zerocompile {
 // them, all meet, and one kernel sums what came, in float32, and writes it where the optimizer reads it.
 //
 // [Note: two halves] The mapped buffer is used by halves, in turn. A half is written again two gathers (reductions)
-// later; then the stream of the rank that writes is behind the barrier of the one in between, at which every rank
-// arrives only after it has read all it needed from the half. What is larger than a half (an embedding, a head) goes
-// through the process group: in several rounds it would wait for each of its barriers, and measured that is slower.
+// later. By then the stream of the rank that writes has passed the barrier of the one in between, and every rank
+// arrives at that barrier only after it has read all that it needed from the half. What is larger than a half (an
+// embedding, a head) goes through the process group: in several rounds it would wait for each of its barriers, and
+// measured that is slower.
 class PeerMemory {
  public:
   // `buffer`: [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory). `kernels` may be null.
@@ -40,14 +41,14 @@ class PeerMemory {
     bool adds;        // to what `mean` holds
   };
 
-  // Whether a gather or a reduction fits a half. Alike on all ranks, as sizes are.
+  // Whether a gather or a reduction fits a half. The answer is the same on all ranks, as sizes are.
   bool holds(const std::vector<Rows>& parameters) const;
   bool holds(const std::vector<Gradient>& gradients) const;
 
-  // Casts the masters' rows and gathers; all of one dtype; on the current stream.
+  // Casts the masters' rows and gathers them, on the current stream. `parameters` are all of one dtype.
   void all_gather(const std::vector<Rows>& parameters);
 
-  // Sums over the ranks and divides; on the current stream. Needs kernels.
+  // Sums over the ranks and divides, on the current stream. It needs kernels.
   void reduce_scatter(const std::vector<Gradient>& gradients, double divisor);
 
  private:
@@ -63,7 +64,8 @@ class PeerMemory {
   std::map<at::ScalarType, std::vector<at::Tensor>> flat_;
 };
 
-// This rank's rows become the cast of what the masters hold here; all of one dtype; on the current stream.
+// This rank's rows become the cast of what the masters hold here, on the current stream. `parameters` are all of one
+// dtype.
 void fill_rows(const std::vector<PeerMemory::Rows>& parameters);
 
 }  // namespace zerocompile

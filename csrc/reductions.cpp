@@ -182,8 +182,8 @@ void Reductions::launch(const Units& units, const Ready& latest, bool early) {
   retire(2);
 }
 
-// One collective, or its copies: the parameters of a unit that share their dtypes. The result is one flat partition,
-// [sum of rows].
+// One collective, or the copies that stand for it, for the parameters of the units that share their dtypes. The result
+// is one flat partition, [sum of rows].
 void Reductions::reduce_group(const std::vector<int64_t>& group, Reduction& reduction) {
   const auto& first = record(group.front());
   const auto communicated = communicated_dtype(first);
@@ -374,8 +374,8 @@ std::vector<Reductions::Units> Reductions::runs(bool merged) const {
   return registry_.runs_of(units, merged && peers_ == nullptr ? merge_bytes_ : -1, /*padded=*/false);
 }
 
-// Units of which this rank has a gradient are reduced whatever the others have, up to the first run with one that it
-// has none of or whose dtypes are not agreed.
+// Units of which this rank has a gradient are reduced whatever the others have. This ends at the first run with a unit
+// of which this rank has no gradient, or whose dtypes the ranks have still to agree on.
 void Reductions::launch_contributed(const std::vector<Units>& runs) {
   for (const auto& run : runs) {
     std::vector<int64_t> units;
@@ -394,7 +394,7 @@ void Reductions::launch_contributed(const std::vector<Units>& runs) {
   }
 }
 
-// `merged`: see [Note: merged reductions].
+// Reduces what any rank has, and binds the result. `merged`: see [Note: merged reductions].
 void Reductions::reduce_everything(bool merged) {
   at::NoGradGuard no_grad;
   gradients_.follow_producers();
@@ -467,7 +467,7 @@ void Reductions::retire(size_t keep) {
   }
 }
 
-// After a failure: waits for nobody, see [Note: abandoned communication].
+// After a failure. This rank waits for nobody, see [Note: abandoned communication].
 void Reductions::drop_in_flight() {
   for (auto& reduction : in_flight_) {
     for (const auto& done : reduction.done) dropped_ = dropped_ || done.running();
@@ -476,7 +476,7 @@ void Reductions::drop_in_flight() {
   in_flight_.clear();
 }
 
-// What it reads and writes is not used again before it is done, without anybody waiting.
+// The memory that a reduction reads and writes is not used again before it is done, without anybody waiting.
 void Reductions::reserve(const Reduction& reduction) {
   for (const auto& tensor : reduction.inputs) lane_.keep(tensor);
   for (auto unit : reduction.units) {
@@ -484,7 +484,7 @@ void Reductions::reserve(const Reduction& reduction) {
   }
 }
 
-// Those whose gradients are dropped count no more.
+// The gradients are dropped: nothing that was launched counts any more.
 void Reductions::forget() {
   launched_.assign(launched_.size(), false);
   reduced_.clear();
@@ -513,7 +513,7 @@ void Reductions::leave_in_flight() {
   }
 }
 
-// Of this unit, or (-1) of all.
+// Orders the current stream after what is on its way of this unit's reductions, or (-1) of all.
 void Reductions::await_gradients(int64_t unit) {
   if (in_flight_.empty() || !home_) return;
   const auto here = current_stream(registry_.device());

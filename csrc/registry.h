@@ -1,5 +1,13 @@
-// Which parameters and units there are, and how large they are. What is gathered of them and what gradients they have
-// is kept by others, by their numbers.
+// Which parameters and units there are, and how large they are.
+//
+// `Registry` owns their records: names, sizes, dtypes, masters and handles. Parameters and units have numbers, from 0.
+// By these numbers the other classes keep what is gathered of them and what gradients they have.
+//
+// Lock: whoever calls holds the runtime's mutex. Only the table of identities (`find`) has a mutex of its own, the
+// innermost one.
+//
+// Streams: its tensors (masters, rows, handles) come from set-up or from `set_rows`, and live until they
+// are replaced or until `shut_down`.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -27,7 +35,7 @@ struct ParameterSpec {
   std::vector<int64_t> size;   // of the full parameter; empty for a 0-dim one, which is replicated
   at::ScalarType dtype;        // of the gathered value: what the model computes with
   bool cast_grad;              // false: grad_dtype=None, see [Note: agreed dtype]
-  at::ScalarType grad_dtype;   // the leaf's contract; the raw gradient is cast to it before anything else
+  at::ScalarType grad_dtype;   // the master's; the raw gradient is cast to it before anything else
   std::optional<at::ScalarType> reduce_dtype;  // of the communication; absent: the gradient's own
   std::optional<at::ScalarType> bound_dtype;   // of master.grad; absent: as agreed, see [Note: agreed dtype]
 };
@@ -63,8 +71,8 @@ struct Place {
 // [Note: replicas] Parameters are sharded over W ranks, the shard group. R such groups hold the same rows, one replica
 // each. A gather is inside one of them. A gradient is the mean over all R * W ranks. Whatever ranks agree on, all R * W
 // ranks agree on. On devices a reduction is inside the shard group first; what is left, this rank's rows, is then
-// reduced over the R ranks that have them. On the CPU it is one collective of all ranks, as gloo reduces whole gradients
-// anyway.
+// reduced over the R ranks that have them. On the CPU it is one collective of all ranks, as gloo reduces whole
+// gradients anyway.
 class Registry {
  public:
   Registry(c10::Device device, Place shards, Place all) : device_(device), shards_(shards), all_(all) {}
@@ -81,8 +89,8 @@ class Registry {
   bool is_shut_down() const { return shut_down_; }
 
   // [Note: checked indices] An index that comes from outside (Python, an operator, what autograd has saved) goes
-  // through these: the runtime may be shut down, and a parameter's unit may not be planned yet. They raise, with the
-  // name.
+  // through these methods: the runtime may be shut down, and a parameter may belong to no unit yet. Then they raise an
+  // error that says so.
   void check_running() const;
   const Parameter& parameter(int64_t index) const;
   const Unit& unit(int64_t index) const;
@@ -98,11 +106,11 @@ class Registry {
   int64_t rank() const { return shards_.rank; }
   int64_t all_ranks() const { return all_.world; }
   int64_t global_rank() const { return all_.rank; }
-  int64_t usual_bytes() const { return usual_bytes_; }  // `sent` of the most frequent unit, the repeated block
+  int64_t usual_bytes() const { return usual_bytes_; }  // `sent` of the most frequent unit: the repeated block
   std::vector<int64_t> padded_size(const Parameter& p) const;
   int64_t sent_bytes(const Parameter& p, at::ScalarType dtype) const;
-  // Units that follow each other, together up to `limit` bytes of full values (`padded`: as they are sent); a larger
-  // one, and with a negative limit each, is a run of its own.
+  // Runs of units that follow each other, each of up to `limit` bytes of full values (`padded`: with what pads them for
+  // the gather). A larger unit is a run of its own; with a negative limit each unit is.
   std::vector<std::vector<int64_t>> runs_of(const std::vector<int64_t>& units, int64_t limit, bool padded) const;
 
  private:
@@ -119,7 +127,7 @@ class Registry {
   bool shut_down_ = false;
 };
 
-// The one table that is global: a parameter's identity -> its runtime and index. Entries die with their registry.
+// The only global table: from a parameter's identity to its runtime and number. An entry ends with its registry.
 struct Record {
   std::shared_ptr<Runtime> runtime;
   int64_t parameter;

@@ -52,7 +52,8 @@ int64_t Runtime::add_unit(std::string name, std::vector<int64_t> members, Lifeti
   return index;
 }
 
-// `bind`, which runs users' hooks, may come back: nothing is half done then. The others may not: [Note: re-entry].
+// `bind` runs users' hooks, and these may call the runtime again: nothing is half done then. From inside the other
+// functions nothing that changes the runtime may be called: see [Note: re-entry].
 void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                             std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                             std::function<std::string(int64_t, std::string)> compare,
@@ -94,7 +95,7 @@ void Runtime::set_kernels(const std::string& code) {
   kernels_ = std::make_shared<Kernels>(code, registry_.device());
 }
 
-// 0: kernels cannot sum gradients.
+// How much memory `set_summing_peers` needs for a half; 0: kernels cannot sum gradients.
 int64_t Runtime::summing_peer_bytes() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   return kernels_ == nullptr ? 0 : reductions_.peer_bytes();
@@ -133,8 +134,8 @@ void Runtime::set_copies_gradients(bool copies) {
 // until the lane is done. What would block when it is destroyed (gloo's group waits for its works; peers' memory for
 // the device) is left to the end of the process.
 
-// [Note: shutdown] The process group must not be kept alive by this object: a group that is destroyed while somebody
-// holds it aborts the process at exit. After shutdown every use of a parameter raises.
+// [Note: shutdown] This object must not keep a process group alive: a group that is destroyed while somebody holds it
+// aborts the process at exit. After shutdown every use of a parameter raises.
 void Runtime::shutdown(bool wait) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (registry_.is_shut_down()) return;
@@ -154,7 +155,7 @@ void Runtime::shutdown(bool wait) {
 
 // ---- gathered values ----
 
-// A use begins, in a forward or in a backward.
+// A use begins, in a forward or in a backward: what was left by a backward that failed is dropped first.
 Phase Runtime::begin_use() {
   registry_.check_running();
   questions_.check_entry("gather", registry_.global_rank());
@@ -181,7 +182,7 @@ Tensor Runtime::value_in_backward(int64_t parameter) {
   return gathers_.value_in_backward(parameter);
 }
 
-// What the masters do not hold any more is gathered anew, by all ranks at once.
+// Values that differ from the masters by now are gathered anew, by all ranks at once.
 void Runtime::refresh(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
@@ -193,7 +194,7 @@ void Runtime::refresh(const std::vector<int64_t>& units) {
 int64_t Runtime::enter(const std::vector<int64_t>& units, bool trusted) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
-  for (auto index : units) (void)registry_.unit(index);  // there is one
+  for (auto index : units) (void)registry_.unit(index);  // raises if there is none
   if (!units.empty()) begin_use();
   gathers_.enter(units, trusted);
   return gathers_.counts().eager_reads;
@@ -210,7 +211,8 @@ void Runtime::need(const std::vector<int64_t>& parameters, const std::vector<at:
                    bool expects_grad) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   auto now = begin_use();
-  if (expects_grad && now != Phase::Backward) now = Phase::Forward;  // autograd disables grad mode inside its functions
+  // Autograd disables grad mode inside its functions, so that mode does not tell here.
+  if (expects_grad && now != Phase::Backward) now = Phase::Forward;
   gathers_.need(parameters, dtypes, now);
   if (expects_grad && now == Phase::Forward) gradients_.expect_from_graph(parameters);
 }
@@ -276,7 +278,7 @@ void Runtime::keep(int64_t unit) {
 
 void Runtime::lend(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (auto index : units) (void)registry_.unit(index);  // there is one
+  for (auto index : units) (void)registry_.unit(index);  // raises if there is none
   backward_.abort_failed();
   gathers_.lend(units);
 }
@@ -324,8 +326,8 @@ void Runtime::contribute(const std::vector<int64_t>& parameters, at::TensorList 
 }
 
 // [Note: entry of backward] Whether a backward reads weights differs between a graph, which may recompute, and eager
-// code: so neither decides that the units of a region are gathered; the first gradient of one of its results does, on
-// every rank. `compiled`: the region's name, if it is a graph.
+// code. So reads do not decide when the units of a region are gathered for its backward. The first gradient of one of
+// the region's results does, on every rank. `compiled`: the region's name, if it is a graph.
 void Runtime::watch_backward(const Tensor& result, std::vector<int64_t> units, std::string compiled) {
   at_backward_of(result, [weak = weak_from_this(), units = std::move(units), compiled = std::move(compiled)] {
     if (auto self = weak.lock()) self->enter_backward(units, compiled);

@@ -1,4 +1,8 @@
-// What autograd saves of gathered values.
+// What autograd saves of gathered values. A `Saved` owns what autograd keeps instead of a tensor that it saves.
+//
+// Lock: `pack` and `unpack` do not hold it. The methods of the runtime that they call take it.
+//
+// Streams: `unpack` returns a view of a value; the current stream has been ordered after its gather.
 #pragma once
 
 #include "runtime.h"

@@ -1,5 +1,6 @@
-// Streams and events behind one face: on a device they order work without blocking the host, on the CPU a wait
-// is the collective's own wait. No CUDA header is included, so the same source serves every build of torch.
+// Streams and events, with one interface for devices and the CPU. On a device they order work without blocking the
+// host. On the CPU a wait is the collective's own wait. No CUDA header is included, so the same source serves every
+// build of torch.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -44,9 +45,9 @@ inline void keep_for(const at::Tensor& tensor, const c10::Stream& stream) {
   tensor.record_stream(stream);
 }
 
-// What has been launched. `wait` orders the current stream after it (device; each stream that asks, once) or blocks
-// until it is done and what was to follow is done too (CPU); calling it again costs nothing. Copies stand for the same
-// launch: on the CPU the first one that waits does it for all.
+// What has been launched. On a device `wait` orders the current stream after it, once for each stream that asks. On the
+// CPU `wait` blocks until the launch is done and what was to follow is done too. To call it again costs nothing. Copies
+// stand for the same launch: on the CPU the first one that waits does it for all.
 class Pending {
  public:
   Pending() = default;
@@ -54,8 +55,8 @@ class Pending {
   Pending(std::vector<WorkPtr> works, std::vector<std::function<void()>> afterwards)
       : on_cpu_(std::make_shared<OnCpu>(OnCpu{std::move(works), std::move(afterwards)})) {}
 
-  // On the CPU `goes_on`, if there is one, is asked about once a second; the result is false if it said no, and then
-  // nothing has changed.
+  // On the CPU `goes_on`, if there is one, is asked about once a second whether to wait on. Returns false if it said
+  // no; then nothing has changed.
   bool wait(c10::Device device, const std::function<bool()>& goes_on) {
     if (event_ != nullptr) {
       const auto here = current_stream(device);
@@ -74,7 +75,7 @@ class Pending {
     return true;
   }
 
-  // Orders a device's stream behind it; that changes nothing for who waits.
+  // Orders a device's stream after it. It does not count as a wait.
   void order(const c10::Stream& stream) const {
     if (event_ != nullptr) event_->block(stream);
   }
@@ -91,7 +92,7 @@ class Pending {
   // Whether nobody has waited for it yet.
   bool unawaited() const { return waited_.empty() && any(); }
 
-  // The streams that have: on them, what it has made may be in use.
+  // The streams that have waited: what was launched may be in use on them.
   const std::vector<c10::Stream>& waited() const { return waited_; }
 
   // Whether something may still be on its way; it does not block.
@@ -103,11 +104,12 @@ class Pending {
     }
   }
 
-  // Nobody will wait. What reads or writes memory on a device has to be kept from it: see Lane::keep.
+  // Nobody will wait. On a device, memory that the launch reads or writes has to be kept until it is done: Lane::keep.
   void drop() { *this = Pending(); }
 
  private:
-  // A work that is not done in time raises, as one does that has failed: then it is done, or raises at once.
+  // A work that is not done in time raises. So does a work that has failed, but that one is completed, or it raises at
+  // once.
   static bool finish(c10d::Work& work, const std::function<bool()>& goes_on) {
     if (goes_on == nullptr) return work.wait();
     constexpr std::chrono::milliseconds kPatience(1000);
@@ -132,8 +134,8 @@ class Pending {
   std::vector<c10::Stream> waited_;
 };
 
-// One communication stream. A `Launch` makes it current, ordered behind the work that the caller's stream holds now;
-// `finish` returns what to wait for. On the CPU there is no stream and the collectives' own handles are kept.
+// One communication stream. A `Launch` makes it current and orders it after the work that the caller's stream holds
+// now; `finish` returns what to wait for. On the CPU there is no stream, and the collectives' own handles are kept.
 //
 // [Note: unfinished launches] An exception between two collectives of a launch (out of memory) leaves the first one on
 // its way: it still reads and writes memory that the exception's way out would free. So a launch tells `started` what
@@ -149,7 +151,7 @@ class Lane {
 
   class Launch {
    public:
-    // `ready`: what to be ordered behind instead of all that the caller's stream holds.
+    // `ready`: what the lane is ordered after, instead of all that the caller's stream holds.
     Launch(Lane& lane, std::vector<Pending>& started, const Ready& ready = {})
         : device_(lane.device_), started_(started) {
       if (device_.is_cpu()) return;
@@ -176,7 +178,7 @@ class Lane {
       if (device_.is_cpu()) {
         works_.push_back(std::move(work));
       } else {
-        work->wait();  // orders this lane, not the host, behind the collective
+        work->wait();  // orders this lane after the collective; the host does not wait
       }
     }
 

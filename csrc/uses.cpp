@@ -18,7 +18,7 @@ Tensor Gathers::resident_value(int64_t index) const {
   return of(p).value;
 }
 
-// With `cast`: in that dtype, in memory of its own.
+// The value for eager code. With `cast` it is in that dtype, in memory of its own.
 Tensor Gathers::read(int64_t index, std::optional<at::ScalarType> cast) {
   const auto& p = registry_.parameter(index);
   const auto& unit = registry_.unit_of(p);
@@ -36,7 +36,7 @@ Tensor Gathers::read(int64_t index, std::optional<at::ScalarType> cast) {
   return v.value;
 }
 
-// What the masters do not hold any more is gathered anew, by all ranks at once.
+// Values that differ from the masters by now are gathered anew, by all ranks at once.
 void Gathers::refresh(const Units& units) {
   Units missing;
   for (auto index : units) {
@@ -84,7 +84,7 @@ void Gathers::need(const Units& indices, const std::vector<at::ScalarType>& dtyp
   std::set<int64_t> full;  // units that all of the graph's uses take in full precision
   for (size_t k = 0; k < indices.size(); ++k) {
     const auto& p = registry_.parameter(indices[k]);
-    (void)registry_.unit_of(p);  // there is one
+    (void)registry_.unit_of(p);  // raises if there is none
     ask(p, dtypes[k]);
     if (needs_full(p, dtypes[k])) full.insert(p.unit);
   }
@@ -114,7 +114,7 @@ void Gathers::need(const Units& indices, const std::vector<at::ScalarType>& dtyp
 void Gathers::unneed(const Units& indices, size_t count) {
   for (size_t k = 0; k < count; ++k) {
     auto& uses = units_[record(indices[k]).unit].graph_uses;
-    uses = std::max<int64_t>(0, uses - 1);  // what was dropped meanwhile has none
+    uses = std::max<int64_t>(0, uses - 1);  // a unit that was dropped meanwhile has none
     counts_.graph_uses -= 1;
   }
 }
@@ -129,8 +129,8 @@ std::vector<Tensor> Gathers::values(const Units& indices, const std::vector<at::
   return values;
 }
 
-// The graph's last use of these values is behind it. `last`: the graph ends here. What is asked for next (by the
-// backward, behind the forward's last graph) stays.
+// The graph does not use these values any more. `last`: the graph ends here. Values that are asked for next stay (after
+// the last graph of the forward, by the backward).
 void Gathers::release(const Units& indices, bool last) {
   const bool keeps_all = last || held_;
   const auto next = keeps_all ? Units() : predicted();
@@ -249,7 +249,7 @@ void Gathers::let_go(bool raised) {
     if (raised) drop_after_exception(unit);
     else drop(unit);
   }
-  order_.restart();  // the same on all ranks, whatever they ran
+  order_.restart();  // so it is the same on all ranks, whatever they ran in the window
 }
 
 }  // namespace zerocompile

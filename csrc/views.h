@@ -15,7 +15,7 @@ inline at::Tensor view_of(const at::Tensor& tensor) {
   return at::Tensor(self->shallow_copy_and_detach(self->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
-// How many bytes the memory must have for such a view; 0: it has no elements.
+// How many bytes of memory a view with these sizes and strides needs; 0 if it has no elements.
 inline size_t bytes_of_view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
   int64_t last = offset;
   for (size_t d = 0; d < sizes.size(); ++d) {
