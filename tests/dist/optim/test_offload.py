@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests.support import engines, models
+from tests.support import engines, models, precisions
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
 
@@ -301,3 +301,59 @@ def test_what_cannot_be_offloaded_raises() -> None:
             optimizer.step()
         made.step(optimizer, lambda: None)
         assert made.runtime.stats().offload_out_bytes > 0
+
+
+class _Two(models.Module):
+    """Two optimizers, which share the head, and a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        layers = [*self.model.layers.parameters(), self.model.head.weight]
+        rest = [*self.model.embedding.parameters(), self.model.head.weight, self.model.scale]
+        return torch.optim.AdamW(layers, lr=0.01), torch.optim.SGD(rest, **MOMENTUM)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        with self.trainer.strategy.coalesce_grad_reduction():  # type: ignore[attr-defined]
+            for chunk in batch.chunk(2):
+                self.manual_backward(self.loss(chunk))
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_windows_and_several_optimizers(stage: int) -> None:
+    """A master that two optimizers hold stays on the device."""
+    torch.manual_seed(0)
+    start = _Two()
+    plain, offloaded = copy.deepcopy(start), copy.deepcopy(start)
+    more = {"precision": "bf16-true"}
+    _fit(plain, stage, **more, **EAGER)
+    ours = _fit(offloaded, stage, **more, **EAGER, **OFFLOAD)
+    assert _same(offloaded.state_dict(), plain.state_dict()) and models.deviation(plain, start) > 1e-3
+    names = {s.name for s in ours.on_host}
+    assert "model.head.weight" not in names and {"model.layers.0.up.weight", "model.embedding.weight"} <= names
+
+
+@on_ranks(2)
+def test_loss_scaling() -> None:
+    """A step that the scaler skips moves nothing."""
+    torch.manual_seed(0)
+    start = Trained()
+    plain, offloaded = copy.deepcopy(start), copy.deepcopy(start)
+    found = []
+    for module, options in ((plain, {}), (offloaded, OFFLOAD)):
+        look = Look()
+        strategy = ZeroCompileStrategy(stage=3, **EAGER, **options)
+        more = precisions.arguments("16-mixed", init_scale=2.0**40, growth_interval=2)
+        trainer = models.make_trainer(strategy, max_steps=26, callbacks=[look], gradient_clip_val=0.1, **more)
+        trainer.fit(module, models.Batches(models.rank(), 26))
+        found.append(look)
+    assert _same(offloaded.state_dict(), plain.state_dict()) and models.deviation(plain, start) > 1e-3
+    assert _same(found[1].states, found[0].states)
+    assert 0 < found[1].stats.offload_in_bytes < 26 * found[1].stats.offload_bytes
