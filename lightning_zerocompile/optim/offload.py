@@ -194,7 +194,10 @@ class Offload:
             for master in before.difference(*(slab.slots for units in slabs.values() for slab in units.values())):
                 self._bring_back(record_of(master))
         self._slabs = slabs
-        self._runtime.host_traffic.held = sum(s.nbytes for units in slabs.values() for s in units.values())
+        all_slabs = [slab for units in slabs.values() for slab in units.values()]
+        shown = [slot.shown for slab in all_slabs for slot in slab.slots.values() if slot.shown is not None]
+        self._runtime.host_traffic.held = sum(slab.nbytes for slab in all_slabs)
+        self._runtime.host_traffic.copies = sum(copy.nbytes for copy in shown)
         for optimizer in slabs:
             self.adopt(optimizer)
 
@@ -207,7 +210,7 @@ class Offload:
         for unpin in self._pins:
             unpin()
         self._pins = []
-        self._runtime.host_traffic.held = 0
+        self._runtime.host_traffic.held = self._runtime.host_traffic.copies = 0
 
     def _planned(self, optimizer: Optimizer, shared: set[Tensor]) -> dict[int, _Slab]:
         name = type(optimizer).__name__

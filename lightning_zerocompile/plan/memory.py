@@ -22,6 +22,7 @@ from lightning_zerocompile.sharding.layout import shard_dtype
 from lightning_zerocompile.sharding.plan import UnitPlan
 
 _REDUCTIONS_IN_FLIGHT = 2  # on a device: `retire(2)` in csrc/reductions.cpp
+_OFFLOAD_BUFFERS = 3  # see [Note: offload] in optim/offload.py
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class Memory:
     """Bytes on rank 0, which has the most rows.
 
     Attributes:
-        masters: shards, in the dtype that the optimizer updates.
-        states: of optimizers.
+        masters: shards on the device, in the dtype that the optimizer updates; with ``offload``, what stays of them and
+            the copies that gathers read.
+        states: of optimizers, on the device.
+        host: masters and states in host memory.
         resident: full parameters that stay gathered from one step to the next.
         buffers, batch: of the module, and of the batch.
         activations: that the forward keeps for the backward.
@@ -56,6 +59,7 @@ class Memory:
     forward_peak: int
     backward_peak: int
     step_peak: int
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -90,6 +94,8 @@ class UnitBytes:
         gradient: its full gradients, as they are communicated.
         masters, reduced: of rank 0's rows.
         trainable: its parameters that have gradients.
+        wide, copies: of rank 0's rows of those among them that are gathered in another dtype than they are kept in: in
+            the dtype that they are kept in, and in the one that they are gathered in.
     """
 
     name: str
@@ -98,6 +104,8 @@ class UnitBytes:
     masters: int
     reduced: int
     trainable: frozenset[str]
+    wide: int = 0
+    copies: int = 0
 
 
 def unit_bytes(
@@ -146,7 +154,7 @@ def bytes_of_units(units: Sequence[UnitPlan], facts: Mapping[str, Facts], world:
     """The units' bytes for ``world`` ranks; ``facts``: of each parameter, by name."""
     result = []
     for unit in units:
-        gathered = gradient = masters = reduced = 0
+        gathered = gradient = masters = reduced = wide = copies = 0
         for fact in (facts[name] for name in unit.parameters):
             rows = math.prod(local_size(fact.size, world))
             padded = rows * world if fact.size else 1
@@ -154,8 +162,10 @@ def bytes_of_units(units: Sequence[UnitPlan], facts: Mapping[str, Facts], world:
             masters += rows * fact.master.itemsize
             gradient += padded * fact.reduced.itemsize * fact.trained
             reduced += rows * fact.master.itemsize * fact.trained
+            if fact.trained and fact.size and fact.gathered != fact.master:
+                wide, copies = wide + rows * fact.master.itemsize, copies + rows * fact.gathered.itemsize
         trained = frozenset(name for name in unit.parameters if facts[name].trained)
-        result.append(UnitBytes(unit.name, gathered, gradient, masters, reduced, trained))
+        result.append(UnitBytes(unit.name, gathered, gradient, masters, reduced, trained, wide, copies))
     return result
 
 
@@ -169,6 +179,7 @@ class Schedule:
         prefetch: the strategy's.
         gloo: whether the ranks talk through gloo, see [Note: predicted memory].
         accumulates: whether full gradients of earlier backwards wait for the last one.
+        offload_budget: bytes of masters and states that stay on the device; ``None``: all do.
     """
 
     stage: int
@@ -176,6 +187,40 @@ class Schedule:
     prefetch: int = 1
     gloo: bool = False
     accumulates: bool = False
+    offload_budget: int | None = None
+
+
+@dataclass(frozen=True)
+class _Offloaded:
+    """Bytes on one rank: masters and states that are in host memory, copies on the device that gathers read in the
+    place of such masters, and the largest unit in host memory."""
+
+    masters: int = 0
+    states: int = 0
+    copies: int = 0
+    largest: int = 0
+
+
+def _offloaded(units: Sequence[UnitBytes], states: int, schedule: Schedule) -> _Offloaded:
+    """See [Note: offload] in optim/offload.py. A unit is taken to have its share of all states."""
+    if schedule.offload_budget is None:
+        return _Offloaded()
+    left, trained = schedule.offload_budget, max(1, sum(unit.reduced for unit in units))
+    found = _Offloaded()
+    for unit in units:
+        read_at_each_use = schedule.stage == 3 and unit.name not in schedule.kept
+        masters, kept = unit.wide if read_at_each_use else unit.reduced, states * unit.reduced // trained
+        if masters + kept <= left:
+            left -= masters + kept
+            continue
+        copies = unit.copies if read_at_each_use else 0
+        found = _Offloaded(
+            found.masters + masters,
+            found.states + kept,
+            found.copies + copies,
+            max(found.largest, masters + kept),
+        )
+    return found
 
 
 def units_of_modules(units: Sequence[UnitPlan], modules: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -216,14 +261,16 @@ def simulate(
     run = _Run(units, schedule, events, {name: of_module.get(name, (name,)) for name in {e.name for e in events}})
     run.go()
     resident = run.resident
-    masters, reduced = sum(u.masters for u in units), sum(u.reduced for u in units)
+    away = _offloaded(units, optimizer.states, schedule)
+    masters = sum(u.masters for u in units) - away.masters + away.copies
+    states, reduced = optimizer.states - away.states, sum(u.reduced for u in units)
     batch = trace.batch_bytes if trace is not None else 0
-    between = masters + optimizer.states + resident + buffers
-    base = masters + optimizer.states + buffers + batch
+    between = masters + states + resident + buffers
+    base = masters + states + buffers + batch
     staging = run.staging_after_step() if schedule.gloo else 0
     memory = Memory(
         masters=masters,
-        states=optimizer.states,
+        states=states,
         resident=resident,
         buffers=buffers,
         batch=batch,
@@ -236,7 +283,8 @@ def simulate(
         after_backward=between + batch + reduced,
         forward_peak=base + run.forward_peak,
         backward_peak=base + run.backward_peak,
-        step_peak=between + max(reduced, staging) + optimizer.temporary,
+        step_peak=between + max(reduced, staging) + optimizer.temporary + _OFFLOAD_BUFFERS * away.largest,
+        host=away.masters + away.states,
     )
     return memory, run.traffic()
 

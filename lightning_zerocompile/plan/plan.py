@@ -222,6 +222,8 @@ def make_plan(
         notes.append(
             "At stage 3 the run gathers the weights of linear layers as autocast's cast; here they count whole."
         )
+    if config.offload:
+        notes.append("The time in which offloaded masters and states are copied is not in the seconds of a step.")
     if config.memory_budget is not None:
         notes.append("`memory_budget` is spent on what is free at the peak; units that it keeps are not in stage 3.")
     if replicas > 1:
@@ -233,7 +235,8 @@ def make_plan(
     made = []
     for stage in stages:
         defers = accumulate > 1 and (stage == 1 or config.defer_grad_sync)
-        schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers)
+        away = config.offload_budget if config.offload else None
+        schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers, away)
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         traffic = accumulated(traffic, memory.resident, accumulate, defers)
         seconds = _seconds(trace, traffic, memory, sizes, shards, accumulate, machine)
@@ -327,6 +330,7 @@ def in_units(count: float | None) -> str:
 _ROWS: tuple[tuple[str, Callable[[StagePlan], str]], ...] = (
     ("masters", lambda s: in_units(s.memory.masters)),
     ("optimizer states", lambda s: in_units(s.memory.states)),
+    ("in host memory", lambda s: in_units(s.memory.host)),
     ("gathered parameters, at most", lambda s: in_units(s.memory.gathered)),
     ("activations for the backward", lambda s: in_units(s.memory.activations)),
     ("full gradients, at most", lambda s: in_units(s.memory.gradients)),

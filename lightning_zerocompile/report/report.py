@@ -16,6 +16,7 @@ from lightning_zerocompile.plan.plan import in_units
 from lightning_zerocompile.report.start import what_is_compiled
 from lightning_zerocompile.runtime.memory_budget import free_memory
 from lightning_zerocompile.runtime.runtime import EagerReads, Stats
+from lightning_zerocompile.sharding.full_values import ON_HOST
 
 _SPARE = 0.75  # of free memory that may be filled, as `memory_budget="auto"` does
 _RECOMPILATIONS = 4  # from which on there is advice: a few follow from the first sizes, and from a budget
@@ -66,8 +67,8 @@ class Report:
         gathers: of each unit in the second training step, for each backward; empty at stages 1 and 2.
         often: of those of more than four, what to do; "": there are none.
         fallbacks: compiled modules of which a part ran eagerly, with the reason.
-        memory: by kind: ``masters``, ``optimizer_states``, ``gathered``, ``gathered_peak``, and on a device
-            ``allocated`` and ``allocated_peak``.
+        memory: by kind: ``masters``, ``optimizer_states``, ``host`` (those of both that are in host memory),
+            ``gathered``, ``gathered_peak``, and on a device ``allocated`` and ``allocated_peak``.
         free: bytes that nothing has needed at the peak; ``None``: not known.
         largest: of the units that live for one use, the largest one's gathered values; 0: there is none.
         host: of the monitor; ``None``: there was none.
@@ -157,8 +158,12 @@ def memory_by_kind(engine: Engine, stats: Stats) -> dict[str, int]:
     """Bytes on this rank, see :class:`Report`."""
     runtime = engine.runtime
     kinds = {
-        "masters": sum(sharded.local.nbytes for sharded in runtime.sharded_parameters),
-        "optimizer_states": sum(_local_bytes(value) for value in engine.steps.states()),
+        "masters": sum(sharded.local.nbytes for sharded in runtime.sharded_parameters if not sharded.on_host)
+        + runtime.host_traffic.copies,
+        "optimizer_states": sum(
+            _local_bytes(value) for value in engine.steps.states() if not getattr(value, ON_HOST, False)
+        ),
+        "host": stats.offload_bytes,
         "gathered": stats.resident_bytes,
         "gathered_peak": stats.peak_resident_bytes,
     }

@@ -66,7 +66,8 @@ def costs_of(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int = 
     kept_units = frozenset(unit.name for unit in engine.units if unit.kept)
     defers = accumulate > 1 and (runtime.policy.accumulates_locally or config.defer_grad_sync)
     gloo = runtime.device.type == "cpu"
-    schedule = Schedule(config.chosen_stage, kept_units, config.prefetch, gloo, defers)
+    away = config.offload_budget if config.offload else None
+    schedule = Schedule(config.chosen_stage, kept_units, config.prefetch, gloo, defers, away)
     memory, traffic = simulate(engine.units, units, states, None, schedule, _buffers(engine))
     return Costs(tuple(units), memory, accumulated(traffic, memory.resident, accumulate, defers), tuple(unknown))
 
@@ -95,6 +96,8 @@ def start_line(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int 
     parts = [f"masters {in_units(memory.masters)}"]
     if names:
         parts.append(f"states of {names} {in_units(memory.states)}")
+    if memory.host:
+        parts.append(f"in host memory {in_units(memory.host)}")
     parts += [f"gathered {in_units(memory.gathered)}", f"gradients {in_units(memory.gradients + memory.reduced)}"]
     left_out = ["activations", *(f"states of {name}" for name in costs.unknown)]
     return (

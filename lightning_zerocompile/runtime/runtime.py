@@ -82,9 +82,13 @@ class Stats:
 
 @dataclass
 class HostTraffic:
-    """Bytes of optimizers in host memory: held now, and copied to the device and back since set-up."""
+    """Bytes of optimizers in host memory: held now, and copied to the device and back since set-up.
+
+    ``copies``: bytes on the device of what gathers read in the place of masters in host memory.
+    """
 
     held: int = 0
+    copies: int = 0
     copied_in: int = 0
     copied_out: int = 0
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.report.report import memory_by_kind
+from lightning_zerocompile.report.start import costs_of
 from tests.support import engines, models, precisions
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
@@ -148,6 +150,12 @@ def test_what_is_where_between_steps(stage: int) -> None:
                 assert models.device() == "cpu" or kept._local_tensor.is_pinned()
         total = sum(3 * s.local.nbytes for s in held)
         assert total <= made.runtime.stats().offload_bytes < total + 512 * 3 * len(held)
+        if models.rank() == 0:  # it has the most rows
+            planned = costs_of(made, [optimizer]).memory
+            assert planned.host == pytest.approx(total, rel=0.01)
+            copies = sum(s.local.numel() for s in held) * (2 if stage == 3 else 0)
+            assert copies <= planned.masters <= copies + 4  # `scale`
+            assert memory_by_kind(made, made.runtime.stats())["masters"] == copies + 4
         made.attach_optimizers([torch.optim.AdamW(model.parameters(), lr=0.01)])
     assert all(p.device.type == "cpu" and p.dtype == torch.bfloat16 for p in model.parameters())
 
