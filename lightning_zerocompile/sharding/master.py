@@ -189,7 +189,8 @@ def keep_hooks(source: Tensor, target: Tensor) -> None:
 _HOOK = (
     "`register_hook` on parameter `{}`: a sharded parameter has no gradient of its own until all ranks' are reduced. "
     "Use `register_post_accumulate_grad_hook`, which is called with the parameter when `grad` is the reduced gradient, "
-    "or a hook on an activation."
+    "or a hook on an activation. (`wandb.watch` registers such hooks: give it log='parameters', on all ranks, and log "
+    "`strategy.full_gradients(module)` in `on_before_optimizer_step`, which all ranks call.)"
 )
 
 

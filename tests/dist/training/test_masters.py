@@ -381,6 +381,7 @@ def _hook_before_sharding() -> str:
 def test_hook_from_before_sharding() -> None:
     message = _hook_before_sharding()
     assert "`layers.1.up.weight`" in message and "register_post_accumulate_grad_hook" in message
+    assert "log='parameters'" in message and "full_gradients" in message
 
 
 # ---- the ways out work ----

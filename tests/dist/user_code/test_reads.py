@@ -258,6 +258,38 @@ def test_histograms_in_every_hook(stage: int, options: dict[str, Any]) -> None:
     _fit(_histograms, stage, options)
 
 
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
+@on_ranks(2)
+def test_parameters_and_gradients_as_wandb_watch_logs_them(options: dict[str, Any]) -> None:
+    """`wandb.watch(log="parameters")` is a hook after the forward; gradients as the error of `register_hook` says."""
+    seen: dict[str, list[Any]] = {"parameters": [], "gradients": []}
+
+    def statistics(value: Tensor) -> list[Any]:
+        flat = value.detach().clone().reshape(-1)
+        assert bool(torch.isfinite(flat).all())
+        low, high = flat.min().item(), flat.max().item()
+        return [low, high, flat.histc(bins=8, min=low, max=high).cpu().tolist() if low < high else [flat.numel()]]
+
+    def watch(module: nn.Module, *_: Any) -> None:
+        for _, parameter in module.named_parameters():
+            seen["parameters"].append(statistics(parameter.data.cpu()))
+
+    class Watched(models.Module):
+        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+            full = _full(self)
+            expected = [statistics(full[f"model.{name}"].cpu()) for name, _ in self.model.named_parameters()]
+            assert seen["parameters"][-len(expected) :] == expected
+            for name, grad in self.trainer.strategy.full_gradients().items():
+                seen["gradients"].append(statistics(grad))
+                assert grad.shape == full[name].shape
+
+    module = Watched()
+    module.model.register_forward_hook(watch)
+    trainer = models.make_trainer(ZeroCompileStrategy(3, **options), max_epochs=1)
+    trainer.fit(module, models.Batches(models.rank(), 2))
+    assert seen["parameters"] and seen["gradients"]
+
+
 def _alone(module: Any) -> None:
     if models.rank() == 0 and not hasattr(module, "message"):
         start = time.monotonic()
