@@ -53,10 +53,17 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
         )
     moved = [(old, new) for old, new in zip(before, after, strict=True) if old is not new and old in optimizer.state]
     states = sharded_states([(new, optimizer.state[old]) for old, new in moved], whole)
+    on_device = {p for held in optimizer.param_groups if _counts_on_device(held) for p in held["params"]}
     for (old, new), state in zip(moved, states, strict=True):
         del optimizer.state[old]
         optimizer.state[new] = state
+        if new in on_device and isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(new.device)
     return any(p in masters for p in before)
+
+
+def _counts_on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def rename(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
@@ -141,8 +148,8 @@ def _sharded_state(name: str, value: Any, parameter: Tensor, moment: bool, whole
         if on_host:
             return over_local(local_part(value, parameter.device_mesh).cpu(), parameter)
         return sharded_as(shard_like(value, parameter, dtype=value.dtype), parameter)
-    if value.numel() == 1 or whole:
-        return value
+    if value.numel() == 1 or whole:  # `step` may be a number of the host: see torch.optim.Optimizer.load_state_dict
+        return value if name == "step" or on_host else value.to(parameter.device)
     raise ValueError(
         f"The optimizer state `{name}` has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}: it is "
         "not elementwise and cannot be sharded with its parameter. If the optimizer treats each parameter on its own, "

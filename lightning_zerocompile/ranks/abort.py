@@ -21,6 +21,7 @@ _KEY = "zerocompile/ended"  # in the default store; the first rank that ends its
 _NONE = "zerocompile/none"
 _ENDS_WITHIN = 30.0  # seconds that the end of a group may take; NCCL waits for its own kernels
 _RELEASES = 10.0  # seconds for which barriers are released
+_RELEASES_FIRST = 3.0  # of them, before the groups are ended
 _PAUSE = 1e-3
 
 START_ANEW = "This run's process group has ended, so start the processes anew, from the last checkpoint (`ckpt_path=`)."
@@ -37,7 +38,11 @@ def end_groups(reason: str, releases: Sequence[Callable[[], None]] = ()) -> None
     with suppress(RuntimeError):  # a store whose host has died raises it
         dist.distributed_c10d._get_default_store().compare_set(_KEY, "", reason)
     if releases:
-        threading.Thread(target=_release, args=(releases,), daemon=True, name="zerocompile-release").start()
+        release = threading.Thread(target=_release, args=(releases,), daemon=True, name="zerocompile-release")
+        release.start()
+        # The end of a communicator frees memory, and so waits for the device with the driver's lock held: nothing could
+        # be released then.
+        release.join(_RELEASES_FIRST)
     # all at once: one group's end may wait for the device, where another group's kernels wait
     threads = [
         threading.Thread(target=_abort, args=(group,), daemon=True, name="zerocompile-abort")

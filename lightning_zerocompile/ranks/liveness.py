@@ -320,12 +320,16 @@ def _follow(
     woken: socket.socket,
     sample: Callable[[], str | None],
 ) -> None:
-    """Any other rank's thread: the first rank says which ranks are gone, and is gone itself if it disconnects."""
+    """Any other rank's thread: the first rank says which ranks are gone, and is gone itself if it disconnects.
+
+    The thread ends with this rank's part in the run, see :meth:`Liveness.close`.
+    """
     connection = connect()
     if connection is None:
         return
     sockets.append(connection)
     lines, gone, looked = _Lines(), heard.gone, time.monotonic()
+    followed = True  # the first rank is there; after its end this thread still looks at its own rank
     poller = select.poll()
     poller.register(connection.fileno(), select.POLLIN)
     poller.register(woken.fileno(), select.POLLIN)
@@ -342,16 +346,20 @@ def _follow(
                 connection.sendall(f"{line}\n".encode())
             if line == "closed":
                 return
-        if connection.fileno() not in ready:
+        if not followed or connection.fileno() not in ready:
             continue
         said = _read(connection)
         if said is None:
             gone.setdefault(first, DIED)
-            return
+            followed = False
+            poller.unregister(connection.fileno())
+            continue
         for line in lines.of(connection.fileno(), said):
             if line == "closed":
                 gone[first] = CLOSED
-                return
+                followed = False
+                poller.unregister(connection.fileno())
+                break
             if line.startswith(_LEFT):
                 theirs, reason = json.loads(line.removeprefix(_LEFT))
                 heard.left[theirs] = reason

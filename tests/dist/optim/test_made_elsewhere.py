@@ -51,8 +51,7 @@ class Made(models.Module):
 
 def _plain(module: Made, steps: int) -> None:
     """What DDP computes, in one process."""
-    module.to(models.device())
-    module.made.load_state_dict(module.made.state_dict())  # moves what it holds to its parameters
+    _move(module, models.device())
     [optimizer], [schedule] = module.configure_optimizers()
     for number in range(steps):
         for r in range(models.world()):
@@ -60,6 +59,12 @@ def _plain(module: Made, steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule["scheduler"].step()
+
+
+def _move(module: Made, device: torch.device | str) -> None:
+    """With the state of its optimizer."""
+    module.to(device)
+    module.made.load_state_dict(module.made.state_dict())
 
 
 def _warm(module: Made) -> None:
@@ -116,7 +121,8 @@ def test_an_optimizer_of_init_is_taken_over(stage: int, mode: str, kind: str) ->
         _is_back(module, twin)
     assert all(now is then for now, then in zip(module.parameters(), first, strict=True))  # somebody held them
     _warm(module)
-    _warm(twin.cpu())
+    _move(twin, "cpu")
+    _warm(twin)
     assert models.deviation(module, twin) <= 2e-6
 
 

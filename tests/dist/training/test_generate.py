@@ -46,6 +46,7 @@ class Writer(models.Module):
         return self.model(input_ids=batch, labels=batch, use_cache=False).loss
 
     def write(self, batch: Tensor) -> list[int]:
+        batch = batch.to(self.device)
         mask = torch.ones_like(batch)
         tokens = self.model.generate(batch, attention_mask=mask, max_new_tokens=self.length, do_sample=False)  # type: ignore[operator]
         return tokens[:, batch.shape[1] :].flatten().tolist()

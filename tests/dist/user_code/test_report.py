@@ -88,7 +88,8 @@ def test_the_monitor_logs_what_the_run_does(stage: int, options: dict[str, Any])
     full = 4 * sum(p.numel() for p in module.parameters())
     assert (last["memory/gathered_peak"] >= full) is (stage < 3)
     report = strategy.report()
-    assert report.host is not None and report.host.steps == 6 and report.host.drained is None
+    assert report.host is not None and report.host.steps == 6
+    assert (report.host.drained is None) is (models.device() == "cpu")  # only a device can wait for its host
 
 
 @on_ranks(2)
