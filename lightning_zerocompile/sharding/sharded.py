@@ -88,6 +88,8 @@ class Sharded(DTensor):
         on_host = any(map(_is_on_host, ours))
         if on_host and not func.is_view:
             return _on_the_device(func, args, kwargs)
+        if func.namespace == "c10d":
+            _refuse_collective(func, ours)
         reads, left = ours[0].__dict__.get(_READS), ours[0].__dict__.get(_NAME)
         name = func._schema.name.removeprefix("aten::")
         if name == "_local_scalar_dense":
@@ -433,6 +435,17 @@ def _what(value: DTensor) -> str:
     """How messages call ``value``."""
     name = value.__dict__.get(_NAME)
     return f"parameter `{name}`" if name else f"a sharded tensor of shape {tuple(value.shape)}"
+
+
+def _refuse_collective(func: Any, values: list[Sharded]) -> None:
+    """Raises for ``torch.distributed.all_reduce(p.grad)`` and the like, which would mix different rows of the ranks."""
+    for value in values:
+        if value.device_mesh.size() > 1 and not all(isinstance(placement, Replicate) for placement in value.placements):
+            raise RuntimeError(
+                f"`{func._schema.name}` of {_what(value)}: each rank holds other rows of it, and a collective of one's "
+                "own would mix them. A gradient is the mean over all ranks already: leave the collective out. "
+                "`full_tensor()`, on all ranks, gives the whole value, an ordinary tensor."
+            )
 
 
 def _refuse_address(value: DTensor) -> None:

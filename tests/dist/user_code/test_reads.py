@@ -290,6 +290,27 @@ def test_parameters_and_gradients_as_wandb_watch_logs_them(options: dict[str, An
     assert seen["parameters"] and seen["gradients"]
 
 
+def _own_collectives(module: Any) -> None:
+    """They would add different rows of the ranks to each other; a whole value is the same on all, as under DDP."""
+    parameter = module.get_parameter("model.head.weight")
+    before = module.trainer.strategy.full_gradients()["model.head.weight"].clone()
+    for value in (parameter.grad, parameter.grad.data, parameter.data):
+        with pytest.raises(
+            RuntimeError, match=r"allreduce_.*each rank holds other rows of it.*leave the collective out"
+        ):
+            torch.distributed.all_reduce(value)
+    assert torch.equal(module.trainer.strategy.full_gradients()["model.head.weight"], before)
+    whole = parameter.grad.full_tensor().clone()
+    torch.distributed.all_reduce(whole)
+    torch.testing.assert_close(whole / models.world(), before)
+
+
+@pytest.mark.parametrize(("stage", "options"), CELLS[:3])
+@on_ranks(2)
+def test_a_collective_of_ones_own_on_a_shard_raises(stage: int, options: dict[str, Any]) -> None:
+    _fit(_own_collectives, stage, options, ("on_before_optimizer_step",))
+
+
 def _alone(module: Any) -> None:
     if models.rank() == 0 and not hasattr(module, "message"):
         start = time.monotonic()
