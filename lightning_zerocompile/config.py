@@ -169,7 +169,7 @@ class Config:
         replicas: how many times the model is held (hybrid sharding, FSDP's HYBRID_SHARD). Each replica is sharded over
             its part of the ranks, which are consecutive. Parameters are gathered inside a part, and gradients are
             averaged over all ranks. A rank needs the memory that it would need if its part were all ranks.
-            ``"nodes"``: one replica on each host. So far several replicas work on the CPU only.
+            ``"nodes"``: one replica on each host.
 
     ``param_dtype``, ``reduce_dtype`` and ``master_dtype`` take a dtype or its name.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -38,6 +39,24 @@ def test_gradcache_equals_one_backward(stage: int) -> None:
     assert 0 < float(chunks[1]) <= float(whole[1])  # reductions
     assert stage == 1 or float(chunks[2]) <= float(whole[2])  # gathers
     assert float(printed.rsplit(":", 1)[1]) <= 1e-6
+
+
+@pytest.mark.long
+def test_a_plan_stands_beside_its_run() -> None:
+    """One block was timed; on the CPU there is no memory to compare."""
+    rows = _run("benchmark_plan.py", ["--models=tiny", "--seq=32", "--stages=1", "--steps=2"]).splitlines()
+    [row] = [json.loads(line) for line in rows if line.startswith("{")]
+    assert row["stage"] == 1 and row["predicted"][2] > 0 and row["peak_off"] is None
+    assert row["predicted_seconds"] > 0 and row["seconds"] > 0
+
+
+@pytest.mark.long
+def test_what_offload_moves_is_printed() -> None:
+    """One row without it, one with it, and one where a part stays on the device."""
+    lines = _run("benchmark_offload.py", ["--tiny", "--steps=4"]).splitlines()
+    assert [line.split("}")[0] for line in lines if line.startswith("{")] == [
+        "{", "{'offload': 'optimizer'", "{'offload': 'optimizer', 'offload_budget': 65536",
+    ]  # fmt: skip
 
 
 def test_a_plain_loop_has_the_losses_of_ddp() -> None:
