@@ -345,7 +345,8 @@ class Offload:
                     if slot is not None and entry:
                         for name, place in slot.states.items():
                             if entry.get(name) is place:
-                                entry[name] = over_local(_local(place).to(self._runtime.device, copy=True), master)
+                                rows = _local(place).to(self._runtime.device, copy=True)
+                                entry[name] = as_sharded(over_local(rows, master), self._runtime.reads)
 
     # ---- a step ----
 

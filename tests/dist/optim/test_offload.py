@@ -365,3 +365,46 @@ def test_loss_scaling() -> None:
     assert _same(offloaded.state_dict(), plain.state_dict()) and models.deviation(plain, start) > 1e-3
     assert _same(found[1].states, found[0].states)
     assert 0 < found[1].stats.offload_in_bytes < 26 * found[1].stats.offload_bytes
+
+
+class Replaces(L.Callback):
+    """Puts another parameter in the place of one, before the second step, with or without the optimizer's state."""
+
+    def __init__(self, told: bool) -> None:
+        self.told = told
+        self.norms: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        if index != 1:
+            return
+        head, optimizer = module.model.head, trainer.optimizers[0]  # type: ignore[union-attr]
+        before = dict(module.named_parameters())["model.head.weight"]  # what optimizers hold
+        head.weight = torch.nn.Parameter(torch.full(tuple(before.shape), 0.1, device=module.device))
+        if self.told:
+            group = optimizer.param_groups[0]
+            group["params"] = [head.weight if p is before else p for p in group["params"]]
+            optimizer.state[head.weight] = optimizer.state.pop(before)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        states = [kept for entry in trainer.optimizers[0].state.values() for kept in entry.values()]
+        self.norms += [float(kept.norm()) for kept in states if isinstance(kept, Tensor) and kept.dim() > 0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "told"),
+    [(1, False), pytest.param(3, True, marks=pytest.mark.long), pytest.param(1, True, marks=pytest.mark.long)],
+)
+@on_ranks(2)
+def test_a_replaced_parameter(stage: int, told: bool) -> None:
+    """Its states move on, and numbers that are read off them are of the whole state."""
+    torch.manual_seed(0)
+    plain = Trained("sgd")
+    offloaded = copy.deepcopy(plain)
+    found = []
+    for module, options in ((plain, {}), (offloaded, OFFLOAD)):
+        callback = Replaces(told)
+        strategy = ZeroCompileStrategy(stage=stage, **EAGER, **options)
+        trainer = models.make_trainer(strategy, max_steps=3, callbacks=[callback])
+        trainer.fit(module, models.Batches(models.rank(), 3))
+        found.append(sorted(callback.norms))  # two runs may hold their states in another order
+    assert _same(offloaded.state_dict(), plain.state_dict()) and found[0] == found[1] and len(found[0]) > 10
