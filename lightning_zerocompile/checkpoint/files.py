@@ -246,8 +246,29 @@ def check_replaceable(path: Path) -> None:
     Raises:
         IsADirectoryError: ``path`` is a directory that is no checkpoint.
     """
-    if path.is_dir() and not path.is_symlink() and not (path / META).is_file():
-        raise IsADirectoryError(f"`{path}` is a directory and no checkpoint; save under another name, or remove it.")
+    while path.is_dir() and not path.is_symlink() and not (path / META).is_file():
+        # Another job may have moved it in between, and put a checkpoint there: then there is another look.
+        if _is_no_checkpoint(path):
+            raise IsADirectoryError(
+                f"`{path}` is a directory and no checkpoint; save under another name, or remove it."
+            )
+
+
+def _is_no_checkpoint(path: Path) -> bool:
+    """Whether one and the same directory is at ``path`` before and after it was seen to be no checkpoint."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # another job has put something else there
+            return False
+        raise
+    try:
+        os.stat(META, dir_fd=descriptor)
+    except FileNotFoundError:
+        return _is_at(descriptor, path)
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def commit(temporary: Path, path: Path) -> None:

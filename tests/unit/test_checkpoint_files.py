@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_zerocompile.checkpoint import files
 from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
-from lightning_zerocompile.checkpoint.files import AtomicCheckpointIO, check_replaceable, local_path, locate
+from lightning_zerocompile.checkpoint.files import META, AtomicCheckpointIO, check_replaceable, local_path, locate
 
 KILLED = 9
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.truncate")
@@ -281,6 +281,30 @@ def _two_jobs(folder: str, sharded: bool, exchanging: bool) -> tuple[int, list[s
         writers.append(pid)
     seen, _ = _read_always(path, sharded, exchanging, writers)
     return len(seen), os.listdir(folder), _in_fork(lambda: _load(path))
+
+
+def test_a_directory_that_another_job_moves_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where names cannot be exchanged, a look at what is inside may come between the other job's two moves."""
+    path, whole, is_file = tmp_path / "a", tmp_path / "b", Path.is_file
+    path.mkdir()
+    whole.mkdir()
+    (whole / META).touch()
+    looks: list[Path] = []
+
+    def between(self: Path) -> bool:
+        looks.append(self)
+        if len(looks) > 1:
+            return is_file(self)
+        os.rename(path, tmp_path / "previous")
+        os.rename(whole, path)
+        return False
+
+    monkeypatch.setattr(Path, "is_file", between)
+    check_replaceable(path)
+    assert looks == [path / META] * 2
+    (path / META).unlink()
+    with pytest.raises(IsADirectoryError, match="is a directory and no checkpoint"):
+        check_replaceable(path)
 
 
 @pytest.mark.parametrize(
