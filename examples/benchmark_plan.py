@@ -123,8 +123,9 @@ def measured(
 ) -> tuple[dict[str, float], float]:
     """Bytes in each phase, and seconds of a step."""
     make, batch, loss_fn = cell(name, seq, args)
-    batch = tree_map_only(Tensor, lambda t: t.to(args.device), batch)
-    batch = tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, batch)
+    batch = tree_map_only(
+        Tensor, lambda t: t.to(args.device, torch.bfloat16 if t.is_floating_point() else t.dtype), batch
+    )
     own = sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, Tensor))
     cuda = args.device.type == "cuda"
     before = torch.cuda.memory_allocated() - own if cuda else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -139,8 +139,7 @@ def _numbers(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     """The median of several runs, each until the device has done its work."""
-    times: Sequence[float] = [_once(work, device) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
-    return statistics.median(times)
+    return statistics.median([_once(work, device) for _ in range(WARM_UP + REPEATS)][WARM_UP:])
 
 
 def _once(work: Callable[[], Any], device: torch.device) -> float:
