@@ -34,19 +34,28 @@ class BarrierRelease:
     def __init__(self, buffer: Tensor, mesh: DeviceMesh) -> None:
         memory = _rendezvous(buffer, mesh.get_group())
         self._memory, self._rank, world = memory, memory.rank, memory.world_size  # the pads do not hold the memory
-        self._pads = [memory.get_signal_pad(rank, [world], torch.int32) for rank in range(world)]
-        # made here: later a device that waits could hold up whatever makes them
-        self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call, unused-ignore]
-        self._ones = torch.ones(world, dtype=torch.int32).pin_memory()  # on the host: no kernel has to write them
-        self._zero = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._pads = [memory.get_signal_pad(rank, [world], torch.uint32) for rank in range(world)]
+        # Both are made here: later a device that waits could hold up whatever makes them. A stream of another priority
+        # shares no queue of the device with the streams that wait.
+        self._stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call, unused-ignore]
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+        self._done.record(self._stream)  # type: ignore[no-untyped-call, unused-ignore]
 
     def __call__(self) -> None:
-        """Releases one barrier, if the device is in one. What it was to protect is not valid."""
+        """Releases one barrier, if the device is in one. What it was to protect is not valid.
+
+        The words are written by the stream itself. A kernel would need the device, and a copy would stand in the queue
+        of a copy engine after copies that wait for the barrier.
+        """
+        if not self._done.query():  # type: ignore[no-untyped-call, unused-ignore]
+            return  # a full queue would hold this thread up
+        write = self._memory.stream_write_value32
         with torch.cuda.stream(self._stream):
             for rank, pad in enumerate(self._pads):
-                if rank != self._rank:  # as if that rank had taken this rank's last signal
-                    pad[self._rank : self._rank + 1].copy_(self._zero, non_blocking=True)
-            self._pads[self._rank].copy_(self._ones, non_blocking=True)  # as if all had signalled
+                if rank != self._rank:
+                    write(pad, self._rank, 0)  # as if that rank had taken this rank's last signal
+                    write(self._pads[self._rank], rank, 1)  # as if that rank had signalled
+        self._done.record(self._stream)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def has_copy_engines(
