@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class Lifetime(Enum):
@@ -81,8 +82,10 @@ def _fits(value: object, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return any(type(value) is type(one) and value == one for one in inner)
-    if origin is tuple:  # tuple[X, ...]
-        return isinstance(value, tuple) and all(_fits(one, inner[0]) for one in value)
+    if origin is tuple:  # tuple[X, ...] or tuple[X, X]
+        if not isinstance(value, tuple) or not (inner[-1] is Ellipsis or len(value) == len(inner)):
+            return False
+        return all(_fits(one, inner[0]) for one in value)
     if origin is not None and origin is not dict:  # a union
         return any(_fits(value, one) for one in inner)
     return isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool))
@@ -95,6 +98,17 @@ _DTYPE = Check(
     holds=lambda dtype: dtype is None or dtype.is_floating_point,
 )
 _FLAG = Check("is not understood; choose True or False.")
+
+
+# The dimensions of a device mesh: `REPLICATE` need not be there.
+REPLICATE, SHARD = "replicate", "shard"
+
+
+def _is_mesh(mesh: Any) -> bool:
+    if mesh is None or isinstance(mesh, tuple):
+        return mesh is None or min(mesh) > 0
+    names = mesh.mesh_dim_names or ()
+    return SHARD in names and len(set(names)) == len(names) and set(names) <= {REPLICATE, SHARD}
 
 
 def _names(what: str) -> Check:
@@ -170,6 +184,10 @@ class Config:
             its part of the ranks, which are consecutive. Parameters are gathered inside a part, and gradients are
             averaged over all ranks. A rank needs the memory that it would need if its part were all ranks.
             ``"nodes"``: one replica on each host.
+        device_mesh: the same said as FSDPStrategy takes it: ``(R, W)``, R replicas that are each sharded over W
+            consecutive ranks; or a ``DeviceMesh`` of all ranks with dimensions ``"replicate"`` and ``"shard"``, in
+            either order, or with ``"shard"`` alone. Of a mesh only the places of the ranks count: the process groups
+            are the strategy's own. Give this or ``replicas``.
 
     ``param_dtype``, ``reduce_dtype`` and ``master_dtype`` take a dtype or its name.
 
@@ -281,6 +299,16 @@ class Config:
             holds=lambda replicas: replicas == "nodes" or replicas > 0,
         ),
     ] = 1
+    device_mesh: Annotated[
+        DeviceMesh | tuple[int, int] | None,
+        Check(
+            "is not understood; choose (replicas, ranks of each), or a DeviceMesh whose dimensions are named "
+            "'replicate' and 'shard', or 'shard' alone: init_device_mesh(device_type, (replicas, ranks of each), "
+            "mesh_dim_names=('replicate', 'shard')).",
+            convert=lambda mesh: tuple(mesh) if isinstance(mesh, list) else mesh,
+            holds=_is_mesh,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         for name, (hint, check) in _checks().items():
@@ -292,6 +320,11 @@ class Config:
         self._check_cuda_graphs()
         if self.memory_limit is not None and self.stage != "auto":
             raise ValueError("`memory_limit` is what stage='auto' chooses by; drop it, or pass stage='auto'.")
+        if self.device_mesh is not None and self.replicas != 1:
+            raise ValueError(
+                f"`replicas={self.replicas!r}` and `device_mesh={self.device_mesh!r}` both say how many replicas there "
+                "are; drop one of them."
+            )
         if self.offload_budget and not self.offload:
             raise ValueError(
                 "`offload_budget` is what offload='optimizer' leaves on the device; pass both, or neither."

@@ -21,7 +21,7 @@ from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
 from lightning_zerocompile.ranks.abort import refuse_ended_group
-from lightning_zerocompile.ranks.groups import Groups, number_of_replicas
+from lightning_zerocompile.ranks.groups import Groups, shard_groups
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
 from lightning_zerocompile.runtime.memory_budget import MemoryBudget
 from lightning_zerocompile.runtime.runtime import Runtime
@@ -68,7 +68,7 @@ class Engine:
         nodes: number of hosts.
 
     Raises:
-        ValueError: the ranks cannot be divided among the replicas.
+        ValueError: `replicas` or `device_mesh` does not fit the ranks.
         RuntimeError: the ranks hold different models, options or versions; a parameter is a shard that a failed run has
             left, is on a foreign device or cannot be initialised.
     """
@@ -88,7 +88,10 @@ class Engine:
         self.model, self.device, self.config = model, device, config
         refuse_ended_group()
         take_over(model)
+        if config.device_mesh is not None:
+            shard_groups(config, nodes, device.type)  # parts of a mesh differ between ranks, and are no other options
         check_equal_on_all_ranks(model, settings_of(config) | dict(settings or {}))
+        rows = shard_groups(config, nodes, device.type)
         check_names(model, config.keep_gathered)
         one_graph = config.compile == "model"
         units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered, join_blocks=one_graph)
@@ -98,8 +101,7 @@ class Engine:
                 "(siblings of one class with equal parameters). Call `torch.utils.checkpoint.checkpoint` in its "
                 "`forward` instead, or use `activation_budget`, which needs none."
             )
-        replicas = number_of_replicas(config.replicas, nodes, dist.get_world_size())
-        self._groups = Groups.make(device, backend, config.timeout, replicas)
+        self._groups = Groups.make(device, backend, config.timeout, rows)
         self._groups.connect(device)
         self.units = tuple(units)
         self._watched: Callable[[], object] | None = None  # ends the messages about long compilations

@@ -21,7 +21,7 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.optimizers import OptimizerError
 from lightning_zerocompile.plan.plan import Machine, Plan, in_units, make_plan
 from lightning_zerocompile.plan.trace import PlanError, said
-from lightning_zerocompile.ranks.groups import number_of_replicas
+from lightning_zerocompile.ranks.groups import replicas_of
 from lightning_zerocompile.runtime.memory_budget import free_memory, smallest_share
 
 SHARE, SHARE_WITHOUT_BATCH = 0.9, 0.6  # of the memory that a plan may fill; without a batch activations are the rest
@@ -110,7 +110,7 @@ def choose_stage(
             module,
             None if batch is None else _made(batch),
             world_size=world,
-            config=dataclasses.replace(config, replicas=number_of_replicas(config.replicas, nodes, world)),
+            config=dataclasses.replace(config, replicas=replicas_of(config, nodes, world), device_mesh=None),
             machine=Machine(gloo=device.type == "cpu"),
             compute_dtype=compute_dtype,
             autocast_dtype=autocast_dtype,

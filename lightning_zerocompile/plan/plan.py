@@ -22,7 +22,7 @@ from lightning_zerocompile.plan.memory import Memory, Schedule, Traffic, UnitByt
 from lightning_zerocompile.plan.optimizers import optimizer_bytes
 from lightning_zerocompile.plan.timing import block_rate, memory_rate
 from lightning_zerocompile.plan.trace import PlanError, Step, Trace, trace_step, training_step
-from lightning_zerocompile.ranks.groups import number_of_replicas
+from lightning_zerocompile.ranks.groups import replicas_of
 from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
 
 STAGES = (1, 2, 3)
@@ -89,6 +89,7 @@ class Plan:
     Attributes:
         module: the name of its class.
         world_size: number of ranks.
+        replicas: that they hold, each sharded over its part of the ranks.
         parameters: elements of all parameters.
         units: gathered and reduced together, in order.
         optimizers: names of their classes.
@@ -100,6 +101,7 @@ class Plan:
 
     module: str
     world_size: int
+    replicas: int
     parameters: int
     units: tuple[UnitBytes, ...]
     optimizers: tuple[str, ...]
@@ -187,7 +189,7 @@ def make_plan(
     if config.replicas == "nodes":
         raise PlanError("`replicas='nodes'`: a plan knows no hosts. Give it the number of replicas.")
     try:
-        replicas = number_of_replicas(config.replicas, 1, world_size)
+        replicas = replicas_of(config, 1, world_size)
     except ValueError as error:
         raise PlanError(str(error)) from error
     shards = world_size // replicas  # what one replica is sharded over
@@ -246,6 +248,7 @@ def make_plan(
     return Plan(
         type(module).__name__,
         world_size,
+        replicas,
         sum(parameter.numel() for parameter in module.parameters()),
         tuple(sizes),
         optimizers.names,
@@ -359,7 +362,8 @@ def table(plan: Plan) -> str:
     largest = max(plan.units, key=lambda unit: unit.gathered)
     head = [
         f"{plan.module}: {plan.parameters:,} parameters in {len(plan.units)} units (the largest, `{largest.name}`: "
-        f"{in_units(largest.gathered)}), {', '.join(plan.optimizers) or 'no optimizer'}, {plan.world_size} ranks",
+        f"{in_units(largest.gathered)}), {', '.join(plan.optimizers) or 'no optimizer'}, {plan.world_size} ranks"
+        + (f" in {plan.replicas} replicas" if plan.replicas > 1 else ""),
         f"memory of a rank: {in_units(plan.machine.memory)}; FLOP a step: "
         + ("?" if plan.flops is None else f"{plan.flops:.3g}"),
     ]

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_zerocompile.config import REPLICATE, SHARD, Config
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -21,8 +23,7 @@ class Groups:
     both groups are our own. There the ranks meet in a third.
 
     Attributes:
-        shards: the shard group, one dimension of W ranks that follow each other: masters are sharded over it. See
-            [Note: lasting mesh].
+        shards: the shard group, one dimension of W ranks: masters are sharded over it. See [Note: lasting mesh].
         gathers: the gathers' group, of the shard group's ranks.
         reductions: the reductions' group, of the shard group's ranks; on the CPU it is of all ranks.
         replicas: a group of the R ranks that hold the same rows; None: only one rank holds them, or ``reductions`` is
@@ -30,6 +31,7 @@ class Groups:
         everyone: a group of all ranks, used between forwards only.
         meetings: a group of all ranks; None on devices, where there are no meetings.
         own: the groups that :meth:`destroy` destroys.
+        rows: the ranks of each shard group.
     """
 
     shards: DeviceMesh
@@ -39,38 +41,38 @@ class Groups:
     everyone: dist.ProcessGroup
     meetings: dist.ProcessGroup | None
     own: tuple[dist.ProcessGroup, ...]
+    rows: list[list[int]]
 
     @classmethod
-    def make(cls, device: torch.device, backend: str, timeout: timedelta, replicas: int) -> Groups:
+    def make(cls, device: torch.device, backend: str, timeout: timedelta, rows: list[list[int]]) -> Groups:
         """Makes the groups; collective over the default process group.
 
         Args:
             device: of this rank.
             backend: of the groups.
             timeout: of their collectives.
-            replicas: R, which divides the number of ranks.
+            rows: the ranks of each shard group, from :func:`shard_groups`.
         """
         world, on_cpu = dist.get_world_size(), device.type == "cpu"
 
         def new(partition: list[list[int]] | None = None) -> dist.ProcessGroup:
-            return new_group(partition or _parts(world), backend, timeout)
+            return new_group(partition or [list(range(world))], backend, timeout)
 
-        if replicas == 1:
-            shards = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+        if len(rows) == 1:
+            shards = init_device_mesh(device.type, (world,), mesh_dim_names=(SHARD,))
             if on_cpu:
                 meetings, gathers, reductions = own = (new(), new(), new())
-                return cls(shards, gathers, reductions, None, reductions, meetings, own)
+                return cls(shards, gathers, reductions, None, reductions, meetings, own, rows)
             reductions = new()
-            return cls(shards, shards.get_group(), reductions, None, reductions, None, (reductions,))
-        rows = _parts(world // replicas)
+            return cls(shards, shards.get_group(), reductions, None, reductions, None, (reductions,), rows)
         columns = [list(ranks) for ranks in zip(*rows, strict=True)]
         held = _lasting_group(rows, backend, timeout)
-        shards = DeviceMesh.from_group(held, device.type, mesh_dim_names=("shard",))
+        shards = DeviceMesh.from_group(held, device.type, mesh_dim_names=(SHARD,))
         if on_cpu:
             gathers, meetings, reductions = own = (new(rows), new(), new())
-            return cls(shards, gathers, reductions, None, reductions, meetings, own)
+            return cls(shards, gathers, reductions, None, reductions, meetings, own, rows)
         reductions, alike, everyone = own = (new(rows), new(columns), new())
-        return cls(shards, held, reductions, alike, everyone, None, own)
+        return cls(shards, held, reductions, alike, everyone, None, own, rows)
 
     def connect(self, device: torch.device) -> None:
         """Lets NCCL connect the ranks. It does so at first use and blocks the host; here all ranks come to it."""
@@ -81,18 +83,13 @@ class Groups:
 
     def make_on_cpu(self, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """New groups of all ranks and of the shard group's ranks. All ranks must call; the caller destroys them."""
-        everyone, shards = _parts(dist.get_world_size()), _parts(self.shards.size())
-        return new_group(everyone, "gloo", timeout), new_group(shards, "gloo", timeout)
+        everyone = [list(range(dist.get_world_size()))]
+        return new_group(everyone, "gloo", timeout), new_group(self.rows, "gloo", timeout)
 
     def destroy(self) -> None:
         """Destroys the groups; no collective of theirs may be in flight."""
         for group in self.own:
             dist.destroy_process_group(group)
-
-
-def _parts(size: int) -> list[list[int]]:
-    """All ranks, in parts of ``size`` that follow each other."""
-    return [list(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
 
 
 def _lasting_group(partition: list[list[int]], backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -151,3 +148,61 @@ def number_of_replicas(wanted: int | Literal["nodes"], nodes: int, ranks: int) -
             "over the same number of ranks; choose a divisor of their number."
         )
     return replicas
+
+
+def replicas_of(config: Config, nodes: int, ranks: int) -> int:
+    """The number of replicas, R, from the options ``replicas`` and ``device_mesh``.
+
+    Args:
+        config: the options.
+        nodes: number of hosts.
+        ranks: number of all ranks.
+
+    Raises:
+        ValueError: the ranks cannot be divided so; the message says what to do.
+    """
+    mesh = config.device_mesh
+    if mesh is None:
+        return number_of_replicas(config.replicas, nodes, ranks)
+    if isinstance(mesh, tuple):
+        sizes = dict(zip((REPLICATE, SHARD), mesh, strict=True))
+    else:
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    replicas, shards = sizes.get(REPLICATE, 1), sizes[SHARD]
+    if replicas * shards != ranks:
+        raise ValueError(
+            f"`device_mesh={mesh!r}` has {replicas} x {shards} ranks ({REPLICATE} x {SHARD}), and there are {ranks}. "
+            "Pass a mesh of all ranks, not a part of one."
+        )
+    return replicas
+
+
+def shard_groups(config: Config, nodes: int, device_type: str) -> list[list[int]]:
+    """The ranks of each shard group; those at the same place of their groups hold the same rows. No communication.
+
+    Args:
+        config: the options.
+        nodes: number of hosts.
+        device_type: of the ranks' devices.
+
+    Raises:
+        ValueError: the options do not fit the ranks; the message says what to do.
+    """
+    ranks, mesh = dist.get_world_size(), config.device_mesh
+    replicas = replicas_of(config, nodes, ranks)
+    shards = ranks // replicas
+    if mesh is None or isinstance(mesh, tuple):
+        return [list(range(first, first + shards)) for first in range(0, ranks, shards)]
+    if mesh.device_type != device_type:
+        raise ValueError(
+            f"`device_mesh={mesh!r}` is of devices {mesh.device_type!r}, and the ranks run on {device_type!r}: make it "
+            f"by init_device_mesh({device_type!r}, ...)."
+        )
+    places = mesh.mesh if (mesh.mesh_dim_names or ())[-1] == SHARD else mesh.mesh.t()
+    rows: list[list[int]] = places.reshape(replicas, shards).tolist()
+    if sorted(rank for row in rows for rank in row) != list(range(ranks)) or any(row != sorted(row) for row in rows):
+        raise ValueError(
+            f"`device_mesh={mesh!r}` has the ranks {rows} ({REPLICATE} x {SHARD}). Each of the {ranks} ranks must be "
+            f"in it once, and the ranks along {SHARD!r} in rising order, as init_device_mesh places them."
+        )
+    return rows

@@ -58,7 +58,7 @@ class Report:
     """A run on this rank, since its set-up; sizes are in bytes.
 
     Attributes:
-        stage, world_size, device: of the run.
+        stage, world_size, replicas, device: of the run.
         compiled: how many modules, and by what; for people.
         modes: options that advice looks at: ``mode`` and ``memory_budget``.
         units: how many.
@@ -76,6 +76,7 @@ class Report:
 
     stage: int
     world_size: int
+    replicas: int
     device: str
     compiled: str
     modes: Mapping[str, str | int | None]
@@ -108,7 +109,8 @@ class Report:
     def __str__(self) -> str:
         stats, backwards = self.stats, max(1, self.stats.backwards)
         lines = [
-            f"zerocompile, stage {self.stage} on {self.world_size} rank{'s' * (self.world_size > 1)}, "
+            f"zerocompile, stage {self.stage} on {self.world_size} rank{'s' * (self.world_size > 1)}"
+            f"{f' in {self.replicas} replicas' if self.replicas > 1 else ''}, "
             f"{self.units} unit{'s' * (self.units > 1)}, {self.compiled}",
             f"backwards          {stats.backwards}",
             f"for each backward  {stats.gathers / backwards:.1f} gathers of {in_units(stats.gather_bytes / backwards)} "
@@ -136,6 +138,7 @@ def report_of(engine: Engine, stats: Stats, compiled: CompileStats, host: HostTi
     return Report(
         stage=config.chosen_stage,
         world_size=runtime.world_size,
+        replicas=runtime.world_size // runtime.mesh.size(),
         device=str(runtime.device),
         compiled=what_is_compiled(engine),
         modes={"mode": config.mode, "memory_budget": config.memory_budget},
@@ -205,7 +208,7 @@ def _advice(report: Report) -> Iterator[Advice]:
             "do.",
         )
     spare = int(_SPARE * report.free) if report.free is not None else 0
-    alone = report.world_size == 1  # gathers nothing from others
+    alone = report.world_size == report.replicas  # gathers nothing from others
     if report.stage == 3 and not alone and report.modes["memory_budget"] is None and 0 < report.largest <= spare:
         yield Advice(
             "memory",

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -38,6 +39,8 @@ def settings_of(config: Config) -> dict[str, str]:
     """
     names = [field.name for field in fields(config) if not field.name.startswith("memory_")]
     options = {f"option `{name}`": _ADDRESS.sub("", repr(getattr(config, name))) for name in names}
+    if isinstance(config.device_mesh, DeviceMesh):
+        options["the ranks of `device_mesh`"] = str(config.device_mesh.mesh.tolist())
     package = __name__.partition(".")[0]
     try:
         own = version(package.replace("_", "-"))

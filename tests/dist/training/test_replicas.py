@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_zerocompile import ZeroCompileStrategy, load_pretrained
 from lightning_zerocompile.config import Config
@@ -22,6 +23,7 @@ from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.plan.plan import make_plan
 from lightning_zerocompile.plan.trace import PlanError
 from lightning_zerocompile.ranks.groups import number_of_replicas
+from lightning_zerocompile.report.start import start_line
 from tests.support import checkpoints, engines, models
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER, assert_trains_like_ddp, reference
@@ -210,21 +212,84 @@ def test_replicas_that_read_other_files(tmp_path: Path) -> None:
         engines.make_engine(model, 3, replicas=2, **EAGER)
 
 
-def _refused(replicas: Any) -> str:
+def _mesh(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
+    return init_device_mesh(engines.place().type, sizes, mesh_dim_names=names)
+
+
+@on_ranks(4)
+def test_a_mesh_in_which_replicas_are_of_ranks_that_alternate() -> None:
+    """Dimensions `shard`, `replicate`: the shard groups are ranks 0 and 2, and ranks 1 and 3."""
+    mesh = _mesh(("shard", "replicate"), 2, 2)
+    model = models.ByteModel()
+    twin = copy.deepcopy(model)
+    with engines.engine(model, 3, device_mesh=mesh, **EAGER) as engine:
+        group = dist.get_process_group_ranks(engine.runtime.mesh.get_group())
+        assert group == [models.rank() % 2, models.rank() % 2 + 2]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        for number in range(3):
+            engines.step(engine, optimizer, lambda: engines.token_loss(model, models.Batches(models.rank())[number]))  # noqa: B023
+        assert " on 4 ranks in 2 replicas, " in start_line(engine, [optimizer])
+    reference(twin, 3)
+    assert models.deviation(model, twin) <= 1e-6
+
+
+@on_ranks(4)
+def test_meshes_of_other_shapes() -> None:
+    """As FSDPStrategy takes them, and full sharding by a mesh of one dimension."""
+    for given, size in ((_mesh(("replicate", "shard"), 4, 1), 1), ((2, 2), 2), (_mesh(("shard",), 4), 4)):
+        model = models.ByteModel()
+        twin = copy.deepcopy(model)
+        with engines.engine(model, 2, device_mesh=given, **EAGER) as engine:
+            assert engine.runtime.mesh.size() == size
+            engines.accumulate(engine, model, models.Batches(models.rank())[0])
+        assert models.deviation(model, twin) == 0
+
+
+def _refused(**options: Any) -> str:
     with pytest.raises(ValueError) as raised:
-        Engine(models.ByteModel(), engines.place(), Config(replicas=replicas, **EAGER), None, "gloo")
+        Engine(models.ByteModel(), engines.place(), Config(**options, **EAGER), None, "gloo")
     return str(raised.value)
 
 
 @on_ranks(2)
 def test_ranks_that_cannot_be_divided() -> None:
-    assert re.search(r"`replicas=3`: 2 ranks cannot be divided by 3.*choose a divisor", _refused(3))
+    assert re.search(r"`replicas=3`: 2 ranks cannot be divided by 3.*choose a divisor", _refused(replicas=3))
+    assert re.search(r"has 2 x 2 ranks .*and there are 2. Pass a mesh of all ranks", _refused(device_mesh=(2, 2)))
+    part = _mesh(("replicate", "shard"), 2, 1)["shard"]
+    assert re.search(r"has 1 x 1 ranks .*and there are 2. Pass a mesh of all ranks", _refused(device_mesh=part))
+    falling = DeviceMesh(engines.place().type, [1, 0], mesh_dim_names=("shard",))
+    assert re.search(r"has the ranks \[\[1, 0\]\].*in rising order", _refused(device_mesh=falling))
+    foreign = DeviceMesh("xpu", [[0, 1]], mesh_dim_names=("replicate", "shard"), _init_backend=False)
+    assert re.search(r"of devices 'xpu', and the ranks run on '(cpu|cuda)'", _refused(device_mesh=foreign))
+    for names in (("data", "shard"), ("replicate", "tensor"), ("replicate",)):
+        wrong = _mesh(names, *([2, 1] if len(names) == 2 else [2]))
+        assert re.search(r"`device_mesh=.*is not understood.*'replicate' and 'shard'", _refused(device_mesh=wrong))
+    mesh = _mesh(("replicate", "shard"), 2, 1)
+    assert "both say how many replicas" in _refused(device_mesh=mesh, replicas=2)
+
+
+def _meshes_that_differ() -> str:
+    first = [[0, 1], [2, 3]] if models.rank() else [[0, 2], [1, 3]]
+    mesh = DeviceMesh(engines.place().type, first, mesh_dim_names=("replicate", "shard"), _init_backend=False)
+    with pytest.raises(RuntimeError) as raised:
+        Engine(models.ByteModel(), engines.place(), Config(device_mesh=mesh, **EAGER), None, "gloo")
+    return str(raised.value)
+
+
+@on_ranks(4)
+def test_ranks_with_other_meshes() -> None:
+    expected = "the ranks of `device_mesh` is [[0, 2], [1, 3]] on rank 0 but [[0, 1], [2, 3]] on rank 1"
+    assert expected in _meshes_that_differ()
 
 
 def test_a_plan_of_replicas_is_that_of_a_part() -> None:
     halves = make_plan(models.Module(), world_size=4, config=Config(replicas=2)).stages
     two_ranks = make_plan(models.Module(), world_size=2).stages
     assert [stage.memory for stage in halves] == [stage.memory for stage in two_ranks]
+    again = make_plan(models.Module(), world_size=4, config=Config(device_mesh=(2, 2)))
+    assert [stage.memory for stage in again.stages] == [stage.memory for stage in two_ranks]
+    assert again.replicas == 2 and "4 ranks in 2 replicas" in str(again)
     for replicas in (3, "nodes"):
         with pytest.raises(PlanError, match=f"`replicas={replicas!r}`"):
             make_plan(models.Module(), world_size=4, config=Config(replicas=replicas))  # type: ignore[arg-type]
@@ -238,3 +303,6 @@ def test_the_number_of_replicas() -> None:
     for wrong in (0, -1, True, "node", 1.5):
         with pytest.raises(ValueError, match=r"`replicas=.*is not understood"):
             Config(replicas=wrong)  # type: ignore[arg-type]
+    for wrong in (2, (2,), (2, 2, 2), (0, 2), (2.0, 2), "nodes"):
+        with pytest.raises(ValueError, match=r"`device_mesh=.*is not understood.*ranks of each"):
+            Config(device_mesh=wrong)  # type: ignore[arg-type]
