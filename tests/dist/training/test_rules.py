@@ -324,7 +324,7 @@ def test_gathers_in_flight_together() -> None:
         for _ in range(rounds):
             engine.runtime.masters_changed(masters)
         with engine.full_parameters(model, writeback=False) as values:
-            expected = {name: value.detach() for name, value in twin.named_parameters()}
+            expected = {name: value.detach().cpu() for name, value in twin.named_parameters()}
             worst = max((value.cpu() - expected[name]).abs().max().item() for name, value in values.items())
         gathers = engine.runtime.stats().gathers
     assert gathers >= 5 * 1000 and worst == 0.0

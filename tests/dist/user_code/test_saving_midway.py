@@ -128,7 +128,7 @@ def _fit_and_save(
     reference(twin, 1, loss, optimizer=optimizer)
     expected = {name: value.clone() for name, value in twin.state_dict().items()}
     reference(twin, [1], loss, optimizer=optimizer)
-    assert max((p - q).abs().max().item() for p, q in zip(trained, start, strict=True)) > 1e-4
+    assert max((p.cpu() - q.cpu()).abs().max().item() for p, q in zip(trained, start, strict=True)) > 1e-4
     assert models.deviation(model, twin) <= 1e-6
     return expected
 
