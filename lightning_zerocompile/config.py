@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -73,6 +74,10 @@ def _as_names(value: Any) -> Any:
     return tuple(value) if isinstance(value, Iterable) else value
 
 
+def _as_modules(value: Any) -> Any:
+    return (value,) if isinstance(value, type) else _as_names(value)
+
+
 def _as_options(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else {} if value is None else value
 
@@ -86,6 +91,8 @@ def _fits(value: object, hint: Any) -> bool:
         if not isinstance(value, tuple) or not (inner[-1] is Ellipsis or len(value) == len(inner)):
             return False
         return all(_fits(one, inner[0]) for one in value)
+    if origin is type:
+        return isinstance(value, type) and issubclass(value, inner[0])
     if origin is not None and origin is not dict:  # a union
         return any(_fits(value, one) for one in inner)
     return isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool))
@@ -139,6 +146,10 @@ class Config:
             Trainer's precision). With ``torch.bfloat16`` and ``reduce_dtype`` these are FSDP2's numerics.
         cast_forward_inputs: with ``param_dtype``, whether floating-point tensors that are passed to the LightningModule
             itself, to a child of it or to a repeated block are cast to it, as FSDP2 casts what its modules are passed.
+        fp32_modules: what computes in float32 where the model computes in half precision: ``"norms"`` (torch's, and
+            modules without children whose class is called so), classes, names of classes, names of modules (``*``
+            stands for any text). Their parameters are gathered in float32, their inputs are cast to it, and their
+            results back.
         reduce_dtype: dtype of gradient communication; ``None``: that of the gradient.
         master_dtype: what parameters of lower precision are kept in for the optimizer; ``None``: their own dtype.
         unit_bytes: parameters outside repeated blocks are gathered in groups of up to this many bytes, and with
@@ -240,6 +251,16 @@ class Config:
     ] = False
     param_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     cast_forward_inputs: Annotated[bool, _FLAG] = True
+    fp32_modules: Annotated[
+        tuple[str | type[nn.Module], ...],
+        Check(
+            "must be 'norms', classes of modules, names of classes, or names of modules, for example ['norms', "
+            "'*.router'].",
+            accepts=Sequence[str | type[nn.Module]],
+            convert=_as_modules,
+            holds=lambda modules: "" not in modules,
+        ),
+    ] = ()
     reduce_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     master_dtype: Annotated[torch.dtype | None, _DTYPE] = torch.float32
     unit_bytes: Annotated[

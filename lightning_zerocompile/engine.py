@@ -30,6 +30,7 @@ from lightning_zerocompile.sharding import buffers
 from lightning_zerocompile.sharding.autocast import cast_inputs
 from lightning_zerocompile.sharding.checks import check_equal_on_all_ranks, check_equal_optimizers, explain, settings_of
 from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.islands import Islands, find_islands
 from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of
 from lightning_zerocompile.sharding.module_swap import (
     BASE,
@@ -68,7 +69,7 @@ class Engine:
         nodes: number of hosts.
 
     Raises:
-        ValueError: `replicas` or `device_mesh` does not fit the ranks.
+        ValueError: `replicas` or `device_mesh` does not fit the ranks, or an option names what is not in the model.
         RuntimeError: the ranks hold different models, options or versions; a parameter is a shard that a failed run has
             left, is on a foreign device or cannot be initialised.
     """
@@ -93,8 +94,9 @@ class Engine:
         check_equal_on_all_ranks(model, settings_of(config) | dict(settings or {}))
         rows = shard_groups(config, nodes, device.type)
         check_names(model, config.keep_gathered)
+        islands = find_islands(model, config.fp32_modules, compute_dtype, autocast_dtype)
         one_graph = config.compile == "model"
-        units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered, join_blocks=one_graph)
+        units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered, one_graph, islands)
         if config.activation_checkpointing and not any(unit.block is not None for unit in units):
             raise RuntimeError(
                 f"activation_checkpointing='blocks': {type(model).__name__} has no repeated blocks "
@@ -109,11 +111,11 @@ class Engine:
         self.budget, self.gather_watch = MemoryBudget(self.runtime), GatherWatch(self.runtime)
         self.steps = OptimizerSteps(self.runtime, self.reduce_pending, self.budget.optimizer_stepped)
         try:
-            self.runtime.shard(model, units, compute_dtype, autocast_dtype)
+            self.runtime.shard(model, units, compute_dtype, autocast_dtype, islands)
             buffers.move(model.modules(), device)
             self._broadcast_buffers(model.modules())
             self.regions = Regions(self.runtime, config)
-            self._add_regions(units, wished)
+            self._add_regions(units, wished, islands)
             swap_others(self.runtime.classes, model)
             if self.regions.compiled:
                 self._watched = weakref.finalize(self, self.regions.progress.watch())
@@ -127,7 +129,7 @@ class Engine:
         """Whether this is the sharded ``model``, and no other engine has taken it over."""
         return self.model is model and owner_of(model) is self.runtime.core
 
-    def _add_regions(self, units: Sequence[UnitPlan], wished: Sequence[nn.Module]) -> None:
+    def _add_regions(self, units: Sequence[UnitPlan], wished: Sequence[nn.Module], islands: Islands) -> None:
         blocks = [(plan.name, plan.block) for plan in units if plan.block is not None]
         for name, block in blocks:
             if self.config.compile != "model":
@@ -145,7 +147,9 @@ class Engine:
             self._add_leaves(inside)
         if self.config.param_dtype is not None and self.config.cast_forward_inputs:
             children = [child for _, child in top_level_modules(self.model)]
-            cast_inputs([self.model, *children, *(block for _, block in blocks)], self.config.param_dtype)
+            in_fp32 = {inner for name in islands.modules for inner in self.model.get_submodule(name).modules()}
+            modules = [self.model, *children, *(block for _, block in blocks)]
+            cast_inputs([module for module in modules if module not in in_fp32], self.config.param_dtype)
 
     def _add_leaves(self, inside: set[nn.Module]) -> None:
         """Layers of torch's that are not ``inside`` of another region."""

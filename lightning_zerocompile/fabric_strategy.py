@@ -24,6 +24,7 @@ from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.engine_owner import EngineOwner, check_device
 from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
 from lightning_zerocompile.plugins.fabric_precision import (
+    FabricHalfPrecision,
     autocast_dtype,
     compute_dtype,
     convert_plugin,
@@ -125,6 +126,8 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
         self._precision = convert_plugin(precision)
+        if isinstance(self._precision, FabricHalfPrecision):
+            self._precision.fp32_modules = self.config.fp32_modules
 
     @override
     def setup_environment(self) -> None:

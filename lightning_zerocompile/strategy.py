@@ -122,6 +122,8 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = convert_plugin(plugin)
+        if isinstance(self._precision_plugin, StepsThroughEngine):
+            self._precision_plugin.fp32_modules = self.config.fp32_modules
 
     def plan(
         self,

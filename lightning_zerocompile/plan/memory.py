@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_zerocompile.plan.optimizers import OptimizerBytes, local_size
 from lightning_zerocompile.plan.trace import Event, Trace
+from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype
 from lightning_zerocompile.sharding.layout import shard_dtype
 from lightning_zerocompile.sharding.plan import UnitPlan
 
@@ -115,6 +116,7 @@ def unit_bytes(
     dtype: torch.dtype | None,
     master_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None = None,
+    islands: Islands = NONE,
 ) -> list[UnitBytes]:
     """The units' bytes for ``world`` ranks.
 
@@ -122,11 +124,12 @@ def unit_bytes(
         module: whose parameters the units name.
         dtype: what floating-point parameters are gathered in; ``None``: their own.
         master_dtype, reduce_dtype: the strategy's.
+        islands: what is gathered in float32.
     """
     facts = {}
     for name, parameter in module.named_parameters():
         floating = parameter.is_floating_point()
-        kept = dtype if dtype is not None and floating else parameter.dtype
+        kept = gathered_dtype(name, parameter, dtype, islands)
         gradient = reduce_dtype if reduce_dtype is not None and floating else kept
         own = shard_dtype(parameter, master_dtype)
         facts[name] = Facts(tuple(parameter.shape), kept, gradient, own, parameter.requires_grad)

@@ -23,6 +23,7 @@ from lightning_zerocompile.plan.optimizers import optimizer_bytes
 from lightning_zerocompile.plan.timing import block_rate, memory_rate
 from lightning_zerocompile.plan.trace import PlanError, Step, Trace, trace_step, training_step
 from lightning_zerocompile.ranks.groups import replicas_of
+from lightning_zerocompile.sharding.islands import Islands, find_islands
 from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
 
 STAGES = (1, 2, 3)
@@ -194,11 +195,13 @@ def make_plan(
         raise PlanError(str(error)) from error
     shards = world_size // replicas  # what one replica is sharded over
     check_names(module, config.keep_gathered)
+    islands = find_islands(module, config.fp32_modules, compute_dtype, autocast_dtype)
     one_graph = config.compile == "model"
-    units = plan_units(module, config.unit_bytes, compute_dtype, config.keep_gathered, join_blocks=one_graph)
-    sizes = unit_bytes(module, units, shards, compute_dtype, config.master_dtype, config.reduce_dtype)
+    units = plan_units(module, config.unit_bytes, compute_dtype, config.keep_gathered, one_graph, islands)
+    sizes = unit_bytes(module, units, shards, compute_dtype, config.master_dtype, config.reduce_dtype, islands)
     if measure is not None:
-        machine = _measured(machine, module, batch, units, config, compute_dtype, autocast_dtype, step, measure)
+        dtypes = (compute_dtype, autocast_dtype, islands)
+        machine = _measured(machine, module, batch, units, config, dtypes, step or training_step, measure)
     optimizers = optimizer_bytes(module, units, shards, config.master_dtype, config.full_param_optimizers, optimizer)
     notes, trace = [], None
     if batch is None:
@@ -216,6 +219,7 @@ def make_plan(
             step or training_step,
             bool(config.activation_checkpointing),
             config.activation_budget,
+            islands,
         )
         notes += [f"`{name}` was traced as eager code, since {reason}" for name, reason in trace.eager.items()]
         if one_graph:
@@ -293,9 +297,8 @@ def _measured(
     batch: Any,
     units: Sequence[UnitPlan],
     config: Config,
-    dtype: torch.dtype | None,
-    autocast: torch.dtype | None,
-    step: Step | None,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None, Islands],
+    step: Step,
     device: torch.device,
 ) -> Machine:
     """With the rates that were not given."""
@@ -305,6 +308,7 @@ def _measured(
         raise PlanError(f"`measure={str(device)!r}` times one block of a step, which needs {missing}. Give `flops=`.")
     largest = max(blocks, key=lambda name: sum(p.numel() for p in module.get_submodule(name).parameters()))
     flops, memory = machine.flops, machine.memory_bandwidth
+    dtype, autocast, islands = dtypes
     if flops is None:
         compiled = partial(torch.compile, backend=config.backend, dynamic=False) if config.compile else None
         flops = block_rate(
@@ -315,7 +319,8 @@ def _measured(
             dtype=dtype,
             autocast=autocast,
             compiled=compiled,
-            step=step or training_step,
+            step=step,
+            islands=islands,
         )
     return dataclasses.replace(machine, flops=flops, memory_bandwidth=memory or memory_rate(device))
 

@@ -19,7 +19,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_zerocompile.plan.trace import Live, PlanError, Step, copy_with, fake_batch, fake_copy, fake_mode, said
+from lightning_zerocompile.plan.trace import FakeStep, Live, PlanError, Step, copy_with, said
+from lightning_zerocompile.sharding.islands import NONE, Islands
 
 WARM_UP, REPEATS = 3, 7
 
@@ -38,6 +39,7 @@ def block_rate(
     autocast: torch.dtype | None,
     compiled: Callable[[nn.Module], Callable[..., Any]] | None,
     step: Step,
+    islands: Islands = NONE,
 ) -> float:
     """FLOP a second that forward and backward of one block reach, see [Note: timed block].
 
@@ -48,12 +50,13 @@ def block_rate(
         device: where it runs; its memory must have room for the block, its gradients and its activations.
         dtype, autocast, step: as in :func:`~lightning_zerocompile.plan.trace.trace_step`.
         compiled: compiles the block; ``None``: it runs as eager code.
+        islands: what of the module computes in float32.
 
     Raises:
         PlanError: the step does not call the block, the block fails on the device, or it has no matrix product.
     """
-    args, kwargs = _inputs(module, batch, name, dtype, autocast, step)
-    block = _on(module.get_submodule(name), device, dtype)
+    args, kwargs = _inputs(FakeStep.of(module, batch, dtype, autocast, islands), name, step)
+    block = _on(module.get_submodule(name), device, dtype, islands.inside(name))
     args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda tensor: _numbers(tensor, device))
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     if autocast is not None:
@@ -88,36 +91,29 @@ def memory_rate(device: torch.device, size: int = 2**28) -> float:
     return 2 * size / _seconds(lambda: target.copy_(source), device)
 
 
-def _inputs(
-    module: nn.Module, batch: Any, name: str, dtype: torch.dtype | None, autocast: torch.dtype | None, step: Step
-) -> tuple[Any, Any]:
+def _inputs(fake: FakeStep, name: str, step: Step) -> tuple[Any, Any]:
     """What the block is called with first: tensors without data."""
-    mode = fake_mode()
-    made = fake_copy(module, mode, dtype)
     found: list[tuple[Any, Any]] = []
 
     def reached(_: nn.Module, args: Any, kwargs: Any) -> None:
         found.append((args, kwargs))
         raise _Reached
 
-    made.get_submodule(name).register_forward_pre_hook(reached, with_kwargs=True)
-    made.train()
-    context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-    batch = fake_batch(batch, mode, dtype)
+    fake.module.get_submodule(name).register_forward_pre_hook(reached, with_kwargs=True)
     try:
-        with contextlib.suppress(_Reached), torch.enable_grad(), mode, context:
-            step(made, batch)
+        with contextlib.suppress(_Reached), fake.around():
+            fake.forward(step)
     except Exception as error:  # the user's code
         if not found:  # else torch has wrapped what ended the step
-            raise PlanError(f"One step of {type(module).__name__} on this batch failed: {said(error)}") from error
+            raise PlanError(f"One step of {type(fake.module).__name__} on this batch failed: {said(error)}") from error
     if not found:
         raise PlanError(f"The step does not call the block `{name}`, so it cannot be timed. Give `flops=`.")
     return found[0]
 
 
-def _on(block: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+def _on(block: nn.Module, device: torch.device, dtype: torch.dtype | None, islands: Islands) -> nn.Module:
     """A copy with random parameters, in training mode."""
-    made = copy_with(block, dtype, lambda shape, kind: torch.zeros(shape, dtype=kind, device=device))
+    made = copy_with(block, dtype, lambda shape, kind: torch.zeros(shape, dtype=kind, device=device), islands)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.is_floating_point():

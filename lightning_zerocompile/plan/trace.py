@@ -16,7 +16,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -37,6 +37,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zerocompile.compile.backend import boxed
+from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, put_islands
 from lightning_zerocompile.sharding.plan import signature
 
 Step = Callable[[Any, Any], Any]  # (module, batch) -> loss
@@ -156,13 +157,14 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
-def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
+def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None, islands: Islands = NONE) -> nn.Module:
     """The module with parameters and buffers that have no data.
 
     Args:
         module: on any device, possibly on meta; it is not changed.
         mode: of the copy's tensors.
         dtype: of floating-point parameters; ``None``: their own.
+        islands: what computes in float32.
 
     Raises:
         PlanError: the module cannot be copied.
@@ -172,11 +174,14 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None
         with mode:
             return torch.empty(shape, dtype=kind, device="cpu")
 
-    return copy_with(module, dtype, make)
+    return copy_with(module, dtype, make, islands)
 
 
 def copy_with(
-    module: nn.Module, dtype: torch.dtype | None, make: Callable[[torch.Size, torch.dtype], Tensor]
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    make: Callable[[torch.Size, torch.dtype], Tensor],
+    islands: Islands = NONE,
 ) -> nn.Module:
     """The module with parameters and buffers that ``make`` makes, of a shape and a dtype.
 
@@ -184,13 +189,14 @@ def copy_with(
         module: on any device, possibly on meta; it is not changed.
         dtype: of floating-point parameters; ``None``: their own.
         make: a tensor of this shape and dtype.
+        islands: what computes in float32.
 
     Raises:
         PlanError: the module cannot be copied.
     """
     memo: dict[int, Any] = {}  # deepcopy's own protocol: what stands for an object, by its id
-    for parameter in module.parameters():
-        kept = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    for name, parameter in module.named_parameters():
+        kept = gathered_dtype(name, parameter, dtype, islands)
         memo[id(parameter)] = nn.Parameter(make(parameter.shape, kept), requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = make(buffer.shape, buffer.dtype)
@@ -198,12 +204,56 @@ def copy_with(
     if trainer is not None:  # also a submodule's
         memo[id(trainer)] = None
     try:
-        return copy.deepcopy(module, memo)
+        copied = copy.deepcopy(module, memo)
     except Exception as error:  # whatever a member of the user's raises
         raise PlanError(
             f"{type(module).__name__} cannot be planned, since it cannot be copied: {said(error)} Keep what cannot be "
             "copied (open files, locks, generators) outside of the module, or make it in `setup`."
         ) from error
+    put_islands(copied, islands)
+    return copied
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """A copy of a module and of its batch, without data, see [Note: fake step].
+
+    Attributes:
+        module: in training mode.
+        batch: as ``fake_batch`` makes it.
+        mode: of their tensors.
+        autocast: of the step; ``None``: there is none.
+    """
+
+    module: nn.Module
+    batch: Any
+    mode: FakeTensorMode
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        batch: Any,
+        dtype: torch.dtype | None,
+        autocast: torch.dtype | None,
+        islands: Islands = NONE,
+    ) -> FakeStep:
+        """Arguments as in :func:`trace_step`."""
+        mode = fake_mode()
+        return cls(fake_copy(module, mode, dtype, islands).train(), fake_batch(batch, mode, dtype), mode, autocast)
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Inside, forward and backward may run."""
+        with warnings.catch_warnings(), torch.enable_grad(), self.mode:
+            warnings.simplefilter("ignore")  # of `self.log` without a Trainer
+            yield
+
+    def forward(self, step: Step) -> Any:
+        """What the step returns."""
+        with nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast):
+            return step(self.module, self.batch)
 
 
 def training_step(module: Any, batch: Any) -> Any:
@@ -236,6 +286,7 @@ def trace_step(
     step: Step = training_step,
     checkpointed: bool = False,
     activation_budget: float | None = None,
+    islands: Islands = NONE,
 ) -> Trace:
     """Runs one step without data, see [Note: fake step].
 
@@ -249,23 +300,16 @@ def trace_step(
         step: ``(module, batch) -> loss``.
         checkpointed: whether each block runs again in the backward (``activation_checkpointing="blocks"``).
         activation_budget: the strategy's.
+        islands: what computes in float32.
 
     Raises:
         PlanError: the step does not take the batch, needs a Trainer, or asks for numbers that only data has.
     """
-    mode = fake_mode()
-    made = fake_copy(module, mode, dtype)
-    batch = fake_batch(batch, mode, dtype)
-    recorder = _Recorder(made, blocks, compiled, mode, checkpointed, activation_budget)
-    context: AbstractContextManager[Any] = nullcontext()
-    if autocast is not None:
-        context = torch.autocast("cpu", dtype=autocast)
-    made.train()
+    fake = FakeStep.of(module, batch, dtype, autocast, islands)
+    recorder = _Recorder(fake.module, blocks, compiled, fake.mode, checkpointed, activation_budget)
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), mode, recorder.live:
-            warnings.simplefilter("ignore")  # of `self.log` without a Trainer
-            with context:
-                loss = step(made, batch)
+        with fake.around(), recorder.live:
+            loss = fake.forward(step)
             if not isinstance(loss, Tensor):
                 raise PlanError(
                     f"The step of {type(module).__name__} returned {type(loss).__name__} for this batch, not a loss."
@@ -285,7 +329,7 @@ def trace_step(
         tuple(recorder.events),
         forward_flops,
         recorder.live.flops - forward_flops,
-        sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)),
+        sum(leaf.nbytes for leaf in tree_leaves(fake.batch) if isinstance(leaf, Tensor)),
         recorder.eager,
     )
 

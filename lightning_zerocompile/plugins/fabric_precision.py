@@ -6,7 +6,7 @@ float32 masters, and `16-true` scales no loss, as under Fabric's other strategie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,14 +22,18 @@ from typing_extensions import override
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
 from lightning_zerocompile.plugins.precision import agreed_dtype, cast_buffers
+from lightning_zerocompile.sharding.islands import find_islands
 
 
 class FabricHalfPrecision(HalfPrecision):
     """``bf16-true`` and ``16-true``: buffers, inputs and gathered values are cast; the masters are not."""
 
+    fp32_modules: Sequence[str | type[nn.Module]] = ()  # the strategy's option
+
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        cast_buffers(module, self._desired_input_dtype)
+        islands = find_islands(module, self.fp32_modules, self._desired_input_dtype)
+        cast_buffers(module, self._desired_input_dtype, islands)
         return module
 
     @override

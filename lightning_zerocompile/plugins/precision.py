@@ -23,7 +23,7 @@ differ from DDP's. DDP keeps the optimizer's values in half precision, too, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
+from lightning_zerocompile.sharding.islands import Islands, find_islands
 
 if TYPE_CHECKING:
     from lightning_zerocompile.engine import Engine
@@ -54,6 +55,7 @@ class StepsThroughEngine(Precision):
     """
 
     engine: Engine | None = None  # set by the strategy while the model is sharded
+    fp32_modules: Sequence[str | type[nn.Module]] = ()  # the strategy's option
     scaler: GradScaler | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,11 +164,12 @@ class ZeroCompileHalfPrecision(StepsThroughEngine, HalfPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        islands = find_islands(module, self.fp32_modules, self._desired_input_dtype)
         for submodule in module.modules():
             if isinstance(submodule, _DeviceDtypeModuleMixin):
                 self._restore.append(partial(setattr, submodule, "_dtype", submodule._dtype))
                 submodule._dtype = self._desired_input_dtype
-        self._restore += cast_buffers(module, self._desired_input_dtype)
+        self._restore += cast_buffers(module, self._desired_input_dtype, islands)
         return module
 
     @override
@@ -194,12 +197,12 @@ class MixedPrecision(StepsThroughEngine, lightning_precision.MixedPrecision):  #
             self.scaler = ShardedGradScaler.like(self.scaler)
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
-    """Casts floating-point buffers; returns functions that take that back."""
+def cast_buffers(module: nn.Module, dtype: torch.dtype, islands: Islands) -> list[Callable[[], None]]:
+    """Casts floating-point buffers, but for those of islands; returns functions that take that back."""
     restore: list[Callable[[], None]] = []
-    for submodule in module.modules():
+    for path, submodule in module.named_modules():
         for name, buffer in submodule._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
+            if buffer is not None and buffer.is_floating_point() and not islands.has(path):
                 restore.append(partial(_cast_buffer, submodule, name, buffer.dtype))
                 _cast_buffer(submodule, name, dtype)
     return restore

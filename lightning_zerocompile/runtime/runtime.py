@@ -22,8 +22,9 @@ from lightning_zerocompile.ranks.meetings import STREAM, Meetings
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.runtime import build, ops
 from lightning_zerocompile.runtime.peer_memory import BarrierRelease, first_failure, has_copy_engines, map_buffer
-from lightning_zerocompile.sharding.autocast import Casts
+from lightning_zerocompile.sharding.autocast import Casts, forward_of
 from lightning_zerocompile.sharding.checks import check_equal_replicas
+from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, in_fp32
 from lightning_zerocompile.sharding.layout import make_master, over_local, trained_dtype
 from lightning_zerocompile.sharding.master import (
     adopt_master,
@@ -34,7 +35,7 @@ from lightning_zerocompile.sharding.master import (
     refuse_hooks,
 )
 from lightning_zerocompile.sharding.meta_init import Places
-from lightning_zerocompile.sharding.module_swap import ClassCache, Kept, install, kept_with
+from lightning_zerocompile.sharding.module_swap import ISLAND, PARAMETERS, ClassCache, Kept, install, kept_with
 from lightning_zerocompile.sharding.parameter import ShardedParameter, StepState
 from lightning_zerocompile.sharding.plan import UnitPlan
 
@@ -192,6 +193,7 @@ class Runtime:
         units: Sequence[UnitPlan],
         compute_dtype: torch.dtype | None,
         autocast_dtype: torch.dtype | None = None,
+        islands: Islands = NONE,
     ) -> None:
         """Replaces the model's parameters by masters, one unit after the other.
 
@@ -200,6 +202,7 @@ class Runtime:
             units: partition of the model's parameters.
             compute_dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
             autocast_dtype: of the autocast that the model runs under; ``None``: there is none.
+            islands: what computes in float32.
         """
         self.kept = kept_with(model)
         self.casts = Casts(self.classes, self.core, self.messages, autocast_dtype)
@@ -211,7 +214,8 @@ class Runtime:
             for name in plan.parameters:
                 pretrained = places.rows(name, self.mesh.get_local_rank(), self.mesh.size())
                 parameter, rows = pretrained or (places.parameter(name), None)
-                sharded_parameters.append(self._add(name, parameter, compute_dtype, rows))
+                dtype = gathered_dtype(name, parameter, compute_dtype, islands)
+                sharded_parameters.append(self._add(name, parameter, dtype, rows))
             lifetime = Lifetime.STEP if plan.kept else self.policy.lifetime
             indices = [sharded.index for sharded in sharded_parameters]
             unit = self.core.add_unit(plan.name, indices, self._lifetimes[lifetime])
@@ -231,11 +235,22 @@ class Runtime:
                 for sharded in sharded_parameters:
                     self.casts.add(sharded, places.of(sharded.name))
         places.finish()
+        for name in islands.modules:
+            self._put_island(model.get_submodule(name), islands.around)
         if self._replicated:
             held = {sharded.name: sharded.local for sharded in self.sharded_parameters}
             check_equal_replicas(held, self.mesh.get_local_rank(), self.messages)
         if mapped:
             self._map_peers()
+
+    def _put_island(self, module: nn.Module, around: torch.dtype | None) -> None:
+        """Lets the module compute in float32. All modules of a class share the code, as without it."""
+        if ISLAND in module.__dict__:  # it has two names
+            return
+        forward = forward_of(module)
+        island = self.kept.islands.setdefault((forward, around), in_fp32(forward, around))
+        module.__dict__[ISLAND] = island
+        self.classes.swap(module, frozenset(module.__dict__.get(PARAMETERS, ())), island)
 
     def _map_peers(self) -> None:
         """Lets gathers and reductions be copies between the devices' memories, as far as the devices allow it."""
@@ -292,11 +307,10 @@ class Runtime:
             torch._dynamo.mark_static_address(sharded.source, guard=False)
 
     def _add(
-        self, name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None, rows: Tensor | None = None
+        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, rows: Tensor | None = None
     ) -> ShardedParameter:
         config = self.config
         floating = parameter.is_floating_point()
-        dtype = compute_dtype if compute_dtype is not None and floating else parameter.dtype
         refuse_hooks(name, parameter)
         master = make_master(parameter, self.mesh, self.device, config.master_dtype, rows)
         grad_dtype, explicit = _grad_dtype(parameter, dtype)

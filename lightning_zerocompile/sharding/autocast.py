@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from lightning_zerocompile.ranks.messages import Messages
-from lightning_zerocompile.sharding.module_swap import BASE, CAST, INPUTS, PARAMETERS, TRACED, ClassCache
+from lightning_zerocompile.sharding.module_swap import BASE, CAST, INPUTS, ISLAND, PARAMETERS, TRACED, ClassCache
 from lightning_zerocompile.sharding.parameter import Core, ShardedParameter
 
 STEPS = 2  # training steps that are watched before the ranks agree
@@ -66,6 +66,8 @@ _FORWARDS: dict[type, Callable[..., Any]] = {
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
     """The ``forward`` of a module whose class may have been swapped, without the wrapper that makes it a region."""
+    if (island := module.__dict__.get(ISLAND)) is not None:
+        return island  # type: ignore[no-any-return]
     base: Any = getattr(type(module), BASE, type(module))
     casts = any(name.startswith(CAST) for name in module.__dict__)
     return _FORWARDS[base] if casts else base.forward

@@ -39,6 +39,7 @@ REGION = "_zerocompile_region"
 
 INPUTS = "_zerocompile_inputs"  # the handle of the hook that casts what the module is passed
 
+ISLAND = "_zerocompile_island"  # the `forward` of a module that computes in float32, see [Note: float32 islands]
 PARAMETERS = "_zerocompile_parameters"
 TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, the arguments of the operator `gather`
 CAST = TRACED + "cast:"  # + name: the source of the traced gather of the cast, an empty tensor of its dtype
@@ -298,6 +299,7 @@ class Kept:
     def __init__(self) -> None:
         self.classes = ClassCache()
         self.forwards: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}  # of regions
+        self.islands: dict[tuple[Callable[..., Any], torch.dtype | None], Callable[..., Any]] = {}  # their forwards
         self.graphs: list[tuple[Any, Any]] = []  # by configuration; the last one used comes last
 
     def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
@@ -518,8 +520,9 @@ def restore_classes(model: nn.Module) -> None:
 
 
 def remove_regions(model: nn.Module) -> None:
-    """Removes every module's region and the hook that casts its inputs; ``restore_classes`` restores the classes."""
+    """Removes every module's region and what casts its inputs; ``restore_classes`` restores the classes."""
     for module in model.modules():
+        module.__dict__.pop(ISLAND, None)
         module.__dict__.pop(REGION, None)
         inputs = module.__dict__.pop(INPUTS, None)
         if inputs is not None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype
+
 
 @dataclass
 class UnitPlan:
@@ -99,6 +101,7 @@ def plan_units(
     dtype: torch.dtype | None,
     keep_gathered: Sequence[str] = (),
     join_blocks: bool = False,
+    islands: Islands = NONE,
 ) -> list[UnitPlan]:
     """Partitions the model's parameters into units.
 
@@ -111,6 +114,7 @@ def plan_units(
         dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
         keep_gathered: names of modules or parameters whose units are marked as kept.
         join_blocks: whether consecutive small blocks form groups, too; for models whose blocks are not compiled alone.
+        islands: what is gathered in float32.
     """
     blocks = find_blocks(model)
     block_of = {f"{name}.": (name, block) for name, block in blocks}
@@ -118,10 +122,7 @@ def plan_units(
     units: list[UnitPlan] = []
     by_block: dict[str, UnitPlan] = {}
     for name, parameter in _owned_parameters(model):
-        size = (
-            parameter.numel()
-            * (dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype).itemsize
-        )
+        size = parameter.numel() * gathered_dtype(name, parameter, dtype, islands).itemsize
         kept = _is_inside(name, keep_gathered)
         prefix = next((p for p in prefixes if name.startswith(p)), None) if prefixes else None
         if prefix is None:

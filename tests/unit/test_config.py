@@ -48,6 +48,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"copy_engine": None}, "`copy_engine=None`.*'auto'.*True.*False"),
     ({"defer_grad_sync": "local"}, "`defer_grad_sync='local'`.*True or False"),
     ({"keep_gathered": [""]}, "`keep_gathered=.*names of modules"),
+    ({"fp32_modules": [""]}, "`fp32_modules=.*'norms'"),
+    ({"fp32_modules": torch.float32}, "`fp32_modules=torch.float32`.*names of modules"),
     ({"prefetch": -1}, "`prefetch=-1`.*0 or more"),
     ({"timeout": timedelta(seconds=-1)}, "`timeout=.*positive"),
     ({"timeout": 5}, "`timeout=5`.*timedelta"),
