@@ -4,8 +4,10 @@
 
 Each row is one model, length and stage, with bf16 compute and AdamW, by a bare loop. Measured: the most that torch's
 allocator held in each phase of a step, above what it held before the model was made, and the median time of a step.
-Predicted: by `make_plan`, which saw the module on meta; its rates are of one block and of the memory, timed on the
-device, and of an all-gather. One JSON line a row, in GiB and seconds; `off` is predicted over measured, less 1.
+Predicted: by `make_plan`, which saw the module on meta; its rates are of the blocks, of what is around them and of the
+memory, timed on the device, and of an all-gather. One JSON line a row, in GiB and seconds; `off` is predicted over
+measured, less 1; `parts` are the rates that the plan has measured: the seconds of the host for the model and for one
+small operator, and FLOP a second.
 
 Without a GPU: python examples/benchmark_plan.py --models tiny --seq 64 --stages 3
 """
@@ -26,11 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmark_measures import bandwidth, synchronize
-from benchmark_systems import BYTE_LM, SHAPES, build_model, loss_of
-from byte_lm import ByteLM, ModelConfig
+from benchmark_systems import BYTE_LM, SHAPES, build_model, byte_lm, loss_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from train_lm import PRESETS
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
@@ -85,13 +85,6 @@ def cell(name: str, seq: int, args: argparse.Namespace) -> tuple[Callable[[torch
     made = argparse.Namespace(model=name, checkpointing=False)
     tokens = torch.randint(SHAPES[name].vocabulary, (args.batch, seq))
     return lambda device: build_model(made, torch.float32, device), tokens, loss_of
-
-
-def byte_lm(device: torch.device, sizes: str) -> nn.Module:
-    """The model of train_lm.py, with the sizes that it has on that kind of device."""
-    config = ModelConfig(**{name: PRESETS[sizes][name] for name in ("dim", "layers", "heads")})
-    with device:
-        return ByteLM(config).train()
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -181,7 +174,8 @@ def clock(device: torch.device) -> float:
 
 
 def row(name: str, seq: int, stage: int, checkpointed: bool, rates: Machine, args: argparse.Namespace) -> None:
-    plan: StagePlan = planned(name, seq, stage, checkpointed, rates, args).stages[0]
+    made = planned(name, seq, stage, checkpointed, rates, args)
+    plan: StagePlan = made.stages[0]
     phases, seconds = measured(name, seq, stage, checkpointed, args)
     peaks = torch.tensor([phases[phase] for phase in PHASES] + [seconds], dtype=torch.float64)
     if dist.get_world_size() > 1:
@@ -195,6 +189,7 @@ def row(name: str, seq: int, stage: int, checkpointed: bool, rates: Machine, arg
         "predicted": [round(value / GIB, 3) for value in said], "measured": [round(value / GIB, 3) for value in most],
         "peak_off": round(plan.memory.peak / peak - 1, 4) if peak else None,
         "within": abs(plan.memory.peak - peak) <= 0.05 * peak + 64 * 2**20 if peak else None,
+        "parts": {"host": made.machine.host, "call": made.machine.call, "flops": made.machine.flops},
         "predicted_seconds": plan.seconds and round(plan.seconds, 4), "seconds": round(seconds, 4),
         "seconds_off": plan.seconds and round(plan.seconds / seconds - 1, 3),
     }  # fmt: skip

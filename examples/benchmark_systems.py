@@ -75,22 +75,24 @@ class CheckpointedByteLM(ByteLM):
 
 
 def build_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    make = byte_lm if args.model == BYTE_LM else qwen3
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return make(args, device).train()
+        if args.model == BYTE_LM:
+            return byte_lm(device, device.type, args.checkpointing)
+        return qwen3(args, device).train()
     finally:
         torch.set_default_dtype(default)
 
 
-def byte_lm(args: argparse.Namespace, device: torch.device) -> nn.Module:
+def byte_lm(device: torch.device, sizes: str, checkpointing: bool = False) -> nn.Module:
+    """The model of train_lm.py, with the sizes that it has on that kind of device."""
     from train_lm import PRESETS
 
-    config = ModelConfig(**{name: PRESETS[device.type][name] for name in ("dim", "layers", "heads")})
+    config = ModelConfig(**{name: PRESETS[sizes][name] for name in ("dim", "layers", "heads")})
     with device:
-        return CheckpointedByteLM(config) if args.checkpointing else ByteLM(config)
+        return (CheckpointedByteLM(config) if checkpointing else ByteLM(config)).train()
 
 
 def qwen3(args: argparse.Namespace, device: torch.device) -> nn.Module:

@@ -265,7 +265,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--flops", type=number, help="FLOP a second that the model reaches on one rank, for example 400T"
     )
     parser.add_argument(
-        "--measure", action="store_true", help="time one block here, on the GPU if there is one, for what is not given"
+        "--measure",
+        action="store_true",
+        help="time the blocks and what is around them here, on the GPU if there is one, for what is not given",
     )
     parser.add_argument("--stage", type=int, action="append", choices=STAGES, help="only this one; may be repeated")
     parser.add_argument("--batch", metavar="MODULE:FUNCTION", help="returns a batch; default: the first of the data")

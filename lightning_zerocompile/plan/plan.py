@@ -2,7 +2,10 @@
 
 Where the figures come from: memory from [Note: predicted memory], FLOPs from the traced step, and the time of a step
 from rates that are given or measured ([Note: timed block]): each phase takes the longer of its compute and its
-communication, which overlap; nothing hides the first gather, the last reduction and the optimizer's update.
+communication, which overlap; nothing hides the first gather and the last reduction. Forward and backward together take
+at least what the host needs to issue them, where that was measured. The optimizer's update follows them. The memory of
+the device limits it, or the host, or the link to host memory with ``offload``. Values that live for a step are gathered
+beside it.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from torch import nn
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.memory import Memory, Schedule, Traffic, UnitBytes, simulate, unit_bytes
 from lightning_zerocompile.plan.optimizers import optimizer_bytes
-from lightning_zerocompile.plan.timing import block_rate, memory_rate
+from lightning_zerocompile.plan.timing import STRATEGY, Timer, link_rate, memory_rate, step_seconds
 from lightning_zerocompile.plan.trace import PlanError, Step, Trace, trace_step, training_step
 from lightning_zerocompile.ranks.groups import replicas_of
 from lightning_zerocompile.sharding.islands import Islands, find_islands
-from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
+from lightning_zerocompile.sharding.plan import check_names, plan_units
 
 STAGES = (1, 2, 3)
 _GIB = 2**30
@@ -41,6 +44,9 @@ class Machine:
         memory_bandwidth: bytes a second that the device's memory reads and writes; where it is known, the optimizer's
             update has a time.
         gloo: whether the ranks are CPU processes.
+        host: seconds in which the host issues forward and backward of the model without the strategy.
+        call: seconds in which it issues one small operator.
+        link: bytes a second between host memory and device, of copies in both directions at once, together.
 
     Raises:
         PlanError: one of them is not positive.
@@ -51,6 +57,9 @@ class Machine:
     flops: float | None = None
     gloo: bool = False
     memory_bandwidth: float | None = None
+    host: float | None = None
+    call: float | None = None
+    link: float | None = None
 
     def __post_init__(self) -> None:
         for name, unit in (
@@ -58,6 +67,9 @@ class Machine:
             ("bandwidth", "bytes a second"),
             ("flops", "FLOP a second"),
             ("memory_bandwidth", "bytes a second"),
+            ("host", "seconds"),
+            ("call", "seconds"),
+            ("link", "bytes a second"),
         ):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -166,8 +178,8 @@ def make_plan(
         accumulate: backwards for each step of the optimizer.
         step: ``(module, batch) -> loss`` instead of ``training_step``.
         optimizer: makes the optimizer of parameters instead of ``configure_optimizers``.
-        measure: times one block and the memory there, for the rates that ``machine`` does not have; see
-            [Note: timed block].
+        measure: times the blocks, what is around them, and the memory there, for the rates that ``machine`` does not
+            have; see [Note: timed block].
 
     Raises:
         PlanError: the world size is none, the model has no parameters, the step does not take the batch, or the
@@ -199,15 +211,15 @@ def make_plan(
     one_graph = config.compile == "model"
     units = plan_units(module, config.unit_bytes, compute_dtype, config.keep_gathered, one_graph, islands)
     sizes = unit_bytes(module, units, shards, compute_dtype, config.master_dtype, config.reduce_dtype, islands)
-    if measure is not None:
-        dtypes = (compute_dtype, autocast_dtype, islands)
-        machine = _measured(machine, module, batch, units, config, dtypes, step or training_step, measure)
+    blocks = [unit.name for unit in units if unit.block is not None]
+    if measure is not None and (batch is None or not blocks):
+        missing = "a batch" if batch is None else "a model with repeated blocks"
+        raise PlanError(f"`measure={str(measure)!r}` times the blocks of a step, which needs {missing}. Give `flops=`.")
     optimizers = optimizer_bytes(module, units, shards, config.master_dtype, config.full_param_optimizers, optimizer)
     notes, trace = [], None
     if batch is None:
         notes.append("There was no batch: activations are not in these figures.")
     else:
-        blocks = [unit.name for unit in units if unit.block is not None]
         compiled = config.backend if config.compile == "blocks" else False
         trace = trace_step(
             module,
@@ -224,11 +236,14 @@ def make_plan(
         notes += [f"`{name}` was traced as eager code, since {reason}" for name, reason in trace.eager.items()]
         if one_graph:
             notes.append("With compile='model' activations are those of eager code, which keeps more.")
+    if measure is not None and trace is not None:
+        dtypes = (compute_dtype, autocast_dtype, islands)
+        machine = _measured(machine, module, batch, blocks, trace, config, dtypes, step or training_step, measure)
     if autocast_dtype is not None:
         notes.append(
             "At stage 3 the run gathers the weights of linear layers as autocast's cast; here they count whole."
         )
-    if config.offload:
+    if config.offload and machine.link is None:
         notes.append("The time in which offloaded masters and states are copied is not in the seconds of a step.")
     if config.memory_budget is not None:
         notes.append("`memory_budget` is spent on what is free at the peak; units that it keeps are not in stage 3.")
@@ -245,7 +260,7 @@ def make_plan(
         schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers, away)
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         traffic = accumulated(traffic, memory.resident, accumulate, defers)
-        seconds = _seconds(trace, traffic, memory, sizes, shards, accumulate, machine)
+        seconds = _seconds(stage, trace, traffic, memory, sizes, shards, accumulate, machine)
         fits = None if machine.memory is None else memory.peak <= machine.memory
         fits = None if batch is None and fits else fits  # activations may not
         made.append(StagePlan(stage, memory, traffic, seconds, fits))
@@ -271,6 +286,7 @@ def accumulated(traffic: Traffic, resident: int, backwards: int, defers: bool) -
 
 
 def _seconds(
+    stage: int,
     trace: Trace | None,
     traffic: Traffic,
     memory: Memory,
@@ -285,44 +301,65 @@ def _seconds(
     forward = max(accumulate * trace.forward_flops / machine.flops, traffic.forward * moved)
     back = max(accumulate * trace.backward_flops / machine.flops, (traffic.backward + traffic.reductions) * moved)
     exposed = (units[0].gathered + units[0].gradient) * moved if units else 0.0
-    update = 0.0  # reads masters, states and gradients, and writes the first two
+    issued = stepped = 0.0
+    if machine.host is not None and machine.call is not None:  # see [Note: host of the strategy]
+        calls, parameters = STRATEGY[stage], sum(len(unit.trainable) for unit in units)
+        own = (calls.unit * len(units) + calls.parameter * parameters) * machine.call
+        issued = accumulate * (machine.host + own)
+        stepped = (calls.step + calls.stepped * parameters) * machine.call
+    update = 0.0
     if machine.memory_bandwidth is not None:
-        update = (2 * memory.masters + 2 * memory.states + memory.reduced) / machine.memory_bandwidth
-    return forward + back + exposed + update
+        # it reads masters, states and gradients, and writes the first two; gathers read masters and write their rows
+        owned = 2 * (memory.masters + memory.states + memory.host) + memory.reduced
+        owned += memory.masters + memory.resident // world if memory.resident else 0
+        update = owned / machine.memory_bandwidth
+    copied = 2 * memory.host / machine.link if machine.link is not None else 0.0
+    return max(forward + back + exposed, issued) + max(update, stepped, copied)
 
 
 def _measured(
     machine: Machine,
     module: nn.Module,
     batch: Any,
-    units: Sequence[UnitPlan],
+    blocks: Sequence[str],
+    trace: Trace,
     config: Config,
     dtypes: tuple[torch.dtype | None, torch.dtype | None, Islands],
     step: Step,
     device: torch.device,
 ) -> Machine:
     """With the rates that were not given."""
-    blocks = [unit.name for unit in units if unit.block is not None]
-    if batch is None or not blocks:
-        missing = "a batch" if batch is None else "a model with repeated blocks"
-        raise PlanError(f"`measure={str(device)!r}` times one block of a step, which needs {missing}. Give `flops=`.")
-    largest = max(blocks, key=lambda name: sum(p.numel() for p in module.get_submodule(name).parameters()))
-    flops, memory = machine.flops, machine.memory_bandwidth
+    flops, host, call = machine.flops, machine.host, machine.call
     dtype, autocast, islands = dtypes
     if flops is None:
-        compiled = partial(torch.compile, backend=config.backend, dynamic=False) if config.compile else None
-        flops = block_rate(
+        work = trace.forward_flops + trace.backward_flops
+        if work == 0:
+            raise PlanError(
+                f"{type(module).__name__} has no matrix product or convolution, so its time tells no FLOP rate."
+            )
+        seconds = step_seconds(
             module,
             batch,
-            largest,
+            blocks,
             device,
             dtype=dtype,
             autocast=autocast,
-            compiled=compiled,
+            compiled=partial(torch.compile, backend=config.backend, dynamic=False) if config.compile else None,
             step=step,
+            checkpointed=bool(config.activation_checkpointing),
             islands=islands,
         )
-    return dataclasses.replace(machine, flops=flops, memory_bandwidth=memory or memory_rate(device))
+        flops = work / seconds.device
+        if seconds.host:
+            host, call = host or seconds.host, call or Timer(device).small()
+    return dataclasses.replace(
+        machine,
+        flops=flops,
+        memory_bandwidth=machine.memory_bandwidth or memory_rate(device),
+        host=host,
+        call=call,
+        link=machine.link or (link_rate(device) if config.offload and device.type == "cuda" else None),
+    )
 
 
 def in_units(count: float | None) -> str:

@@ -170,7 +170,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None
         PlanError: the module cannot be copied.
     """
 
-    def make(shape: torch.Size, kind: torch.dtype) -> Tensor:
+    def make(name: str, shape: torch.Size, kind: torch.dtype) -> Tensor:
         with mode:
             return torch.empty(shape, dtype=kind, device="cpu")
 
@@ -180,15 +180,15 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None
 def copy_with(
     module: nn.Module,
     dtype: torch.dtype | None,
-    make: Callable[[torch.Size, torch.dtype], Tensor],
+    make: Callable[[str, torch.Size, torch.dtype], Tensor],
     islands: Islands = NONE,
 ) -> nn.Module:
-    """The module with parameters and buffers that ``make`` makes, of a shape and a dtype.
+    """The module with parameters and buffers that ``make`` makes.
 
     Args:
         module: on any device, possibly on meta; it is not changed.
         dtype: of floating-point parameters; ``None``: their own.
-        make: a tensor of this shape and dtype.
+        make: a tensor of this name, shape and dtype.
         islands: what computes in float32.
 
     Raises:
@@ -197,9 +197,9 @@ def copy_with(
     memo: dict[int, Any] = {}  # deepcopy's own protocol: what stands for an object, by its id
     for name, parameter in module.named_parameters():
         kept = gathered_dtype(name, parameter, dtype, islands)
-        memo[id(parameter)] = nn.Parameter(make(parameter.shape, kept), requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = make(buffer.shape, buffer.dtype)
+        memo[id(parameter)] = nn.Parameter(make(name, parameter.shape, kept), requires_grad=parameter.requires_grad)
+    for name, buffer in module.named_buffers():
+        memo[id(buffer)] = make(name, buffer.shape, buffer.dtype)
     trainer = module.__dict__.get("_trainer")
     if trainer is not None:  # also a submodule's
         memo[id(trainer)] = None

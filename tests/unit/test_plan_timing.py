@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.plan import Machine, make_plan
-from lightning_zerocompile.plan.timing import block_rate
+from lightning_zerocompile.plan.timing import STRATEGY, Seconds, Timer, step_seconds
 from lightning_zerocompile.plan.trace import PlanError
 
 CPU = torch.device("cpu")
+
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 
 
 class Block(nn.Module):
@@ -45,9 +48,9 @@ def _loss(model: Any, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def _rate(model: nn.Module, name: str = "blocks.1", rows: int = 32, **changes: Any) -> float:
+def _seconds(model: nn.Module, rows: int = 32, blocks: tuple[str, ...] = BLOCKS, **changes: Any) -> Seconds:
     options: dict[str, Any] = {"dtype": None, "autocast": None, "compiled": None, "step": _loss, **changes}
-    return block_rate(model, torch.randn(rows, 8), name, CPU, **options)
+    return step_seconds(model, torch.randn(rows, 8), blocks, CPU, **options)
 
 
 @pytest.mark.parametrize("meta", [False, True])
@@ -59,22 +62,118 @@ def test_the_block_runs_with_its_shapes(meta: bool, monkeypatch: pytest.MonkeyPa
     seen: list[Any] = []
     forward = Block.forward
     monkeypatch.setattr(Block, "forward", lambda self, *a, **k: (seen.append(self), forward(self, *a, **k))[1])
-    assert _rate(model, dtype=torch.bfloat16) > 0
+    assert _seconds(model, dtype=torch.bfloat16).device > 0
     timed = seen[-1]
     assert timed.seen[-1] == ((32, 64), torch.bfloat16, torch.bool, 0.5, torch.bfloat16, False)
     assert float(timed.layer.weight.detach().float().std()) > 0.01 and timed.layer.weight.device == CPU
-    assert all(seen[k] is timed for k in range(-10, 0))  # it is repeated
+    assert all(seen[k] is timed for k in range(-10, 0))  # it is repeated, and beside the fake step no other runs
+    assert len([one for one in seen if one is not timed]) == 3
     assert all(not block.seen for block in model.blocks)  # type: ignore[union-attr]
     assert all(p.grad is None and (meta or torch.equal(p, before[name])) for name, p in model.named_parameters())
 
 
-def test_the_rate_is_flops_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward and both products of a backward, 2 n k m each, in the median of the runs."""
-    from lightning_zerocompile.plan import timing
+class Simulated(Timer):
+    """A host and a device that works behind it. Work says what it needs of each."""
 
-    clock = iter([0.0, 9.0] * timing.WARM_UP + [0.0, 0.5] * 4 + [0.0, 3.0] * 3)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    assert _rate(Model()) == 3 * 2 * 32 * 64 * 64 / 0.5
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda"))
+        self.time, self.done = 0.0, 0.0
+
+    def issue(self, host: float, device: float) -> None:
+        self.time += host
+        self.done = max(self.done, self.time) + device
+
+    def now(self) -> float:
+        return self.time
+
+    def wait(self) -> None:
+        self.time = max(self.time, self.done)
+
+    def keep_busy(self, seconds: float) -> float:
+        self.done = max(self.done, self.time) + seconds
+        return self.done
+
+    def passed(self, began: float) -> float:
+        self.wait()
+        return self.done - began
+
+
+@pytest.mark.parametrize(("host", "device"), [(3.0, 1.0), (1.0, 3.0)])
+def test_host_and_device_are_timed_apart(host: float, device: float) -> None:
+    """Waited for after each run, a run would take 4 seconds, whichever of the two is the limit."""
+    timer = Simulated()
+    found = timer.seconds(lambda: timer.issue(host, device))
+    assert (found.host, found.device) == (pytest.approx(host), pytest.approx(device))
+
+
+def test_a_step_is_its_blocks_and_what_is_around_them() -> None:
+    """Two kinds of blocks, each timed once; the rest with the blocks replaced; its gradients reach the first layer."""
+    timer = Simulated()
+    timed: list[tuple[str, int]] = []
+
+    class Wide(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks.append(nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
+            self.reached = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks[:3]:
+                x = block(x, torch.ones(len(x), dtype=torch.bool), scale=0.5)
+            return self.blocks[3](self.blocks[3](x))
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        value = _loss(model, batch)
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value
+        held = {name: p.is_meta for name, p in model.named_parameters()}
+        assert {name for name, meta in held.items() if not meta} == {"first.weight", "first.bias"}
+        value.register_hook(lambda _: timer.issue(0.5, 0.25))
+        model.first.weight.register_hook(lambda _: timed.append(("outside", 1)))
+        return value
+
+    def compiled(block: nn.Module) -> Any:
+        timed.append((type(block).__name__, 0))
+        seconds = (2.0, 1.0) if isinstance(block, Block) else (1.0, 8.0)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            timer.issue(*seconds)
+            return block(*args, **kwargs)
+
+        return run
+
+    names = (*BLOCKS, "blocks.3")
+    found = _seconds(Wide(), blocks=names, step=loss, compiled=compiled, timer=timer)
+    assert [one for one in timed if one[1] == 0] == [("Block", 0), ("Sequential", 0)] and ("outside", 1) in timed
+    assert found == Seconds(pytest.approx(3 * 2 + 2 * 1 + 0.5), pytest.approx(3 * 1 + 2 * 8 + 0.25))
+
+
+def test_seconds_are_of_the_slower_of_host_and_device() -> None:
+    """And the optimizer's update follows, as long as memory, the host or the link to host memory needs for it."""
+    options: dict[str, Any] = {
+        "world_size": 1, "step": _loss, "optimizer": torch.optim.SGD, "stages": [3], "config": Config(compile=False)
+    }  # fmt: skip
+
+    def seconds(**machine: Any) -> float:
+        made = make_plan(Model(), torch.randn(32, 8), machine=Machine(**machine), **options)
+        found = made.stages[0].seconds
+        assert found is not None
+        return found
+
+    device = seconds(flops=1e6)
+    assert seconds(flops=1e6, host=device / 2, call=1e-12) == pytest.approx(device)
+    units, parameters = 4, 8
+    own = (STRATEGY[3].unit * units + STRATEGY[3].parameter * parameters) * 1e-3
+    step = (STRATEGY[3].step + STRATEGY[3].stepped * parameters) * 1e-3
+    assert seconds(flops=1e6, host=10 * device, call=1e-3) == pytest.approx(10 * device + own + step)
+    options["config"] = Config(compile=False, offload="optimizer", param_dtype=torch.bfloat16)
+    options["compute_dtype"] = torch.bfloat16
+    options["optimizer"] = torch.optim.AdamW
+    plan = make_plan(Model(), torch.randn(32, 8), **options)
+    host = plan.stages[0].memory.host
+    assert host == 12 * plan.parameters
+    assert seconds(flops=1e6, link=1e3) - seconds(flops=1e6) == pytest.approx(2 * host / 1e3)
 
 
 def test_a_plan_takes_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +188,8 @@ def test_a_plan_takes_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled == [{"backend": "aot_eager", "dynamic": False}]
     assert machine.flops and machine.memory_bandwidth and plan.flops
     stage = plan.stages[0]
-    update = (2 * stage.memory.masters + 2 * stage.memory.states + stage.memory.reduced) / machine.memory_bandwidth
+    memory = stage.memory  # masters are read once more, and full values written, to gather these
+    update = (3 * memory.masters + 2 * memory.states + memory.reduced + memory.resident) / machine.memory_bandwidth
     assert stage.seconds == pytest.approx(plan.flops / machine.flops + update)
     given = Machine(flops=1e9, memory_bandwidth=1e6)
     compiled.clear()
@@ -113,17 +213,22 @@ class Wrong(Block):
 
 
 def test_what_cannot_be_timed_says_why() -> None:
-    with pytest.raises(PlanError, match=r"does not call the block `blocks\.1`"):
-        _rate(Uncalled())
+    with pytest.raises(PlanError, match=r"calls none of the blocks \(`blocks\.0`"):
+        _seconds(Uncalled())
     model = Model()
     model.blocks[1] = Wrong(64)
     with pytest.raises(PlanError, match=r"`blocks\.1` cannot be timed on cpu: ValueError: on purpose\. Give `flops=`"):
-        _rate(model)
-    for block in model.blocks:
-        block.layer = nn.Identity()  # type: ignore[union-attr, assignment]
-        block.layer.weight = torch.zeros(())  # type: ignore[union-attr, assignment]
-    with pytest.raises(PlanError, match="has no matrix product"):
-        _rate(model, "blocks.0")
+        _seconds(model)
+
+    def fails(model: Any, batch: Tensor) -> Tensor:
+        if not isinstance(batch, torch._subclasses.FakeTensor):
+            raise ValueError("outside")
+        return _loss(model, batch)
+
+    with pytest.raises(
+        PlanError, match=r"around its blocks cannot be timed on cpu: ValueError: outside\. Give `flops=`"
+    ):
+        _seconds(Model(), step=fails)
     with pytest.raises(PlanError, match="needs a model with repeated blocks"):
         make_plan(nn.Linear(8, 8), torch.randn(4, 8), world_size=1, step=_loss, measure=CPU)
     with pytest.raises(PlanError, match="needs a batch"):
