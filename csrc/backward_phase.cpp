@@ -1,5 +1,6 @@
 #include "backward_phase.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -82,7 +83,22 @@ void BackwardPhase::contribute(const std::vector<int64_t>& parameters, at::Tenso
   gradients_.produced_here();
   if (accumulating()) gradients_.take(parameters, grads, from_graph, shared);
   const auto latest = gradients_.mark_ready(parameters);
-  if (running_ && !gradients_.deferred()) reductions_.launch_complete(latest);
+  if (!running_ || gradients_.deferred()) return;
+  reductions_.launch_complete(latest);
+  if (updates_ && update_ != nullptr) update_reduced();
+}
+
+// What user code wrote to gathered values counts before the update. The operator that has handed over a gradient may
+// run below autograd, where a write to a tensor changes no version; the update is ordinary code.
+void BackwardPhase::update_reduced() {
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  const c10::impl::ForceDispatchKeyGuard ordinary(
+      keys.included_, keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  auto units = reductions_.take_reduced();
+  if (units.empty()) return;
+  gathers_.write_back(units);
+  update_(std::move(units));
+  reductions_.retire_updates(2);
 }
 
 void BackwardPhase::task_ended() {

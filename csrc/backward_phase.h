@@ -34,6 +34,11 @@ class BackwardPhase {
   // What is to be reduced when a backward ends that accumulates into leaves. The window decides it.
   void set_reduce(std::function<void()> reduce) { reduce_ = std::move(reduce); }
 
+  // What updates units in a backward, see [Note: updates in backward]; null: nothing does. It may raise.
+  using Update = std::function<void(std::vector<int64_t>)>;
+  void set_update(Update update) { update_ = std::move(update); }
+  void set_updates(bool updates) { updates_ = updates; }
+
   void arm();
   void contribute(const std::vector<int64_t>& parameters, at::TensorList grads, bool from_graph, bool shared);
   void task_ended();
@@ -51,6 +56,7 @@ class BackwardPhase {
 
  private:
   void finish();
+  void update_reduced();
 
   const Registry& registry_;
   Gathers& gathers_;
@@ -58,6 +64,8 @@ class BackwardPhase {
   Reductions& reductions_;
   EndOfTask end_of_task_;
   std::function<void()> reduce_;
+  Update update_;
+  bool updates_ = false;               // it is to be called
   bool running_ = false;               // something happened in a backward that has not been finished
   bool armed_ = false;                 // the engine will call us when this backward ends
   std::weak_ptr<int64_t> armed_task_;  // dies with the graph task that we armed; its value is the task's number

@@ -179,6 +179,7 @@ void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool
     for (auto index : units) {
       const auto& unit = registry_.units()[index];
       of(unit).gathered_in = way;
+      if (const auto written = std::exchange(of(unit).written, {})) written->block(current_stream(registry_.device()));
       await(unit);  // an earlier gather into the same memory must not finish after this one
       if (of(unit).resident) await_readers(unit);
       else if (!registry_.device().is_cpu()) of(unit).home = current_stream(registry_.device());
@@ -263,6 +264,14 @@ void Gathers::follow(const Units& units) const {
   if (registry_.device().is_cpu()) return;
   const auto here = current_stream(registry_.device());
   for (auto index : units) of(registry_.unit(index)).gathering.order(here);
+}
+
+// The current stream updates the masters of these units in a backward: what gathers them is ordered after that, and so
+// is the stream of the backward when it ends. See [Note: updates in backward] in reductions.cpp.
+void Gathers::masters_written(const Units& units) {
+  if (registry_.device().is_cpu()) return;
+  const auto here = mark(registry_.device());
+  for (auto index : units) of(registry_.unit(index)).written = here;
 }
 
 // Adds a unit's rows to the collectives of a gather. Once that is started its values count as those that the masters

@@ -64,6 +64,7 @@ struct GatheredUnit {
   int64_t eager_reads = 0, gathers = 0, gather_bytes = 0;  // since set-up
   int64_t bytes = 0;        // of its gathered values
   Pending gathering;
+  Ready written;            // after the update of its masters, if that has another stream
   std::optional<c10::Stream> home;  // on which its values were allocated, see [Note: several streams]
   Way gathered_in = Way::Forth;
   int64_t gather_number = 0;  // of the last one, among all
@@ -111,12 +112,14 @@ class Gathers {
   int64_t seen_version(int64_t parameter) const;
   int64_t parameter_of(const Tensor& value) const;  // -1: it is none's
   void write_back();
+  void write_back(const Units& units);
 
   // all at once
   void refresh(const Units& units);
   void masters_changed(const Units& units, const Units& order);
   void set_rows(int64_t parameter, Tensor local, Tensor host, bool shown);
   void follow(const Units& units) const;
+  void masters_written(const Units& units);
   void hold();
   void let_go(bool raised);
   void keep(int64_t unit);
@@ -170,6 +173,7 @@ class Gathers {
   // uses.cpp
   void unneed(const Units& parameters, size_t count);
   void write_back(const Parameter& p);
+  void write_back_all(const Unit& unit);
 
   // lend.cpp
   void forget_writes(const Parameter& p);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <utility>
 
 #include "collectives.h"
@@ -87,6 +88,7 @@ void Reductions::abandon(bool devices_too) {
 
 void Reductions::clear() {
   reduced_.clear();
+  updating_.clear();
   launched_.clear();
   peers_.reset();
   group_.reset();
@@ -129,9 +131,12 @@ bool Reductions::trainable(const Unit& unit) const {
 
 void Reductions::begin_backward() {
   await_all();
+  home_.reset();  // nothing of an earlier backward is on its way
   again_ = false;
   next_ = 0;
   launched_.assign(launched_.size(), false);
+  taken_.assign(taken_.size(), false);
+  untaken_.clear();
 }
 
 // Called while a backward runs that is to be reduced. `latest`: what `Gradients::mark_ready` has just returned.
@@ -142,6 +147,69 @@ void Reductions::launch_complete(const Ready& latest) {
     if (launched_[index] || !trainable(unit)) continue;
     if (!gradients_.complete(unit)) return;
     launch({index}, latest);
+  }
+}
+
+// [Note: updates in backward] With `optimizer_in_backward` a unit is updated as soon as it is reduced. Only a unit that
+// was complete is: all of its gradients came on this rank, so all ranks know that they are used. On a device a unit is
+// handed over when its reduction was launched: the optimizer's stream is ordered after that, and the host waits for
+// nothing. The gradients of two units are there at most while they are updated (`retire_updates`). On the CPU it is handed over once its reduction is done, which is looked at whenever a gradient comes, since
+// a wait could be one for ever ([Note: gloo reductions]). What is not handed over until the backward ends is updated
+// then. Which units that are differs between ranks. So nothing is gathered or dropped before the backward has ended on
+// this rank: gathered values stay those that this backward began with. A unit that comes again after it was handed over
+// raises, since one gradient would be used in two parts.
+
+// Units that were reduced in this backward and that nobody has taken; their rows are bound.
+Reductions::Units Reductions::take_reduced() {
+  if (registry_.device().is_cpu()) {
+    const auto done = [](const Reduction& reduction) {
+      return std::all_of(reduction.done.begin(), reduction.done.end(), [](const Pending& p) { return p.completed(); });
+    };
+    while (!in_flight_.empty() && done(in_flight_.front())) retire(in_flight_.size() - 1, /*completed=*/true);
+  }
+  const auto on_its_way = [&](int64_t unit) {
+    return registry_.device().is_cpu() &&
+           std::any_of(in_flight_.begin(), in_flight_.end(), [&](const Reduction& reduction) {
+             return std::find(reduction.units.begin(), reduction.units.end(), unit) != reduction.units.end();
+           });
+  };
+  const auto left = std::stable_partition(untaken_.begin(), untaken_.end(), on_its_way);
+  const Units units(left, untaken_.end());
+  untaken_.erase(left, untaken_.end());
+  if (units.empty()) return units;
+  for (auto unit : units) taken_[unit] = true;
+  const auto mine = std::stable_partition(reduced_.begin(), reduced_.end(), [&](const ReducedGrad& one) {
+    return !taken_[record(one.first).unit];
+  });
+  std::vector<ReducedGrad> rows(std::make_move_iterator(mine), std::make_move_iterator(reduced_.end()));
+  reduced_.erase(mine, reduced_.end());
+  gradients_.bind(std::move(rows), std::vector<char>(registry_.parameters().size(), 1));
+  if (registry_.device().is_cpu()) return units;
+  auto& updating = updating_.emplace_back();
+  for (auto unit : units) {
+    for (auto i : registry_.units()[unit].parameters) updating.rows.push_back(gradients_.existing(record(i)));
+  }
+  return units;
+}
+
+// The current stream has updated what was taken.
+void Reductions::updated() {
+  if (registry_.device().is_cpu()) return;
+  for (auto& updating : updating_) {
+    if (!updating.done) updating.done = mark(registry_.device());
+  }
+}
+
+// The memory of gradients that were used goes back. A stream of its own may still read them, so the current stream and
+// the lane, which own that memory, are ordered after it. To wait for a block's event instead, as the allocator does,
+// would let a host that runs ahead of its device hold the gradients of many units.
+void Reductions::retire_updates(size_t keep) {
+  while (updating_.size() > keep) {
+    if (const auto& done = updating_.front().done) {
+      done->block(current_stream(registry_.device()));
+      lane_.follow(done);
+    }
+    updating_.erase(updating_.begin());
   }
 }
 
@@ -160,6 +228,12 @@ void Reductions::launch(const Units& units, const Ready& latest, bool early) {
   RECORD_USER_SCOPE(text("zerocompile: reduce ", registry_.names_of(units)));
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<int64_t>> groups;  // (communicated, kept) dtypes
   std::vector<int64_t> replicated;
+  for (auto index : units) {
+    TORCH_CHECK(!taken_[index],
+                text("zerocompile: unit `", registry_.units()[index].name, "` got a gradient on rank ",
+                     registry_.global_rank(), " after the optimizer had updated it in this backward. Its gradient came ",
+                     "in two parts, so use optimizer_in_backward=False"));
+  }
   auto& reduction = in_flight_.emplace_back();
   reduction.units = units;
   reduction.early = early;
@@ -176,6 +250,7 @@ void Reductions::launch(const Units& units, const Ready& latest, bool early) {
     again_ = again_ || launched_[index];
     launched_[index] = true;
     gradients_.launched(unit);
+    untaken_.push_back(index);
   }
   if (!replicated.empty()) replicate_group(replicated, reduction);
   for (auto& [dtypes, group] : groups) reduce_group(group, reduction);
@@ -420,6 +495,9 @@ void Reductions::reduce_everything(bool merged) {
   again_ = false;
   next_ = 0;
   launched_.assign(launched_.size(), false);
+  untaken_.clear();
+  taken_.assign(taken_.size(), false);
+  retire_updates(0);
   gradients_.reduced_all();
   gradients_.bind(std::exchange(reduced_, {}), used);
 }
@@ -451,8 +529,9 @@ void Reductions::await(Reduction& reduction) {
 // [Note: gloo reductions] Gloo's waits block the host. A rank that waited inside its backward for the reduction of a
 // unit could wait for one that misses gradients of it and waits for the used flags: so on the CPU only the end of a
 // backward waits.
-void Reductions::retire(size_t keep) {
-  if (registry_.device().is_cpu() && keep > 0) return;
+// `completed`: what is retired is done.
+void Reductions::retire(size_t keep, bool completed) {
+  if (registry_.device().is_cpu() && keep > 0 && !completed) return;
   while (in_flight_.size() > keep) {
     auto& oldest = in_flight_.front();
     if (!registry_.device().is_cpu() && !oldest.done.empty()) last_retired_ = oldest.done.back();
@@ -487,6 +566,9 @@ void Reductions::reserve(const Reduction& reduction) {
 // The gradients are dropped: nothing that was launched counts any more.
 void Reductions::forget() {
   launched_.assign(launched_.size(), false);
+  taken_.assign(taken_.size(), false);
+  untaken_.clear();
+  retire_updates(0);
   reduced_.clear();
 }
 
@@ -515,14 +597,14 @@ void Reductions::leave_in_flight() {
 
 // Orders the current stream after what is on its way of this unit's reductions, or (-1) of all.
 void Reductions::await_gradients(int64_t unit) {
-  if (in_flight_.empty() || !home_) return;
+  if (in_flight_.empty() || registry_.device().is_cpu()) return;
   const auto here = current_stream(registry_.device());
   for (auto& reduction : in_flight_) {
     const auto& units = reduction.units;
     if (unit >= 0 && std::find(units.begin(), units.end(), unit) == units.end()) continue;
     for (auto& done : reduction.done) {
       done.order(here);
-      if (here != *home_) done.order(*home_);
+      if (home_ && here != *home_) done.order(*home_);
     }
   }
 }

@@ -10,7 +10,8 @@
 // reduced rows is allocated on the caller's stream if the lane is ordered after all that this stream holds, else on
 // the lane ([Note: late reductions]). `Reduction::inputs` keeps all of this until the stream of the backward is
 // ordered after the reduction (`retire`). What is dropped or left on its way before that is reserved for the lane
-// (`reserve`).
+// (`reserve`). Rows that an optimizer reads on another stream stay until the backward's stream, and the lane, are
+// ordered after that (`retire_updates`).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -49,7 +50,10 @@ class Reductions {
              Group group, Group replicas);
 
   // set-up and end
-  void add_unit() { launched_.resize(registry_.units().size()); }
+  void add_unit() {
+    launched_.resize(registry_.units().size());
+    taken_.resize(registry_.units().size());
+  }
   void set_divisor(double divisor) { divisor_ = divisor; }
   void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
   int64_t peer_bytes() const;
@@ -67,6 +71,9 @@ class Reductions {
   void begin_backward();
   void count_backward() { counts_.backwards += 1; }
   void launch_complete(const Ready& latest);
+  Units take_reduced();
+  void updated();
+  void retire_updates(size_t keep);
   std::vector<char> agree_on_used(const std::function<void()>& meanwhile);
   void reduce_everything(bool merged = false);
   void reduce_early(const Units& units, const std::vector<char>& used);
@@ -100,6 +107,12 @@ class Reductions {
     int64_t gradient = -1;  // which of the collective's; -1: it has no elements
   };
 
+  // Rows that an optimizer reads on a stream of its own, beside the backward.
+  struct Updating {
+    Ready done;  // null: it has not begun
+    std::vector<Tensor> rows;
+  };
+
   const Parameter& record(int64_t parameter) const { return registry_.parameters()[parameter]; }
   at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(gradients_.dtype(p)); }
   at::ScalarType kept_dtype(const Parameter& p, bool early) const;
@@ -113,7 +126,7 @@ class Reductions {
                             at::ScalarType communicated);
   void replicate_group(const std::vector<int64_t>& group, Reduction& reduction);
   void await(Reduction& reduction);
-  void retire(size_t keep);
+  void retire(size_t keep, bool completed = false);
   void reserve(const Reduction& reduction);
   bool may_be_late() const;
   void leave_in_flight();
@@ -131,9 +144,12 @@ class Reductions {
   Units order_;              // agreed by all ranks before the first reduction
   size_t next_ = 0;          // the first of them that may still have to be launched in this backward
   std::vector<bool> launched_;  // by unit: since the backward began, or since all was reduced
+  Units untaken_;                // launched since then, and not given to an optimizer yet
+  std::vector<bool> taken_;      // by unit: whether it was, since then
   bool again_ = false;       // a unit was reduced a second time in the backward that runs
   int64_t exchanges_ = 0;    // of used flags so far
   std::vector<Reduction> in_flight_;
+  std::vector<Updating> updating_;    // see [Note: updates in backward]
   std::vector<ReducedGrad> reduced_;  // launched, and not bound yet
   std::optional<c10::Stream> home_;   // of the backward that left reductions: [Note: reductions after a backward]
   Pending last_retired_;              // the last reduction that is not in flight any more

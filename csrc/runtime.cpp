@@ -64,6 +64,16 @@ void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
   questions_.set(std::move(agree), std::move(compare), std::move(unite), std::move(waiting));
 }
 
+void Runtime::set_update(std::function<void(std::vector<int64_t>)> update) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  backward_.set_update(std::move(update));
+}
+
+void Runtime::set_updates(bool updates) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  backward_.set_updates(updates);
+}
+
 void Runtime::set_outside(std::function<void(std::string)> outside) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   questions_.set_outside(std::move(outside));
@@ -149,6 +159,7 @@ void Runtime::shutdown(bool wait) {
   gathers_.clear();
   gradients_.clear();
   questions_.clear();
+  backward_.set_update(nullptr);
   reductions_.clear();
   kernels_.reset();
 }
@@ -248,6 +259,13 @@ void Runtime::masters_changed(const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
   gathers_.masters_changed(units, reductions_.unit_order());
+}
+
+void Runtime::masters_written(const std::vector<int64_t>& units) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  registry_.check_running();
+  gathers_.masters_written(units);
+  reductions_.updated();
 }
 
 void Runtime::set_rows(int64_t parameter, Tensor local, std::optional<Tensor> host, bool shown) {

@@ -72,6 +72,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                      std::function<std::string(int64_t, std::string)> compare,
                      std::function<std::string(int64_t, std::string, bool)> unite,
                      std::function<void(std::string, std::string, int64_t)> waiting);
+  void set_update(std::function<void(std::vector<int64_t>)> update);
+  void set_updates(bool updates);
   void set_outside(std::function<void(std::string)> outside);
   void set_in_step(bool in_step);
   int64_t peer_bytes() const;
@@ -96,6 +98,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void let_go(bool raised);
   std::vector<int64_t> unit_order() const;
   void masters_changed(const std::vector<int64_t>& units);
+  void masters_written(const std::vector<int64_t>& units);
   void set_rows(int64_t parameter, Tensor local, std::optional<Tensor> host, bool shown);
   void follow_gathers(const std::vector<int64_t>& units) const;
   void write_back();

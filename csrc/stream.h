@@ -104,6 +104,12 @@ class Pending {
     }
   }
 
+  // On the CPU: whether a wait would not block. What was to follow has not been done yet.
+  bool completed() const {
+    return on_cpu_ == nullptr || std::all_of(on_cpu_->works.begin(), on_cpu_->works.end(),
+                                             [](const WorkPtr& work) { return work->isCompleted(); });
+  }
+
   // Nobody will wait. On a device, memory that the launch reads or writes has to be kept until it is done: Lane::keep.
   void drop() { *this = Pending(); }
 
@@ -147,6 +153,11 @@ class Lane {
   // See `keep_for`.
   void keep(const at::Tensor& tensor) const {
     if (stream_) keep_for(tensor, *stream_);
+  }
+
+  // What is launched from now on is ordered after `event`.
+  void follow(const Ready& event) const {
+    if (stream_) event->block(*stream_);
   }
 
   class Launch {

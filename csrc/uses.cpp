@@ -191,12 +191,18 @@ void Gathers::write_back(const Parameter& p) {
 }
 
 void Gathers::write_back() {
-  for (const auto& unit : registry_.units()) {
-    if (!of(unit).resident) continue;
-    await(unit);
-    for (auto i : unit.parameters) {
-      if (values_[i].full.defined()) write_back(record(i));
-    }
+  for (const auto& unit : registry_.units()) write_back_all(unit);
+}
+
+void Gathers::write_back(const Units& units) {
+  for (auto index : units) write_back_all(registry_.unit(index));
+}
+
+void Gathers::write_back_all(const Unit& unit) {
+  if (!of(unit).resident) return;
+  await(unit);
+  for (auto i : unit.parameters) {
+    if (values_[i].full.defined()) write_back(record(i));
   }
 }
 
@@ -215,6 +221,7 @@ void Gathers::end_forward(bool raised) {
 void Gathers::end_backward() {
   write_back();
   for (const auto& unit : registry_.units()) {
+    if (of(unit).written) of(unit).written->block(current_stream(registry_.device()));
     of(unit).graph_uses = 0;
     if (of(unit).open_modules == 0 && !held_) drop(unit);
   }

@@ -185,6 +185,10 @@ class Config:
             torch's elementwise optimizers. At stage 3 masters stay on the device that are gathered in their own dtype.
         offload_budget: with ``offload``, bytes on each device for units that stay there with their masters and states:
             as many as fit.
+        optimizer_in_backward: a unit is updated inside the backward as soon as its gradient is reduced, and the
+            gradient's memory is gone then; the numbers are those of the ordinary step. Hooks between backward and step
+            see no gradients. For torch's elementwise optimizers, without clipping by norm and without loss scaling;
+            several backwards of one step need ``coalesce_grad_reduction()``.
         full_param_optimizers: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels
             that take addresses): they see whole parameters, gradients and states, one unit at a time, on every rank.
             Only for those that update each parameter from its own gradient and state. Torch's own need no mention.
@@ -307,6 +311,7 @@ class Config:
     offload_budget: Annotated[
         int, Check("must be a number of bytes on each device, 0 or more.", holds=lambda budget: budget >= 0)
     ] = 0
+    optimizer_in_backward: Annotated[bool, _FLAG] = False
     full_param_optimizers: Annotated[tuple[str, ...], _names("optimizer classes, for example ['Shampoo'].")] = ()
     process_group_backend: Annotated[str | None, Check("must be the name of a backend of torch.distributed.")] = None
     timeout: Annotated[
@@ -355,6 +360,8 @@ class Config:
                 "offload='optimizer' updates shards, and `full_param_optimizers` need whole parameters; drop one of "
                 "them."
             )
+        if self.optimizer_in_backward:
+            self._check_in_backward()
         if self.activation_budget is not None and self.compile is False:
             raise ValueError(
                 "`activation_budget` is for what is compiled; with compile=False use activation_checkpointing='blocks'."
@@ -368,6 +375,16 @@ class Config:
             raise ValueError(f"`mode` and `options` belong to Inductor; drop them with backend={self.backend!r}.")
         if self.compile is False and (self.mode is not None or self.options):
             warnings.warn("`mode` and `options` have no effect with compile=False.", stacklevel=3)
+
+    def _check_in_backward(self) -> None:
+        reasons = {
+            "keep_gradients": "keeps gradients, and a backward that updates frees them",
+            "offload": "brings a unit to the device for its update in the order of the step, not of the backward",
+            "full_param_optimizers": "need whole parameters, and a backward has a unit's own shards",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                raise ValueError(f"`{name}` {reason}; drop it, or optimizer_in_backward=True.")
 
     @property
     def chosen_stage(self) -> Literal[1, 2, 3]:

@@ -123,6 +123,9 @@ class Engine:
             self.abandon()
             raise
         self.windows = Windows(self.runtime)
+        in_backward, windows = self.steps.in_backward, self.windows
+        if in_backward is not None:
+            in_backward.waits = lambda: windows.is_open or windows.in_accumulation
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.defer_grad_sync
 
     def manages(self, model: nn.Module) -> bool:
@@ -265,14 +268,23 @@ class Engine:
         """Tells the runtime when the outermost backward starts, that is when the gradient of the loss is computed, and
         how it ends: it may raise, and the engine's callback may have come in a nested backward.
         """
+        if self.steps.in_backward is not None:
+            self.steps.in_backward.begins()
         if loss.requires_grad and loss.grad_fn is not None:
             loss.register_hook(self._arm)  # type: ignore[no-untyped-call]
         try:
             yield
         except BaseException:
             self.runtime.core.backward_raised()
+            self.steps.backward_failed()
             raise
         self.runtime.core.finish_backward()
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        """After a backward or a window: see [Note: optimizer in backward]."""
+        if self.steps.in_backward is not None:
+            self.steps.in_backward.ends()
 
     def _arm(self, grad: Tensor) -> None:
         self.runtime.core.arm()
@@ -287,6 +299,8 @@ class Engine:
         before, self.windows.in_accumulation = self.windows.in_accumulation, True
         if self._accumulates_locally:
             self.runtime.core.set_deferred(True)
+        if self.steps.in_backward is not None:
+            self.steps.in_backward.pause(True)
         try:
             yield
         except BaseException:
@@ -296,6 +310,8 @@ class Engine:
             self.windows.in_accumulation = before
             if not before:
                 self.runtime.core.set_deferred(False)
+                if self.steps.in_backward is not None:
+                    self.steps.in_backward.pause(False)
 
     def reduce_pending(self, action: str) -> None:
         """Reduces gradients that an accumulation has left for a backward that did not come; ``action`` needs them.

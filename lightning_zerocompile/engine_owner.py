@@ -208,6 +208,7 @@ class EngineOwner:
         """
         with self.engine.windows.open(gather, max_bytes, accumulate_dtype):
             yield
+        self.engine.end_backward()
 
     @contextmanager
     def full_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> Iterator[dict[str, Tensor]]:

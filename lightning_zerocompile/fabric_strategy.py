@@ -22,6 +22,8 @@ from typing_extensions import override
 from lightning_zerocompile.config import Config, takes_options
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.engine_owner import EngineOwner, check_device
+from lightning_zerocompile.optim.in_backward import CLIPPING
+from lightning_zerocompile.plugins.clipping import refuse_scaling
 from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
 from lightning_zerocompile.plugins.fabric_precision import (
     FabricHalfPrecision,
@@ -165,6 +167,8 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
             )
         config, parts = with_wish(self.config, module), compiled_parts(module)
         self._checkpoints.check_plugin()
+        if config.optimizer_in_backward:
+            refuse_scaling(self._scaler, str(self.precision.precision))
         dtype = compute_dtype(self.precision, self.config.param_dtype)
         settings = {"`Fabric(precision=)`": repr(self.precision.precision)}
         autocast, backend = autocast_dtype(self.precision), self._get_process_group_backend()
@@ -232,6 +236,8 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
             torch.nn.utils.clip_grad_value_(self.precision.main_params(optimizer), clip_value=clip_val)
 
     def _prepare_clipping(self, optimizer: Optimizer) -> None:
+        if self.config.optimizer_in_backward:
+            raise RuntimeError(CLIPPING.format("`fabric.clip_gradients`"))
         self.engine.reduce_pending("Clipping")
         if self._scaler is not None:
             unscale(self.engine, self._scaler, optimizer)
@@ -327,6 +333,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
             self.load_module_state_dict(thing, value, strict)
         elif isinstance(thing, Optimizer) and thing in self._optimizers:
             self._checkpoints.load_optimizers([thing], [value])
+            self.engine.steps.restored()
         elif hasattr(thing, "load_state_dict"):
             thing.load_state_dict(value)
         else:

@@ -28,6 +28,7 @@ from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.engine_owner import EngineOwner, check_device
 from lightning_zerocompile.plan.plan import Machine, Plan, make_plan
 from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prepare_callbacks
+from lightning_zerocompile.plugins.clipping import clip_value_in_backward
 from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
 from lightning_zerocompile.plugins.launcher import Launcher
 from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
@@ -202,6 +203,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             self._close()
         self._revert_methods = put_plain_methods(module)
         self._checkpoints.check_plugin()
+        clip_value = clip_value_in_backward(trainer, module, self.precision_plugin) if self._updates(fitting) else None
         if self._engine is None:
             if layer_sync is not None:  # before sharding: these layers' code is what a region compiles
                 layer_sync.apply(module)
@@ -213,10 +215,15 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts, nodes))
             self.model_to_device()
         prepare_callbacks(trainer, module, self.engine)
+        if self.engine.steps.in_backward is not None:
+            self.engine.steps.in_backward.clip_value = clip_value
         if fitting:
             self.setup_optimizers(trainer)
             self._announce(self._raw_optimizers, trainer.accumulate_grad_batches)
         self.setup_precision_plugin()
+
+    def _updates(self, fitting: bool) -> bool:
+        return fitting and self.config.optimizer_in_backward
 
     def _chosen(self, config: Config, trainer: pl.Trainer, dtype: torch.dtype | None) -> Config:
         """The options with a stage in place of "auto", see [Note: stage auto]."""
@@ -327,6 +334,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         before_optimizer_state(self._module.trainer, self._module)
         self._checkpoints.load_optimizers(self._raw_optimizers, checkpoint["optimizer_states"])
+        self.engine.steps.restored()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:

@@ -19,6 +19,8 @@ SMOKE = (
     "dist/checkpoint/test_checkpoint.py::test_resume_equals_an_uninterrupted_run[3-options1-32-true]",
     "dist/optim/test_failed_steps.py::test_a_step_that_raises[raw-1]",
     "dist/optim/test_failed_steps.py::test_a_step_that_raises[through lightning-3]",
+    "dist/optim/test_in_backward.py::test_units_are_updated_beside_the_backward[3-blocks]",
+    "dist/optim/test_in_backward.py::test_a_backward_that_raises_half_way[1]",
     "dist/training/test_full_parameters.py::test_what_is_written_inside",
     "dist/user_code/test_after_fit.py::test_parameters_have_their_dtypes_again[1-eager]",
     "dist/user_code/test_after_fit.py::test_parameters_have_their_dtypes_again[3-compiled]",

@@ -21,7 +21,7 @@ than its parameter's (Adafactor's factors) is on every rank. Users name their ow
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,7 +38,13 @@ from lightning_zerocompile.optim.offload import Offload, Staged
 from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
-from lightning_zerocompile.sharding.master import as_plain_tensors, bind_gradient, gradient_of, index_of
+from lightning_zerocompile.sharding.master import (
+    as_plain_tensors,
+    bind_gradient,
+    bound_gradient,
+    gradient_of,
+    index_of,
+)
 from lightning_zerocompile.sharding.replaced import Former
 from lightning_zerocompile.sharding.sharded import sharded_as
 
@@ -136,6 +142,7 @@ class UnitStepper:
         offload: what is kept in host memory; its units are updated one by one.
         together: a fused Adam or AdamW updates units together until their shards have so many elements. Optimizers that
             are not fused would make temporary values of all that they update at once.
+        one_by_one: every unit is updated on its own, see [Note: optimizer in backward].
     """
 
     def __init__(
@@ -147,8 +154,9 @@ class UnitStepper:
         full_param_optimizers: Sequence[str],
         offload: Offload,
         together: int = _TOGETHER,
+        one_by_one: bool = False,
     ) -> None:
-        self._offload = offload
+        self._offload, self._one_by_one = offload, one_by_one
         self._units, self._updated, self._kept, self._gradients = units, updated, kept, gradients
         self._full_param_optimizers, self.together = full_param_optimizers, together
         self._plans = WeakKeyDictionary[Optimizer, _Plan]()
@@ -158,8 +166,14 @@ class UnitStepper:
         self._plans.clear()
 
     @contextmanager
-    def around(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-        """The closure to pass to ``optimizer.step`` inside this context."""
+    def around(
+        self, optimizer: Optimizer, closure: Callable[[], Any], done: Callable[[], Collection[int]] = tuple
+    ) -> Iterator[Callable[[], Any]]:
+        """The closure to pass to ``optimizer.step`` inside this context.
+
+        ``done``: asked after ``closure``, the units that a backward has updated: a gradient of them is one that user
+        code has set.
+        """
         kept: dict[Tensor, Tensor | None] = {}
         options: list[dict[str, Any]] = []
 
@@ -170,7 +184,7 @@ class UnitStepper:
             with as_plain_tensors():
                 kept.update({master: gradient_of(master) for master in self._kept(plan.masters)})
                 try:
-                    options[:] = self._step(optimizer, plan)
+                    options[:] = self._step(optimizer, plan, done())
                 finally:
                     for group, parameters in zip(optimizer.param_groups, lists, strict=True):
                         group["params"] = parameters
@@ -186,6 +200,34 @@ class UnitStepper:
         for group, new in zip(optimizer.param_groups, options, strict=False):
             group.update(new)  # the step that found nothing to do may have counted itself in the groups, too
 
+    @torch.no_grad()
+    def update_now(
+        self, optimizer: Optimizer, chosen: Callable[[int], bool], prepare: Callable[[Sequence[Tensor]], object]
+    ) -> list[int]:
+        """Updates units outside of ``optimizer.step``, see [Note: optimizer in backward].
+
+        Args:
+            chosen: which units, by number.
+            prepare: called with the local parts, [<=rows, ...], of a unit's masters that have a gradient.
+
+        Returns:
+            The units that had a gradient. Nobody is told that they are updated.
+        """
+        lists = [group["params"] for group in optimizer.param_groups]
+        plan = self._plan(optimizer, [_of_the_model(one) for one in lists])
+        update, updated = plain_step(optimizer), []
+        with as_plain_tensors():
+            try:
+                for one in plan.rounds:
+                    if all(map(chosen, one.units)):
+                        _narrow(optimizer, one, one.values)
+                        if self._update(optimizer, one, one.values, update, False, {}, prepare):
+                            updated += one.units
+            finally:
+                for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+                    group["params"] = parameters
+        return updated
+
     def _plan(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> _Plan:
         fused = type(optimizer) in _TAKES_ANY_STATE and all(group.get("fused") for group in optimizer.param_groups)
         together, units = self.together if fused else 1, self._units()
@@ -193,7 +235,7 @@ class UnitStepper:
             optimizer, self._full_param_optimizers
         ):  # whole values are communicated, so all ranks need one order, also if their forwards differ
             together, units = 0, sorted(units, key=itemgetter(0))
-        elif self._offload.holds(optimizer):
+        elif self._one_by_one or self._offload.holds(optimizer):
             together = 0
         plan = self._plans.get(optimizer)
         if plan is None or not plan.fits(lists, units, together):
@@ -201,32 +243,35 @@ class UnitStepper:
         return plan
 
     @torch.no_grad()
-    def _step(self, optimizer: Optimizer, plan: _Plan) -> list[dict[str, Any]]:
-        """Returns the groups' options after the step."""
+    def _step(self, optimizer: Optimizer, plan: _Plan, done: Collection[int]) -> list[dict[str, Any]]:
+        """Returns the groups' options after the step. ``done``: see :meth:`around`."""
         update, whole = plain_step(optimizer), sees_whole_values(optimizer, self._full_param_optimizers)
         options = _Options(optimizer)
         try:
-            self._update_all(optimizer, plan, options, update, whole)
+            rounds = [one for one in plan.rounds if not (done and _is_done(one, done))]
+            self._update_all(optimizer, rounds, options, update, whole)
         except BaseException:
             options.restore()
             raise
         return options.after
 
     def _update_all(
-        self, optimizer: Optimizer, plan: _Plan, options: _Options, update: Callable[[], Any], whole: bool
+        self,
+        optimizer: Optimizer,
+        rounds: Sequence[_Round],
+        options: _Options,
+        update: Callable[[], Any],
+        whole: bool,
     ) -> None:
-        with self._offload.stream(optimizer, [one.units for one in plan.rounds]) as stream:
-            for position, one in enumerate(plan.rounds):
+        with self._offload.stream(optimizer, [one.units for one in rounds]) as stream:
+            for position, one in enumerate(rounds):
                 staged = {} if stream is None else stream.enter(position)
                 values = [_value(master, whole) for master in one.masters] if whole else one.values
                 if staged:
                     pairs = zip(one.masters, values, strict=True)
                     values = [staged[master].value if master in staged else value for master, value in pairs]
                 options.restore()
-                for group in optimizer.param_groups:
-                    group["params"] = []
-                for number, value in zip(one.groups, values, strict=True):
-                    optimizer.param_groups[number]["params"].append(value)
+                _narrow(optimizer, one, values)
                 self._update(optimizer, one, values, update, whole, staged)
                 if stream is None:
                     options.note(set(one.groups))
@@ -247,8 +292,15 @@ class UnitStepper:
         update: Callable[[], Any],
         whole: bool,
         staged: Mapping[Tensor, Staged],
-    ) -> None:
-        """The optimizer sees plain tensors, gradients and state; local ones, or the whole ones."""
+        prepare: Callable[[Sequence[Tensor]], object] | None = None,
+    ) -> bool:
+        """The optimizer sees plain tensors, gradients and state; local ones, or the whole ones.
+
+        ``prepare``: called with the values that have a gradient; if there is none, nothing is updated.
+
+        Returns:
+            Whether something was updated.
+        """
         pairs = list(zip(one.masters, values, strict=True))
         state = optimizer.state
         optimizer.state = defaultdict(dict)
@@ -267,6 +319,11 @@ class UnitStepper:
                 value.grad = _value(grad, whole)
         succeeded = False
         try:
+            if prepare is not None:
+                ready = [value for value in values if value.grad is not None]
+                if not ready:
+                    return False
+                prepare(ready)
             update()
             succeeded = True
         finally:
@@ -283,6 +340,7 @@ class UnitStepper:
                     _store(state[master], new, master, value, whole)
             # a retry must find the gradients that no update has used
             self._gradients.release_gradients(one.numbers if succeeded else [], values)
+        return True
 
 
 class _Options:
@@ -321,6 +379,19 @@ class _Options:
                 )
             self.after[number] = now[number]
         self._stepped |= groups
+
+
+def _narrow(optimizer: Optimizer, one: _Round, values: Sequence[Tensor]) -> None:
+    """Lets the optimizer have the parameters of a round only."""
+    for group in optimizer.param_groups:
+        group["params"] = []
+    for number, value in zip(one.groups, values, strict=True):
+        optimizer.param_groups[number]["params"].append(value)
+
+
+def _is_done(one: _Round, done: Collection[int]) -> bool:
+    """Whether a backward has updated all of the round, and user code has set no gradient since."""
+    return all(unit in done for unit in one.units) and all(bound_gradient(master) is None for master in one.masters)
 
 
 def _of_the_model(parameters: list[Tensor]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.by_unit import UnitStepper
+from lightning_zerocompile.optim.in_backward import InBackward
 from lightning_zerocompile.optim.offload import Offload
 from lightning_zerocompile.optim.on_dtensors import on_dtensors
 from lightning_zerocompile.optim.supported import (
@@ -27,7 +28,7 @@ from lightning_zerocompile.optim.supported import (
 )
 from lightning_zerocompile.optim.taken_over import give_back, rename, take_masters
 from lightning_zerocompile.runtime.runtime import Runtime
-from lightning_zerocompile.sharding.master import index_of
+from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, index_of
 from lightning_zerocompile.sharding.unsharded import master_of
 
 
@@ -62,6 +63,7 @@ class OptimizerSteps:
             runtime.core,
             self._config.full_param_optimizers,
             self._offload,
+            one_by_one=self._config.optimizer_in_backward,
         )
         self._restore: dict[Optimizer, Callable[[], None]] = {}  # how each is left alone again
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
@@ -69,6 +71,9 @@ class OptimizerSteps:
         self._shared: set[Tensor] = set()  # masters in more than one optimizer
         self._running: list[Optimizer] = []  # their steps, the outermost first
         self._through_lightning: list[Optimizer] = []  # optimizers whose `step` runs through Lightning now
+        self.in_backward: InBackward | None = None  # with `optimizer_in_backward`
+        if self._config.optimizer_in_backward:
+            self.in_backward = InBackward(runtime, self._stepper, self._through_lightning)
         self.count = 0.0
         self._by_unit = False  # whether the running step has updated units
 
@@ -104,6 +109,8 @@ class OptimizerSteps:
                 )
             self._restore[optimizer] = self._watch(optimizer)
         self._offload.attach(optimizers, self._shared)
+        if self.in_backward is not None:
+            self.in_backward.attach(optimizers, self._shared)
 
     def states(self) -> Iterator[Tensor]:
         """All tensors that the watched optimizers keep, counters too."""
@@ -186,15 +193,19 @@ class OptimizerSteps:
         def settled() -> Any:
             result = closure()
             self._reduce_pending(f"{type(optimizer).__name__}.step()")
+            self._end_backward(optimizer)
             self._check_gradients(optimizer)
             self._runtime.core.write_back()  # a hook between backward and step may have written to weights
             return result
+
+        def done() -> Collection[int]:
+            return () if self.in_backward is None else self.in_backward.done(optimizer)
 
         by_unit = steps_by_unit(optimizer, self._config.full_param_optimizers)
         self._through_lightning.append(optimizer)
         try:
             with (
-                self._stepper.around(optimizer, settled)
+                self._stepper.around(optimizer, settled, done)
                 if by_unit
                 else on_dtensors(optimizer, settled, self._runtime.reads.alike) as run
             ):
@@ -212,6 +223,25 @@ class OptimizerSteps:
         self._reduce_pending(f"{type(optimizer).__name__}.step()")
         self._check_gradients(optimizer)
         self._runtime.core.write_back()
+
+    def _end_backward(self, optimizer: Optimizer) -> None:
+        """What the backward has reduced is updated, see [Note: optimizer in backward]."""
+        if self.in_backward is None:
+            return
+        self.in_backward.ends(optimizer)
+        self.in_backward.check(optimizer)
+        if self.in_backward.done(optimizer):
+            self._by_unit = True
+
+    def restored(self) -> None:
+        """The optimizers' states were loaded."""
+        if self.in_backward is not None:
+            self.in_backward.restored()
+
+    def backward_failed(self) -> None:
+        """After a backward that raised: it may have updated a part of the model."""
+        if self.in_backward is not None and self.in_backward.failed():
+            self.count += 0.5
 
     def skip(self, optimizer: Optimizer) -> None:
         """Releases what a step releases, when loss scaling skips the step: nothing is updated."""
@@ -241,6 +271,12 @@ class OptimizerSteps:
         step_state = self._runtime.step_state
         before = step_state.in_step, self._by_unit
         step_state.in_step, self._by_unit = False, False
+        if self.in_backward is not None and through_lightning:
+            self.in_backward.check(optimizer)
+        elif self.in_backward is not None:
+            self._end_backward(optimizer)
+            with as_plain_tensors():  # else it updates what user code has set
+                self._by_unit &= all(bound_gradient(parameter) is None for parameter in masters_of(optimizer))
         self._running.append(optimizer)
         try:
             yield
@@ -252,6 +288,8 @@ class OptimizerSteps:
             self._running.pop()
             step_state.in_step, self._by_unit = before
         self.count += 1
+        if self.in_backward is not None:
+            self.in_backward.stepped(optimizer)
         self._stepped()
         if by_unit:
             self._runtime.core.forget_outstanding()

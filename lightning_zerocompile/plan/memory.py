@@ -23,6 +23,7 @@ from lightning_zerocompile.sharding.layout import shard_dtype
 from lightning_zerocompile.sharding.plan import UnitPlan
 
 _REDUCTIONS_IN_FLIGHT = 2  # on a device: `retire(2)` in csrc/reductions.cpp
+_UPDATES_BESIDE = 1  # beside them, the unit that the optimizer updates, see [Note: optimizer in backward]
 _OFFLOAD_BUFFERS = 3  # see [Note: offload] in optim/offload.py
 
 
@@ -40,7 +41,8 @@ class Memory:
         activations: that the forward keeps for the backward.
         gathered: most full parameters at any time (with ``resident``).
         gradients: most full gradients at any time, with the transport's copies.
-        reduced: gradients of the shards, from backward to step.
+        reduced: gradients of the shards, from backward to step; or, where the backward updates, the most of them at any
+            time.
         between_steps, after_forward, after_backward: all that is alive at these points.
         forward_peak, backward_peak, step_peak: the most in each phase.
     """
@@ -183,6 +185,9 @@ class Schedule:
         gloo: whether the ranks talk through gloo, see [Note: predicted memory].
         accumulates: whether full gradients of earlier backwards wait for the last one.
         offload_budget: bytes of masters and states that stay on the device; ``None``: all do.
+        in_backward: whether a unit is updated when it is reduced (``optimizer_in_backward``), in the one backward that
+            reduces anything. On a device reduced gradients live for the units in flight only. With gloo, when a
+            reduction is done is not known before the backward ends.
     """
 
     stage: int
@@ -191,6 +196,7 @@ class Schedule:
     gloo: bool = False
     accumulates: bool = False
     offload_budget: int | None = None
+    in_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -267,6 +273,8 @@ def simulate(
     away = _offloaded(units, optimizer.states, schedule)
     masters = sum(u.masters for u in units) - away.masters + away.copies
     states, reduced = optimizer.states - away.states, sum(u.reduced for u in units)
+    to_step = 0 if schedule.in_backward else reduced
+    beside = optimizer.temporary if schedule.in_backward else 0
     batch = trace.batch_bytes if trace is not None else 0
     between = masters + states + resident + buffers
     base = masters + states + buffers + batch
@@ -280,13 +288,13 @@ def simulate(
         activations=trace.saved if trace is not None else 0,
         gathered=run.most_gathered,
         gradients=run.most_gradients,
-        reduced=reduced,
+        reduced=run.most_reduced if schedule.in_backward else reduced,
         between_steps=between,
         after_forward=base + run.after_forward,
-        after_backward=between + batch + reduced,
+        after_backward=between + batch + to_step,
         forward_peak=base + run.forward_peak,
-        backward_peak=base + run.backward_peak,
-        step_peak=between + max(reduced, staging) + optimizer.temporary + _OFFLOAD_BUFFERS * away.largest,
+        backward_peak=base + run.backward_peak + beside,
+        step_peak=between + max(to_step, staging) + optimizer.temporary + _OFFLOAD_BUFFERS * away.largest,
         host=away.masters + away.states,
     )
     return memory, run.traffic()
@@ -331,7 +339,7 @@ class _Run:
         self._reduced = 0
         self._passing = 0  # beside what is gathered, until the next unit is used
         self._forth = self._back = 0
-        self.most_gathered, self.most_gradients = self.resident, 0
+        self.most_gathered, self.most_gradients, self.most_reduced = self.resident, 0, 0
         self.after_forward = self.forward_peak = self.backward_peak = 0
 
     def go(self) -> None:
@@ -364,6 +372,7 @@ class _Run:
         gradients = max(sum(self._full.values()), accumulated)
         self.most_gathered = max(self.most_gathered, gathered)
         self.most_gradients = max(self.most_gradients, gradients)
+        self.most_reduced = max(self.most_reduced, self._reduced)
         return gathered + gradients + self._reduced
 
     def _use(self, name: str, back: bool, position: int) -> None:
@@ -398,6 +407,9 @@ class _Run:
             return
         self._full[unit.name] = unit.gradient
         self._order.append(unit.name)
+        if self._schedule.in_backward:
+            alive = self._order[-_REDUCTIONS_IN_FLIGHT - _UPDATES_BESIDE :]
+            self._reduced = sum(self._units[name].reduced for name in alive)
         for done in self._order[:-_REDUCTIONS_IN_FLIGHT]:
             self._full.pop(done, None)
 

@@ -257,10 +257,12 @@ def make_plan(
     for stage in stages:
         defers = accumulate > 1 and (stage == 1 or config.defer_grad_sync)
         away = config.offload_budget if config.offload else None
-        schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers, away)
+        in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
+        schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers, away, in_backward)
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         traffic = accumulated(traffic, memory.resident, accumulate, defers)
-        seconds = _seconds(stage, trace, traffic, memory, sizes, shards, accumulate, machine)
+        beside = config.optimizer_in_backward
+        seconds = _seconds(stage, trace, traffic, memory, sizes, shards, accumulate, machine, beside)
         fits = None if machine.memory is None else memory.peak <= machine.memory
         fits = None if batch is None and fits else fits  # activations may not
         made.append(StagePlan(stage, memory, traffic, seconds, fits))
@@ -294,6 +296,7 @@ def _seconds(
     world: int,
     accumulate: int,
     machine: Machine,
+    in_backward: bool,
 ) -> float | None:
     if trace is None or machine.flops is None or (machine.bandwidth is None and world > 1):
         return None
@@ -307,14 +310,17 @@ def _seconds(
         own = (calls.unit * len(units) + calls.parameter * parameters) * machine.call
         issued = accumulate * (machine.host + own)
         stepped = (calls.step + calls.stepped * parameters) * machine.call
-    update = 0.0
+    update = followed = 0.0
     if machine.memory_bandwidth is not None:
         # it reads masters, states and gradients, and writes the first two; gathers read masters and write their rows
-        owned = 2 * (memory.masters + memory.states + memory.host) + memory.reduced
-        owned += memory.masters + memory.resident // world if memory.resident else 0
+        owned = 2 * (memory.masters + memory.states + memory.host) + sum(unit.reduced for unit in units)
         update = owned / machine.memory_bandwidth
+        if memory.resident:
+            followed = (memory.masters + memory.resident // world) / machine.memory_bandwidth
+    if in_backward:
+        return max(forward + max(back, update) + exposed, issued + stepped) + followed
     copied = 2 * memory.host / machine.link if machine.link is not None else 0.0
-    return max(forward + back + exposed, issued) + max(update, stepped, copied)
+    return max(forward + back + exposed, issued) + max(update + followed, stepped, copied)
 
 
 def _measured(

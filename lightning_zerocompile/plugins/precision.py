@@ -114,6 +114,9 @@ class StepsThroughEngine(Precision):
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         if self.engine is not None:
             self.engine.reduce_pending("Clipping")
+            if self.engine.steps.in_backward is not None:
+                self.engine.steps.in_backward.clip(*args, **kwargs)
+                return
         alike = nullcontext() if self.engine is None else self.engine.runtime.reads.alike()
         with alike:
             Precision.clip_gradients(self, optimizer, *args, **kwargs)  # a fused optimizer sees unscaled ones, too

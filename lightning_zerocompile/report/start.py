@@ -67,7 +67,8 @@ def costs_of(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int = 
     defers = accumulate > 1 and (runtime.policy.accumulates_locally or config.defer_grad_sync)
     gloo = runtime.device.type == "cpu"
     away = config.offload_budget if config.offload else None
-    schedule = Schedule(config.chosen_stage, kept_units, config.prefetch, gloo, defers, away)
+    in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
+    schedule = Schedule(config.chosen_stage, kept_units, config.prefetch, gloo, defers, away, in_backward)
     memory, traffic = simulate(engine.units, units, states, None, schedule, _buffers(engine))
     return Costs(tuple(units), memory, accumulated(traffic, memory.resident, accumulate, defers), tuple(unknown))
 

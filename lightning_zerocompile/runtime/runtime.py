@@ -57,6 +57,7 @@ class Stats:
         eager_reads, eager_gathers: parameter reads outside compiled graphs, and how many of them had to gather.
         resident_bytes, peak_resident_bytes: full parameters gathered now, and at most.
         backwards: outermost backward passes.
+        updated_in_backward: updates of units inside a backward (``optimizer_in_backward``), before it had ended.
         offload_bytes: masters and optimizer states that are kept in host memory now; ``offload_in_bytes`` and
             ``offload_out_bytes`` were copied from there to the device, and back.
     """
@@ -76,6 +77,7 @@ class Stats:
     resident_bytes: int
     peak_resident_bytes: int
     backwards: int
+    updated_in_backward: int
     offload_bytes: int
     offload_in_bytes: int
     offload_out_bytes: int
@@ -147,6 +149,7 @@ class Runtime:
         self.sharded_parameters: list[ShardedParameter] = []
         self.step_state = StepState()
         self.host_traffic = HostTraffic()
+        self.updated_in_backward = 0  # units, each time
         self.unit_of: dict[str, int] = {}  # block name -> unit
         self._unit_of_parameter: list[int] = []
         self._unit_of_master: dict[Tensor, int] = {}
@@ -471,10 +474,11 @@ class Runtime:
 
     def stats(self) -> Stats:
         raw = self.core.stats()
-        names = (name for name in Stats.__dataclass_fields__ if not name.startswith("offload"))
+        names = (name for name in Stats.__dataclass_fields__ if hasattr(raw, name))
         host = self.host_traffic
         return Stats(
             **{name: getattr(raw, name) for name in names},
+            updated_in_backward=self.updated_in_backward,
             offload_bytes=host.held,
             offload_in_bytes=host.copied_in,
             offload_out_bytes=host.copied_out,

@@ -105,7 +105,12 @@ class Master(Sharded):
     @property  # type: ignore[override, misc, unused-ignore]
     def grad(self) -> Tensor | None:
         with as_plain_tensors():
-            return gradient_of(self, waiting=True)
+            found = gradient_of(self, waiting=True)
+        if found is None:
+            sharded = self.__dict__[PARAMETER]()
+            if sharded is not None and sharded.step_state.updated:
+                _refuse_clipping(sys._getframe(1).f_globals.get("__name__"))
+        return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -311,6 +316,16 @@ def _backward(*args: Any, **kwargs: Any) -> Any:
     if sharded is not None:
         refuse_input(sharded)
     return torch.autograd.backward(*args, **kwargs)
+
+
+def _refuse_clipping(module: str | None) -> None:
+    """Raises if torch's clipping (the name of the calling module) asks for a gradient after a backward has updated."""
+    if module == torch.nn.utils.clip_grad.__name__:
+        raise RuntimeError(
+            "Gradients cannot be clipped here: with optimizer_in_backward=True the backward has used them already. The "
+            "Trainer's `gradient_clip_val` with gradient_clip_algorithm='value' clips in the backward; a norm over all "
+            "parameters needs the option off."
+        )
 
 
 def refuse_input(sharded: ShardedParameter) -> NoReturn:

@@ -67,10 +67,12 @@ class Core(Protocol):
 
 @dataclass
 class StepState:
-    """Whether the user's step runs (a step of the optimizer does not count), and how many regions are entered now."""
+    """Whether the user's step runs (a step of the optimizer does not count), how many regions are entered now, and
+    whether a backward has updated parameters whose step is still to come."""
 
     in_step: bool = False
     depth: int = 0
+    updated: bool = False
 
 
 @dataclass(eq=False)

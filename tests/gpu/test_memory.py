@@ -48,10 +48,10 @@ def _activations(scope: Any) -> int:
     return kept
 
 
-def _engine(stage: int, scope: Any, held: tuple[int, ...] = ()) -> tuple[Engine, Any, Any]:
+def _engine(stage: int, scope: Any, held: tuple[int, ...] = (), **options: Any) -> tuple[Engine, Any, Any]:
     device = torch.device("cuda", torch.cuda.current_device())
     # copies between GPUs have buffers outside torch's allocator
-    config = Config(stage=stage, compile=scope, copy_engine=False)
+    config = Config(stage=stage, compile=scope, copy_engine=False, **options)
     engine = Engine(Stack(WIDTH, BLOCKS, held), device, config, torch.bfloat16, "nccl")
     optimizer = torch.optim.AdamW(engine.model.parameters(), lr=1e-3)
     engine.attach_optimizers([optimizer])
@@ -144,3 +144,38 @@ def test_what_kept_buffers_would_cost(worlds: Worlds, stage: int) -> None:
     formula = Formula(stage, 2, WIDTH, BLOCKS)
     for held, released in worlds(2).run(_with_and_without, stage, timeout=180):
         assert abs(held - released - formula.partition - len(HELD) * formula.unit) <= SLACK, (held, released, formula)
+
+
+def _in_backward(stage: int, scope: Any, in_backward: bool) -> dict[str, int]:
+    """Bytes of the last of some steps: behind its backward, its peak, and how many updates its backward made."""
+    engine, optimizer, x = _engine(stage, scope, optimizer_in_backward=in_backward)
+    base = _allocated()
+    for _ in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        counted = engine.runtime.updated_in_backward
+        with engine.training_step():
+            loss = _loss(engine.model, x)
+            seen = {"behind forward": _allocated() - base}
+            with engine.backward(loss):
+                loss.backward()
+        del loss
+        seen["behind backward"] = _allocated() - base
+        seen["updated"] = engine.runtime.updated_in_backward - counted
+        engine.step(optimizer, lambda: None)
+        seen["peak"] = torch.cuda.max_memory_allocated() - base
+    engine.abandon()
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "scope"), [(1, "blocks"), (3, False)])
+def test_an_update_in_the_backward_frees_the_gradients(worlds: Worlds, stage: int, scope: Any) -> None:
+    """All units but those that end with the backward are updated inside it; the partition of three is alive at most."""
+    formula = Formula(stage, 2, WIDTH, BLOCKS)
+    plain = worlds(2).run(_in_backward, stage, scope, False, timeout=300)
+    for before, seen in zip(plain, worlds(2).run(_in_backward, stage, scope, True, timeout=300), strict=True):
+        assert seen["updated"] >= BLOCKS - 2
+        rows = formula.partition // BLOCKS  # three units', and the temporary values of an update
+        bound = seen["behind forward"] + 8 * rows + (5 if stage < 3 else 7) * formula.unit + SLACK
+        assert abs(before["behind backward"] - seen["behind backward"] - formula.partition) <= SLACK, (before, seen)
+        assert seen["peak"] <= bound, (before, seen, formula)
+        assert seen["peak"] < before["peak"], (before, seen, formula)

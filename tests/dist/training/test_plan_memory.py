@@ -63,12 +63,15 @@ def _measured(cells: list[tuple[int, Any, bool]]) -> list[tuple[dict[str, tuple[
     return [_measure(*cell) for cell in cells]
 
 
-def _measure(stage: int, scope: Any, checkpointed: bool) -> tuple[dict[str, tuple[int, int]], tuple[int, int]]:
+def _measure(
+    stage: int, scope: Any, checkpointed: bool, in_backward: bool = False
+) -> tuple[dict[str, tuple[int, int]], tuple[int, int]]:
     torch._dynamo.reset()
     batch, drifts = _batch(), []
     with LiveBytes() as live:
         model = Model(checkpointed)
-        with engines.engine(model, stage, compile=scope, unit_bytes=UNIT_BYTES) as engine:
+        options = {"compile": scope, "unit_bytes": UNIT_BYTES, "optimizer_in_backward": in_backward}
+        with engines.engine(model, stage, **options) as engine:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             engine.attach_optimizers([optimizer])
             for number in range(STEPS):
@@ -103,7 +106,9 @@ def live_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.to_local().nbytes for tensor in [*masters, *states])
 
 
-def _predicted(world: int, stage: int, scope: Any, checkpointed: bool) -> tuple[Memory, Traffic]:
+def _predicted(
+    world: int, stage: int, scope: Any, checkpointed: bool, gloo: bool = True, in_backward: bool = False
+) -> tuple[Memory, Traffic]:
     with torch.device("meta"):
         model = Model(checkpointed)
     units = plan_units(model, UNIT_BYTES, None)
@@ -111,7 +116,7 @@ def _predicted(world: int, stage: int, scope: Any, checkpointed: bool) -> tuple[
     optimizer = optimizer_bytes(model, units, world, torch.float32, optimizer=torch.optim.AdamW)
     trace = trace_step(model, _batch(), blocks, compiled="aot_eager" if scope else False, step=engines.token_loss)
     assert not trace.eager
-    schedule = Schedule(stage, gloo=True)
+    schedule = Schedule(stage, gloo=gloo, in_backward=in_backward)
     return simulate(units, unit_bytes(model, units, world, None, torch.float32), optimizer, trace, schedule)
 
 
@@ -144,3 +149,23 @@ def test_memory_is_as_predicted(ranks: Ranks, long: bool) -> None:
         for point, (measured, expected) in pairs.items():
             assert abs(expected - measured) <= 0.05 * measured + UNIT, (cell, point, measured, expected)
         assert memory.peak == memory.backward_peak
+
+
+def _measured_in_backward() -> dict[str, tuple[int, int]]:
+    return _measure(3, False, False, in_backward=True)[0]
+
+
+def test_gradients_that_the_backward_uses(ranks: Ranks) -> None:
+    """With `optimizer_in_backward` reduced gradients live for three units on a device, and for none after the backward.
+    With gloo the plan is an upper bound of what is alive inside the backward."""
+    plain, _ = _predicted(2, 3, False, False, gloo=False)
+    memory, _ = _predicted(2, 3, False, False, gloo=False, in_backward=True)
+    assert plain.reduced > memory.reduced
+    assert memory.reduced == 3 * UNIT // 2  # three layers in a row are the most
+    assert plain.after_backward - memory.after_backward == plain.reduced
+    assert memory.step_peak == plain.step_peak - plain.reduced
+    by_rank = ranks.run(_measured_in_backward, timeout=240)
+    memory, _ = _predicted(ranks.world, 3, False, False, in_backward=True)
+    live = min(seen["backward"][0] for seen in by_rank)
+    assert abs(live - memory.after_backward) <= 0.05 * live + UNIT // 2, (live, memory)
+    assert min(seen["backward"][1] for seen in by_rank) <= 1.05 * memory.backward_peak + UNIT

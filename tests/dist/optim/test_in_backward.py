@@ -1,0 +1,386 @@
+"""`optimizer_in_backward`: the numbers of the ordinary step, each unit's gradient gone when it was used."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_zerocompile import ZeroCompileFabricStrategy, ZeroCompileStrategy
+from lightning_zerocompile.config import Config
+from tests.support import engines, models
+from tests.support.harness import on_ranks
+from tests.support.parity import AOT, CELLS, EAGER, assert_trains_like_ddp
+
+COMPILED: dict[Any, dict[str, Any]] = {False: EAGER, "blocks": AOT}
+
+
+class _Slow(torch.autograd.Function):
+    """Its backward takes so long that what was reduced before it is done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(0.1)
+        return grads[0]
+
+
+class SlowModel(models.ByteModel):
+    """The backward of the first block begins late. `seen` is what `look` says when it comes to the embedding."""
+
+    look: Any = staticmethod(lambda: None)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if x.requires_grad:
+            x.register_hook(self.at_embedding)
+        for number, layer in enumerate(self.layers):
+            x = _Slow.apply(layer(x)) if number == 0 else layer(x)
+        return self.head(x) * self.scale + self.shift
+
+    def at_embedding(self, grad: Tensor) -> None:
+        self.seen = self.look()
+
+
+@pytest.mark.parametrize(("stage", "scope"), CELLS)
+@on_ranks(2)
+def test_units_are_updated_beside_the_backward(stage: int, scope: Any) -> None:
+    """When the backward comes to the embedding, the last blocks are updated, and their gradients are gone."""
+    model = SlowModel()
+    twin = copy.deepcopy(model)
+    data = models.Batches(models.rank())
+    with engines.engine(model, stage, optimizer_in_backward=True, **COMPILED[scope]) as engine:
+        core, masters = engine.runtime.core, {s.name: s for s in engine.runtime.sharded_parameters}
+        model.look = lambda: (engine.runtime.updated_in_backward, masters["layers.2.up.weight"].local.sum().item())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        for number in range(3):
+            before = masters["layers.2.up.weight"].local.sum().item()
+            counted = engine.runtime.updated_in_backward
+            with engine.training_step():
+                engines.backward(engine, engines.token_loss(model, data[number]))
+            assert [p.grad for p in model.parameters() if p.grad is not None] == []
+            assert model.seen[0] > counted
+            if number:  # before, the order of reductions was not known
+                assert model.seen[1] != before
+            optimizer.step()
+            assert core.stats().backwards == number + 1
+        stats = engine.runtime.stats()
+        assert stats.updated_in_backward >= 3
+    engines.window_reference(twin, [[0], [1], [2]])
+    assert models.deviation(model, twin) <= 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
+@on_ranks(2)
+def test_it_trains_as_ddp(stage: int, options: dict[str, Any]) -> None:
+    trained = assert_trains_like_ddp(models.ByteModel(), stage, steps=3, optimizer_in_backward=True, **options)
+    assert trained.stats.reductions > 0
+
+
+class Groups(models.Module):
+    """Two groups with weight decay, a frozen and an unused parameter, a schedule that changes with each step."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.fused, self.unused = fused, nn.Linear(3, 3)
+        self.model.layers[1].norm.weight.requires_grad_(False)
+        self.hooks: list[str] = []
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        groups: Any = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.05, "weight_decay": 0.1}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02, fused=self.fused)
+        optimizer.register_step_pre_hook(lambda *_: self.hooks.append("before"))
+        optimizer.register_step_post_hook(lambda *_: self.hooks.append("after"))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.hooks.append(f"{sum(p.grad is not None for p in self.parameters())} gradients")
+
+
+def _states(trainer: L.Trainer) -> list[Tensor]:
+    states = trainer.optimizers[0].state.values()
+    return [torch.as_tensor(value).cpu() for state in states for _, value in sorted(state.items())]
+
+
+CASES: dict[str, tuple[int, Any, dict[str, Any], dict[str, Any]]] = {
+    "clipped by value": (3, "blocks", {}, {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}),
+    "accumulated, reduced once": (1, False, {}, {"accumulate_grad_batches": 2}),
+    "accumulated, reduced each time": (3, False, {}, {"accumulate_grad_batches": 2}),
+    "bf16": (2, "blocks", {}, {"precision": "bf16-true"}),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@on_ranks(2)
+def test_numbers_are_those_of_the_ordinary_step(name: str) -> None:
+    """To the bit: parameters and states; hooks of the step run once for each step."""
+    stage, scope, options, arguments = CASES[name]
+    results = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        module = Groups(fused=name == "bf16")
+        strategy = ZeroCompileStrategy(
+            stage=stage, optimizer_in_backward=in_backward, unshard_after_fit=True, **COMPILED[scope], **options
+        )
+        trainer = models.make_trainer(strategy, max_steps=3, **arguments)
+        trainer.fit(module, models.Batches(models.rank()))
+        results.append((module, strategy.stats, module.hooks, trainer))
+        if in_backward:
+            assert module.hooks == ["before", "0 gradients", "after"] * 3
+    (plain, _, _, _), (module, _, _, trainer) = results
+    for (key, value), other in zip(plain.state_dict().items(), module.state_dict().values(), strict=True):
+        assert torch.equal(value, other), key
+    assert trainer.global_step == 3
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_window_updates_where_it_closes(stage: int) -> None:
+    model, plain = models.ByteModel(), models.ByteModel()
+    plain.load_state_dict(model.state_dict())
+    data = models.Batches(models.rank())
+    for one, in_backward in ((model, True), (plain, False)):
+        strategy_options = {"optimizer_in_backward": in_backward, **EAGER}
+        with engines.engine(one, stage, **strategy_options) as engine:
+            optimizer = torch.optim.AdamW(one.parameters(), lr=0.01)
+            engine.attach_optimizers([optimizer])
+            for number in range(2):
+                with engine.training_step(), engine.windows.open("auto", None, None):
+                    for micro in range(2):
+                        engines.backward(engine, engines.token_loss(one, data[2 * number + micro]))
+                    waiting = [s.local.clone() for s in engine.runtime.sharded_parameters]
+                engine.end_backward()  # as the strategy's context does
+                moved = [
+                    not torch.equal(a, s.local) for a, s in zip(waiting, engine.runtime.sharded_parameters, strict=True)
+                ]
+                assert any(moved) is in_backward
+                engine.step(optimizer, lambda: None)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class _Manual(models.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.5) for part in (self.first, self.second)]
+
+
+class _Toggled(_Manual):
+    """Each optimizer has a backward of its own, which reaches the other's parameters, too."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        x = batch[:, :4].float() / models.VOCABULARY
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.second(self.first(x)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
+@on_ranks(2)
+def test_several_optimizers_in_manual_optimization() -> None:
+    results = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        module = _Toggled()
+        strategy = ZeroCompileStrategy(stage=3, compile=False, optimizer_in_backward=in_backward)
+        models.make_trainer(strategy, max_steps=6).fit(module, models.Batches(models.rank()))
+        results.append(module)
+    plain, module = results
+    for (key, value), other in zip(plain.state_dict().items(), module.state_dict().values(), strict=True):
+        assert torch.equal(value, other), key
+
+
+class _Untoggled(_Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        x = batch[:, :4].float() / models.VOCABULARY
+        self.manual_backward(self.second(self.first(x)).square().mean())
+
+
+class _ClipsLate(models.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class _ChangesLate(models.Module):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1
+
+
+class _Clips(models.Module):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+
+class _Muon(models.Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([p for p in self.parameters() if p.dim() == 2], lr=0.1)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
+    "norm": (models.Module, {"gradient_clip_val": 1.0}, MisconfigurationException, "Clipping by norm"),
+    "hook": (_Clips, {}, MisconfigurationException, "_Clips.configure_gradient_clipping"),
+    "float16": (models.Module, {"precision": "16-true"}, MisconfigurationException, "scales the loss"),
+    "whole": (_Muon, {}, MisconfigurationException, "does not work with the optimizer Muon"),
+    "unclear": (_Untoggled, {}, RuntimeError, "2 optimizers \\(SGD and SGD\\)"),
+    "late clipping": (_ClipsLate, {}, RuntimeError, "Gradients cannot be clipped here"),
+    "late rate": (_ChangesLate, {}, RuntimeError, "'lr'\\] of parameter group 0 of SGD changed .* \\(lr=0.5\\)"),
+}
+
+
+@on_ranks(2)
+def test_what_does_not_go_together() -> None:
+    for name, (kind, arguments, error, text) in REFUSED.items():
+        strategy = ZeroCompileStrategy(stage=3, compile=False, optimizer_in_backward=True)
+        trainer = models.make_trainer(strategy, max_steps=1, **arguments)
+        with pytest.raises(error, match=text):
+            trainer.fit(kind(), models.Batches(models.rank()))
+        assert name
+
+
+@pytest.mark.parametrize(
+    "other", [{"keep_gradients": True}, {"offload": "optimizer"}, {"full_param_optimizers": ["Shampoo"]}]
+)
+def test_options_that_contradict_it(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"`{next(iter(other))}` .*optimizer_in_backward=True"):
+        Config(optimizer_in_backward=True, **other)
+
+
+@on_ranks(2)
+def test_a_second_backward_raises() -> None:
+    model, data = models.ByteModel(), models.Batches(models.rank())
+    twin = copy.deepcopy(model)
+    with engines.engine(model, 3, optimizer_in_backward=True, **EAGER) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        with engine.training_step():
+            engines.backward(engine, engines.token_loss(model, data[0]))
+            loss = engines.token_loss(model, data[1])
+            with pytest.raises(RuntimeError, match="`step\\(\\)` of SGD was not called after the last one"):
+                engines.backward(engine, loss)
+        engine.step(optimizer, lambda: None)
+        engines.step(engine, optimizer, lambda: engines.token_loss(model, data[1]))  # right again
+    engines.window_reference(twin, [[0], [1]])
+    assert models.deviation(model, twin) <= 1e-6
+
+
+class FailsLate(SlowModel):
+    """Its backward raises before the first block, when `fails` says so."""
+
+    fails = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for number, layer in enumerate(self.layers):
+            x = layer(engines.FailsInBackward.apply(_Slow.apply(x)) if number == 1 and self.fails else x)
+            x = _Slow.apply(x) if number == 1 else x
+        return self.head(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_backward_that_raises_half_way(stage: int) -> None:
+    """The model is updated in part: every further step says so, until the optimizer's state is loaded."""
+    model, data = FailsLate(), models.Batches(models.rank())
+    with engines.engine(model, stage, optimizer_in_backward=True, **EAGER) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        model.fails = False
+        engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+        kept = {s.name: s.local.clone() for s in engine.runtime.sharded_parameters}
+        model.fails = True
+        with engine.training_step():
+            loss = engines.token_loss(model, data[1])
+            with pytest.raises(ValueError, match="on purpose"):
+                engines.backward(engine, loss)
+        assert any(not torch.equal(kept[s.name], s.local) for s in engine.runtime.sharded_parameters)
+        for attempt in (lambda: engine.step(optimizer, lambda: None), optimizer.step):
+            with pytest.raises(RuntimeError, match=r"raised after it had updated . of . units .* Load a checkpoint"):
+                attempt()
+        with engine.training_step():
+            loss = engines.token_loss(model, data[1])
+            with pytest.raises(RuntimeError, match="Load a checkpoint"):
+                engines.backward(engine, loss)
+        assert engine.steps.count == 1.5
+        with torch.no_grad():
+            for sharded in engine.runtime.sharded_parameters:
+                sharded.local.copy_(kept[sharded.name])
+        engine.steps.restored()
+        model.fails = False
+        engines.step(engine, optimizer, lambda: engines.token_loss(model, data[1]))
+        assert engine.steps.count == 2.5
+
+
+@on_ranks(2)
+def test_a_backward_that_raises_before_any_update_changes_nothing() -> None:
+    model, data = models.ByteModel(), models.Batches(models.rank())
+    twin = copy.deepcopy(model)
+    with engines.engine(model, 3, optimizer_in_backward=True, **EAGER) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        with engine.training_step():
+            loss = engines.FailsInBackward.apply(engines.token_loss(model, data[0]))
+            with pytest.raises(ValueError, match="on purpose"):
+                engines.backward(engine, loss)
+        engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
+    engines.window_reference(twin, [[0]])
+    assert models.deviation(model, twin) <= 1e-6
+
+
+@on_ranks(2)
+def test_fabric() -> None:
+    """Every second step accumulates over two backwards; the numbers are those of the loop without the option."""
+    trained = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        strategy = ZeroCompileFabricStrategy(3, compile=False, optimizer_in_backward=in_backward)
+        here = models.ranks_here()
+        fabric = L.Fabric(
+            accelerator=models.device(), devices=here, num_nodes=models.world() // here, strategy=strategy
+        )
+        fabric.launch()
+        inner = models.ByteModel()
+        model, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.5, momentum=0.9))
+        data = models.Batches(models.rank())
+        for number in range(4):
+            for micro in range(1 + number % 2):
+                with fabric.no_backward_sync(model, enabled=micro < number % 2):
+                    fabric.backward(engines.token_loss(model, data[2 * number + micro]))
+            assert all(p.grad is None for p in inner.parameters()) is in_backward
+            optimizer.step()
+            optimizer.zero_grad()
+        if in_backward:
+            fabric.backward(engines.token_loss(model, data[9]))
+            with pytest.raises(RuntimeError, match=r"`fabric.clip_gradients` does not work"):
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+        else:
+            fabric.backward(engines.token_loss(model, data[9]))
+            optimizer.step()
+        strategy.unshard()
+        trained.append(inner)
+    for a, b in zip(*(model.parameters() for model in trained), strict=True):
+        assert torch.equal(a, b)
