@@ -272,6 +272,8 @@ class Engine:
             self.steps.in_backward.begins()
         if loss.requires_grad and loss.grad_fn is not None:
             loss.register_hook(self._arm)  # type: ignore[no-untyped-call]
+        if not (self.windows.is_open or self.windows.in_accumulation):
+            self.steps.backward_begins()
         try:
             yield
         except BaseException:

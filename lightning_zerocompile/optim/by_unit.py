@@ -235,8 +235,10 @@ class UnitStepper:
             optimizer, self._full_param_optimizers
         ):  # whole values are communicated, so all ranks need one order, also if their forwards differ
             together, units = 0, sorted(units, key=itemgetter(0))
-        elif self._one_by_one or self._offload.holds(optimizer):
+        elif self._one_by_one:
             together = 0
+        elif self._offload.holds(optimizer):
+            together, units = 0, self._offload.ordered(optimizer, units)
         plan = self._plans.get(optimizer)
         if plan is None or not plan.fits(lists, units, together):
             plan = self._plans[optimizer] = _Plan(lists, units, together)

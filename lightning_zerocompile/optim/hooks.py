@@ -213,6 +213,10 @@ class OptimizerSteps:
         finally:
             self._through_lightning.pop()
 
+    def backward_begins(self) -> None:
+        """Called when the last backward before a step begins."""
+        self._offload.backward_begins()
+
     def before(self, optimizer: Optimizer) -> None:
         """Makes gradients and values ready for the optimizer.
 
@@ -245,6 +249,7 @@ class OptimizerSteps:
 
     def skip(self, optimizer: Optimizer) -> None:
         """Releases what a step releases, when loss scaling skips the step: nothing is updated."""
+        self._offload.drop_early()
         self._runtime.core.forget_outstanding()
         self._release_gradients(masters_of(optimizer))
 

@@ -1,10 +1,17 @@
 """Optimizer states and masters in host memory, which stream through the device around the update of each unit.
 
 [Note: offload] With ``offload="optimizer"`` the states and the masters of a unit lie in one slab of host memory, which
-is pinned where there is CUDA. A step copies the slab of the next unit to the device while this unit is updated and the
-slab of the unit before goes back. The copies in and the copies out have a stream each, so a link that works in both
-directions does so. Three slabs of the largest unit's size are on the device during a step, and none between steps. The
-update itself is the one without offload, on tensors of the device, so the numbers are the same to the bit.
+is pinned where there is CUDA. A step copies the slabs of the next two units to the device while this unit is updated
+and the slab of the unit before goes back. The copies in and the copies out have a stream each, of different priority:
+streams of one priority may share a queue of the device, and then copies that need not wait for each other do. So a link
+that works in both directions does so. Three slabs of the largest unit's size are on the device during a step, and none
+between steps. The update itself is the one without offload, on tensors of the device, so the numbers are the same to
+the bit. The smallest unit is updated last, since nothing runs beside its way out.
+
+[Note: copies in the backward] The first two units come in while the last backward before a step runs, if one optimizer
+alone is offloaded and the device has room for them (on the CPU it always has). A step that follows in the same order
+finds them there. Whoever writes to host memory in between raises a version, and then that slab is copied again. In a
+window nothing comes early, since user code may step in it at any time.
 
 What gathers read stays on the device, see [Note: masters in host memory] in csrc/registry.cpp. At stage 3 a master
 whose dtype is also the dtype in which it is gathered stays on the device, since gathers read it at each use. Then only
@@ -17,13 +24,16 @@ update raised keeps in host memory what it had before the step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import mmap
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -41,8 +51,13 @@ from lightning_zerocompile.sharding.sharded import STATES_ON_HOST, as_sharded, m
 
 _ALIGNED = 512  # bytes, as torch's allocators align
 _BUFFERS = 3  # one unit comes in, one is updated, one goes out
+_AHEAD = 2  # units that come in before the one that is updated
+_PATIENCE, _PAUSE = 5.0, 1e-3  # seconds: for copies of a step that does not come, and between two looks
+_SPARE = 0.1  # of the device's memory, which stays free beside the units that come early
 _MASTER = ""  # the master among the tensors of a slot, beside the names of its states
 _GIB = 2**30
+_Pin: TypeAlias = "weakref.finalize[..., Tensor]"  # unpins memory when it is called, or when the memory is freed
+_Members = tuple[int, Sequence[Tensor]]  # a unit's number and its masters
 
 
 @dataclass
@@ -78,7 +93,7 @@ class _Slot:
         return found
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slab:
     """One optimizer's part of one unit in host memory.
 
@@ -103,6 +118,14 @@ class _Slab:
             self.nbytes += _aligned(slot.sharded.local.numel() * dtype.itemsize)
             self.most += _aligned(share * dtype.itemsize)
         self.slots[master] = slot
+
+    def versions(self) -> list[int]:
+        """These change when somebody writes to what the slab holds, by a DTensor or by its rows."""
+        found = []
+        for master, slot in self.slots.items():
+            for kept in (*slot.states.values(), *([master] if _MASTER in slot.offsets else [])):
+                found += [kept._version, _local(kept)._version]
+        return found
 
 
 @dataclass
@@ -148,9 +171,12 @@ class Offload:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._slabs: dict[Optimizer, dict[int, _Slab]] = {}
-        self._pins: list[Callable[[], object]] = []
+        self._pins: list[_Pin] = []
         self._attached = 0
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self._orders: dict[Optimizer, list[list[_Slab]]] = {}  # of the last step
+        self._early: tuple[Optimizer, Stream] | None = None  # see [Note: copies in the backward]
+        self._ahead: int | None = None  # units that come early; None: not decided yet
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether something of the optimizer is in host memory."""
@@ -202,6 +228,13 @@ class Offload:
             self.adopt(optimizer)
 
     def _forget(self) -> None:
+        early = self._early
+        self.drop_early()
+        if early is not None and not early[1].has_come(_PATIENCE):
+            for pin in self._pins:  # a device that hangs may still read there, so nothing waits for the end of that
+                pin.detach()
+            self._pins = []
+        self._orders, self._ahead = {}, None
         for units in self._slabs.values():
             for slab in units.values():
                 for master in slab.slots:
@@ -246,7 +279,7 @@ class Offload:
                     slab.add(master, slot, dtypes)
         return slabs
 
-    def _allocate(self, slabs: Sequence[_Slab]) -> list[Callable[[], object]]:
+    def _allocate(self, slabs: Sequence[_Slab]) -> list[_Pin]:
         """Gives each slab its memory, on all ranks or on none. Returns what unpins it.
 
         Raises:
@@ -263,13 +296,14 @@ class Offload:
             if together > free:
                 raise RuntimeError(_NO_ROOM.format(rank, host, together, together / _GIB, free, free / _GIB))
         failure = ""
-        pins: list[Callable[[], object]] = []
+        pins: list[_Pin] = []
+        pinned = self._runtime.device.type == "cuda"
         try:
             for slab in slabs:
-                slab.memory = torch.empty(slab.nbytes, dtype=torch.uint8)
-                if self._runtime.device.type == "cuda":
+                slab.memory = _host_memory(slab.nbytes, huge=pinned)
+                if pinned and slab.nbytes:
                     pins.append(_pin(slab.memory))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             failure = str(error).splitlines()[0]
         doing = "has pinned memory for the optimizers"
         heard = self._runtime.messages.hear_all(f"{topic}/pinned", failure, doing)
@@ -338,6 +372,7 @@ class Offload:
 
     def let_go(self, masters: Iterable[Tensor]) -> None:
         """The states of these masters get memory of their own: another parameter takes the master's place."""
+        self.drop_early()
         for master in masters:
             for optimizer, units in self._slabs.items():
                 for slab in units.values():
@@ -362,13 +397,54 @@ class Offload:
         self.adopt(optimizer)
         units = self._slabs[optimizer]
         order = [[units[unit] for unit in one if unit in units] for one in rounds]
-        if self._runtime.device.type != "cpu" and self._streams is None:
-            self._streams = (_stream(self._runtime.device), _stream(self._runtime.device))
-        stream = Stream(self._runtime, order, self._streams, self._show)
+        stream = self._begun(optimizer, order)
         try:
+            stream.begin(_AHEAD)
             yield stream
+            self._orders[optimizer] = order
         finally:
             stream.close()
+
+    def ordered(self, optimizer: Optimizer, units: Sequence[_Members]) -> Sequence[_Members]:
+        """The units of an update: those of the optimizer's slabs, the smallest of which comes last."""
+        slabs = self._slabs.get(optimizer, {})
+        sizes = [slabs[unit].most if unit in slabs else 0 for unit, _ in units]
+        if not any(sizes):
+            return units
+        least = min((size, -position) for position, size in enumerate(sizes) if size)
+        last = -least[1]
+        return [*units[:last], *units[last + 1 :], units[last]]
+
+    def backward_begins(self) -> None:
+        """Called when the last backward before a step begins, see [Note: copies in the backward]."""
+        if self._early is not None or len(self._slabs) != 1 or len(self._orders) != 1:
+            return
+        ((optimizer, order),) = self._orders.items()
+        largest = max(sum(slab.nbytes for slab in slabs) for slabs in order)
+        if self._ahead is None:
+            self._ahead = _room(self._runtime.device, largest)
+        if self._ahead and largest:
+            self._early = optimizer, self._new(order)
+            self._early[1].begin(self._ahead)
+
+    def drop_early(self) -> None:
+        """No step follows the backward, or it updates something else."""
+        early, self._early = self._early, None
+        if early is not None:
+            early[1].drop()
+
+    def _begun(self, optimizer: Optimizer, order: Sequence[Sequence[_Slab]]) -> Stream:
+        early, self._early = self._early, None
+        if early is not None:
+            if early[0] is optimizer and early[1].serves(order):
+                return early[1]
+            early[1].drop()
+        return self._new(order)
+
+    def _new(self, order: Sequence[Sequence[_Slab]]) -> Stream:
+        if self._runtime.device.type != "cpu" and self._streams is None:
+            self._streams = (_stream(self._runtime.device, -1), _stream(self._runtime.device, -2))
+        return Stream(self._runtime, order, self._streams, self._show)
 
 
 class Stream:
@@ -390,16 +466,23 @@ class Stream:
     ) -> None:
         self._runtime, self._order, self._streams, self._show = runtime, order, streams, show
         sizes = [sum(slab.nbytes for slab in slabs) for slabs in order]
-        count = min(_BUFFERS, sum(size > 0 for size in sizes))
-        device = runtime.device
-        self._buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(count)]
-        self._here = None if streams is None else torch.cuda.current_stream(device)
+        count, self._size = min(_BUFFERS, sum(size > 0 for size in sizes)), max(sizes, default=0)
+        self._buffers: list[Tensor] = []  # at most `count`, each of `_size` bytes
+        self._here = None if streams is None else torch.cuda.current_stream(runtime.device)
         self._free: list[torch.cuda.Event | None] = [None] * count  # when what was in a buffer has gone out
         self._came: dict[int, tuple[torch.cuda.Event | None, list[Tensor]]] = {}  # by round: the slabs on the device
+        self._seen: dict[int, list[list[int]]] = {}  # by round: the versions of what has been copied in
         self._next, self._fetched = 0, 0  # the next round to fetch; how many fetches there were
-        if streams is not None and self._here is not None:
-            streams[0].wait_stream(self._here)  # the buffers' memory may be in use until here
-        self._fetch()
+
+    def serves(self, order: Sequence[Sequence[_Slab]]) -> bool:
+        """Whether these are the slabs of its rounds, and the step runs where copies were ordered after its memory."""
+        here = None if self._streams is None else torch.cuda.current_stream(self._runtime.device)
+        return here == self._here and [list(slabs) for slabs in self._order] == [list(slabs) for slabs in order]
+
+    def begin(self, ahead: int) -> None:
+        """Starts to copy in so many rounds, if fewer have been started."""
+        for _ in range(ahead - self._fetched):
+            self._fetch()
 
     def _fetch(self) -> None:
         """Starts to copy in the slabs of the next round that has any."""
@@ -407,19 +490,30 @@ class Stream:
             self._next += 1
         if self._next == len(self._order):
             return
-        number = self._fetched % len(self._buffers)
-        buffer, slabs, start = self._buffers[number], self._order[self._next], 0
-        parts = []
-        with self._on(0, self._free[number]) as stream:
-            for slab in slabs:
-                assert slab.memory is not None
-                part = buffer.narrow(0, start, slab.nbytes)
-                part.copy_(slab.memory, non_blocking=True)
-                parts.append(part)
-                self._runtime.host_traffic.copied_in += slab.nbytes
-                start += slab.nbytes
-            self._came[self._next] = (None if stream is None else stream.record_event(), parts)
+        number = self._fetched % len(self._free)
+        if number == len(self._buffers):
+            self._buffers.append(torch.empty(self._size, dtype=torch.uint8, device=self._runtime.device))
+            if self._streams is not None and self._here is not None:
+                self._streams[0].wait_stream(self._here)  # the buffer's memory may be in use until here
+        parts, start = [], 0
+        for slab in self._order[self._next]:
+            parts.append(self._buffers[number].narrow(0, start, slab.nbytes))
+            start += slab.nbytes
+        self._copy_in(self._next, parts, self._free[number])
         self._next, self._fetched = self._next + 1, self._fetched + 1
+
+    def _copy_in(self, number: int, parts: list[Tensor], after: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """The slabs of a round to their places on the device; returns the moment when they are there."""
+        slabs = self._order[number]
+        self._seen[number] = [slab.versions() for slab in slabs]
+        with self._on(0, after) as stream:
+            for slab, part in zip(slabs, parts, strict=True):
+                assert slab.memory is not None
+                part.copy_(slab.memory, non_blocking=True)
+                self._runtime.host_traffic.copied_in += slab.nbytes
+            came = None if stream is None else stream.record_event()
+        self._came[number] = came, parts
+        return came
 
     @contextmanager
     def _on(self, which: int, after: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
@@ -438,6 +532,9 @@ class Stream:
         if number not in self._came:
             return {}
         came, parts = self._came[number]
+        if self._seen.pop(number) != [slab.versions() for slab in self._order[number]]:
+            came = self._copy_in(number, parts, None)  # it has come before somebody wrote to it
+            del self._seen[number]
         if came is not None:
             assert self._here is not None
             self._here.wait_event(came)
@@ -483,7 +580,24 @@ class Stream:
                 self._runtime.host_traffic.copied_out += slab.nbytes
             gone = None if stream is None else stream.record_event()
         position = sum(any(slab.nbytes for slab in self._order[other]) for other in range(number))
-        self._free[position % len(self._buffers)] = gone
+        self._free[position % len(self._free)] = gone
+
+    def drop(self) -> None:
+        """What has come is not updated. Nothing waits: the buffers' memory is used again when the copies are done."""
+        if self._streams is not None:
+            for buffer in self._buffers:
+                buffer.record_stream(self._streams[0])
+        self._buffers = []
+
+    def has_come(self, within: float) -> bool:
+        """Whether all copies in are done, or are in some seconds."""
+        deadline = time.monotonic() + within
+        for came, _ in self._came.values():
+            while came is not None and not came.query():  # type: ignore[no-untyped-call]
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_PAUSE)
+        return True
 
     def close(self) -> None:
         """Waits for all copies, and frees the buffers."""
@@ -497,8 +611,16 @@ def _ranks(master: Tensor) -> int:
     return master.device_mesh.size() if isinstance(master, DTensor) else 1
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+
+def _room(device: torch.device, size: int) -> int:
+    """How many units of ``size`` bytes may come to the device before the backward has ended."""
+    if device.type == "cpu" or size == 0:
+        return _AHEAD
+    free, total = torch.cuda.mem_get_info(device)  # beside what torch's allocator has reserved in a whole step
+    return min(_AHEAD, max(0, int(free - _SPARE * total) // size))
 
 
 def _aligned(size: int) -> int:
@@ -515,7 +637,21 @@ def _raise_version(value: Tensor, other: Tensor) -> None:
         torch.autograd.graph.increment_version(value)
 
 
-def _pin(memory: Tensor) -> Callable[[], object]:
+def _host_memory(size: int, huge: bool) -> Tensor:
+    """So many bytes; ``huge``: in huge pages, where the system has them, which a device finds with fewer look-ups.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if size == 0 or not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    area = mmap.mmap(-1, size)
+    with contextlib.suppress(OSError):  # a system without them
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=torch.uint8)
+
+
+def _pin(memory: Tensor) -> _Pin:
     """Pins memory where it lies: torch's own allocator of pinned memory takes up to twice as much.
 
     Returns:
@@ -524,8 +660,6 @@ def _pin(memory: Tensor) -> Callable[[], object]:
     Raises:
         RuntimeError: CUDA refuses.
     """
-    if memory.nbytes == 0:
-        return lambda: None
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(code) != 0:

@@ -25,6 +25,7 @@ from lightning_zerocompile.sharding.plan import UnitPlan
 _REDUCTIONS_IN_FLIGHT = 2  # on a device: `retire(2)` in csrc/reductions.cpp
 _UPDATES_BESIDE = 1  # beside them, the unit that the optimizer updates, see [Note: optimizer in backward]
 _OFFLOAD_BUFFERS = 3  # see [Note: offload] in optim/offload.py
+_OFFLOAD_AHEAD = 2  # see [Note: copies in the backward] there
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ class Schedule:
         in_backward: whether a unit is updated when it is reduced (``optimizer_in_backward``), in the one backward that
             reduces anything. On a device reduced gradients live for the units in flight only. With gloo, when a
             reduction is done is not known before the backward ends.
+        early: whether there is room for the units that come from host memory in the backward.
     """
 
     stage: int
@@ -197,6 +199,7 @@ class Schedule:
     accumulates: bool = False
     offload_budget: int | None = None
     in_backward: bool = False
+    early: bool = True
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,7 @@ def simulate(
         after_forward=base + run.after_forward,
         after_backward=between + batch + to_step,
         forward_peak=base + run.forward_peak,
-        backward_peak=base + run.backward_peak + beside,
+        backward_peak=base + run.backward_peak + beside + (_OFFLOAD_AHEAD * away.largest if schedule.early else 0),
         step_peak=between + max(to_step, staging) + optimizer.temporary + _OFFLOAD_BUFFERS * away.largest,
         host=away.masters + away.states,
     )

@@ -260,6 +260,9 @@ def make_plan(
         in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
         schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers, away, in_backward)
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
+        if away is not None and machine.memory is not None and memory.peak > machine.memory:
+            schedule = dataclasses.replace(schedule, early=False)
+            memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         traffic = accumulated(traffic, memory.resident, accumulate, defers)
         beside = config.optimizer_in_backward
         seconds = _seconds(stage, trace, traffic, memory, sizes, shards, accumulate, machine, beside)

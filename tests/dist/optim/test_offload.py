@@ -238,6 +238,42 @@ def test_users_read_and_write_masters(stage: int) -> None:
     assert all(torch.equal(left, right) for left, right in zip(*seen, strict=True))
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_copies_in_the_backward(stage: int) -> None:
+    """Two units come in before the step. What user code writes after that counts, and a step without a backward, or one
+    that does not come, loses nothing."""
+    torch.manual_seed(0)
+    plain = models.ByteModel(width=16).to(torch.bfloat16)
+    offloaded = copy.deepcopy(plain)
+    for model, options in ((plain, {}), (offloaded, OFFLOAD)):
+        with engines.engine(model, stage, compile=False, **options) as made:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            made.attach_optimizers([optimizer])
+            first, last = (dict(model.named_parameters())[n] for n in ("embedding.weight", "layers.0.norm.bias"))
+            for number in range(5):
+                held, start = (getattr(made.runtime.stats(), f"offload_{name}bytes") for name in ("", "in_"))
+                with made.training_step():
+                    engines.backward(made, engines.token_loss(model, models.Batches(models.rank())[number]))
+                if options:
+                    assert (0 < made.runtime.stats().offload_in_bytes - start < held) == (number > 0)
+                if number == 2:
+                    with torch.no_grad():
+                        first.mul_(0.5)
+                        optimizer.state[last]["exp_avg"].zero_()
+                elif number == 3:
+                    optimizer.zero_grad()
+                    made.steps.skip(optimizer)
+                made.step(optimizer, lambda: None)
+                if options:  # a slab that was written to, and slabs that no step has used, are copied again
+                    assert (made.runtime.stats().offload_in_bytes - start > held) == (number in (2, 3))
+            if options:
+                sizes = [sum(slab.most for slab in slabs) for slabs in made.steps._offload._orders[optimizer]]
+                assert sizes[-1] == min(size for size in sizes if size) and len(sizes) == len(made.runtime.unit_of)
+    for (name, left), right in zip(offloaded.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
 def _full(made: Any) -> dict[str, Tensor]:
     with made.full_parameters(made.model, False) as values:
         return {name: value.clone() for name, value in values.items()}
