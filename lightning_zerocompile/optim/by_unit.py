@@ -11,11 +11,12 @@ for their gathers first. So the last quarter of the units is updated first, and 
 are updated. The others follow in the order of the forward (see [Note: reductions after a backward] in
 csrc/reductions.cpp). A small model is updated in one round, since there the time of the host counts.
 
-[Note: whole values] Adafactor and Muon update a parameter from all of its rows. Such an optimizer sees whole
-parameters, gradients and states, one unit at a time, on every rank. Afterwards each rank keeps its rows. So the
-optimizer computes what it computes under DDP, and memory is that of the shards plus one unit. State of another shape
-than its parameter's (Adafactor's factors) is on every rank. Users name their own optimizers of this kind in
-``full_param_optimizers``. If one of them counts steps in its parameter groups, it finds the same count for every unit.
+[Note: whole values] Adafactor updates a parameter from all of its rows. Such an optimizer sees whole parameters,
+gradients and states, one unit at a time, on every rank. Afterwards each rank keeps its rows. So the optimizer computes
+what it computes under DDP, and memory is that of the shards plus one unit. State of another shape than its parameter's
+(Adafactor's factors) is on every rank. Users name their own optimizers of this kind in ``full_param_optimizers``. If
+one of them counts steps in its parameter groups, it finds the same count for every unit. Muon needs whole matrices,
+too, and each is one rank's work: see [Note: Muon] in matrices.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol
@@ -34,6 +36,8 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zerocompile.optim.matrices import shares_matrices
+from lightning_zerocompile.optim.matrices import step as step_on_rows
 from lightning_zerocompile.optim.offload import Offload, Staged
 from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
 from lightning_zerocompile.sharding.full_values import full_value
@@ -83,10 +87,13 @@ class _Plan:
     """The rounds of an optimizer, made from its groups' parameters and used until these or the units change.
 
     ``together``: units are added to a round until their shards have so many elements; if all units have at most twice
-    as many, there is one round. 0: each unit is a round, even if its shards have no elements.
+    as many, there is one round. 0: each ``count`` units are a round, even if their shards have no elements.
     """
 
-    def __init__(self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int) -> None:
+    def __init__(
+        self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int, count: int = 1
+    ) -> None:
+        self._count = count
         self.together, self._order, self._sizes = together, [unit for unit, _ in units], [len(one) for one in lists]
         self.masters = list(chain.from_iterable(lists))
         self.numbers = [index_of(master) for master in self.masters]
@@ -100,9 +107,8 @@ class _Plan:
         size = total if at_once else together
         self.rounds = [*self._rounds(mine[first:], size, group_of), *self._rounds(mine[:first], size, group_of)]
 
-    @staticmethod
     def _rounds(
-        units: Sequence[tuple[int, list[Tensor]]], size: int, group_of: Mapping[Tensor, int]
+        self, units: Sequence[tuple[int, list[Tensor]]], size: int, group_of: Mapping[Tensor, int]
     ) -> Iterator[_Round]:
         """Rounds of at least ``size`` elements; the last may be smaller. All ranks put the same units in a round."""
         started, numel = _Round(), 0
@@ -114,7 +120,7 @@ class _Plan:
             started.numbers += [index_of(master) for master in members]
             started.groups += [group_of[master] for master in members]
             started.values += values
-            if numel >= size:
+            if numel >= size and (size or len(started.units) == self._count):
                 yield started
                 started, numel = _Round(), 0
         if started.units:
@@ -142,6 +148,7 @@ class UnitStepper:
         offload: what is kept in host memory; its units are updated one by one.
         together: a fused Adam or AdamW updates units together until their shards have so many elements. Optimizers that
             are not fused would make temporary values of all that they update at once.
+        ranks: of the shard group.
         one_by_one: every unit is updated on its own, see [Note: optimizer in backward].
     """
 
@@ -155,7 +162,9 @@ class UnitStepper:
         offload: Offload,
         together: int = _TOGETHER,
         one_by_one: bool = False,
+        ranks: int = 1,
     ) -> None:
+        self._ranks = ranks
         self._offload, self._one_by_one = offload, one_by_one
         self._units, self._updated, self._kept, self._gradients = units, updated, kept, gradients
         self._full_param_optimizers, self.together = full_param_optimizers, together
@@ -230,8 +239,10 @@ class UnitStepper:
 
     def _plan(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> _Plan:
         fused = type(optimizer) in _TAKES_ANY_STATE and all(group.get("fused") for group in optimizer.param_groups)
-        together, units = self.together if fused else 1, self._units()
-        if sees_whole_values(
+        together, units, count = self.together if fused else 1, self._units(), 1
+        if shares_matrices(optimizer):
+            together, units, count = 0, sorted(units, key=itemgetter(0)), self._ranks
+        elif sees_whole_values(
             optimizer, self._full_param_optimizers
         ):  # whole values are communicated, so all ranks need one order, also if their forwards differ
             together, units = 0, sorted(units, key=itemgetter(0))
@@ -241,13 +252,14 @@ class UnitStepper:
             together, units = 0, self._offload.ordered(optimizer, units)
         plan = self._plans.get(optimizer)
         if plan is None or not plan.fits(lists, units, together):
-            plan = self._plans[optimizer] = _Plan(lists, units, together)
+            plan = self._plans[optimizer] = _Plan(lists, units, together, count)
         return plan
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, plan: _Plan, done: Collection[int]) -> list[dict[str, Any]]:
         """Returns the groups' options after the step. ``done``: see :meth:`around`."""
         update, whole = plain_step(optimizer), sees_whole_values(optimizer, self._full_param_optimizers)
+        whole = whole and not shares_matrices(optimizer)
         options = _Options(optimizer)
         try:
             rounds = [one for one in plan.rounds if not (done and _is_done(one, done))]
@@ -265,6 +277,7 @@ class UnitStepper:
         update: Callable[[], Any],
         whole: bool,
     ) -> None:
+        shares = shares_matrices(optimizer)
         with self._offload.stream(optimizer, [one.units for one in rounds]) as stream:
             for position, one in enumerate(rounds):
                 staged = {} if stream is None else stream.enter(position)
@@ -274,6 +287,8 @@ class UnitStepper:
                     values = [staged[master].value if master in staged else value for master, value in pairs]
                 options.restore()
                 _narrow(optimizer, one, values)
+                if shares:
+                    update = partial(step_on_rows, optimizer, dict(zip(values, one.masters, strict=True)))
                 self._update(optimizer, one, values, update, whole, staged)
                 if stream is None:
                     options.note(set(one.groups))

@@ -64,6 +64,7 @@ class OptimizerSteps:
             self._config.full_param_optimizers,
             self._offload,
             one_by_one=self._config.optimizer_in_backward,
+            ranks=runtime.mesh.size(),
         )
         self._restore: dict[Optimizer, Callable[[], None]] = {}  # how each is left alone again
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients

@@ -1,0 +1,153 @@
+"""torch.optim.Muon: each matrix is orthogonalised by one rank, and the numbers are Muon's on whole matrices."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import _muon as torch_muon
+
+from lightning_zerocompile.optim import by_unit, matrices
+from tests.support import engines, models
+from tests.support.harness import Ranks, on_ranks
+from tests.support.parity import AOT, EAGER
+
+STEPS = 3
+
+
+def _matrices(model: nn.Module) -> list[Any]:
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    first, *others = _matrices(model)
+    groups: Any = [{"params": [first], "nesterov": False}, {"params": others, "lr": 0.05}]
+    return torch.optim.Muon(groups, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+
+
+def _train(
+    model: nn.Module, stage: int, ranks_share: bool = True, **options: Any
+) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+    """The sizes of the matrices that this rank has orthogonalised in the last step, and its rows of the momenta."""
+    seen: list[tuple[int, ...]] = []
+    original = torch_muon._zeropower_via_newtonschulz
+
+    def counted(grad: Tensor, *args: Any) -> Tensor:
+        seen.append(tuple(grad.shape))
+        return original(grad, *args)
+
+    data = models.Batches(models.rank())
+    with (
+        engines.engine(model, stage, **options) as engine,
+        mock.patch.object(torch_muon, "_zeropower_via_newtonschulz", counted),
+        mock.patch.object(by_unit, "shares_matrices", matrices.shares_matrices if ranks_share else lambda _: False),
+    ):
+        optimizer = _muon(model)
+        engine.attach_optimizers([optimizer])
+        for number in range(STEPS):
+            with engine.training_step():
+                engines.backward(engine, engines.token_loss(model, data[number]))
+            assert matrices.can_share_matrices()
+            seen.clear()
+            engine.step(optimizer, lambda: None)
+            for parameter in model.parameters():
+                parameter.grad = None
+        momenta = []
+        for state in optimizer.state.values():
+            momentum = state["momentum_buffer"]
+            assert isinstance(momentum, DTensor) and momentum.placements[0].is_shard(0)
+            momenta.append(momentum.to_local().cpu().clone())
+    return seen, momenta
+
+
+def _trained(stage: int, options: dict[str, Any]) -> tuple[list[tuple[int, ...]], float, float]:
+    torch.manual_seed(0)
+    model = models.ByteModel()
+    twin, start = copy.deepcopy(model).to(models.device()), copy.deepcopy(model)
+    seen, _ = _train(model, stage, **options)
+    optimizer = _muon(twin)
+    for number in range(STEPS):
+        twin.zero_grad()
+        engines.mean_backward(twin, number)
+        optimizer.step()
+    return seen, models.deviation(model, twin), models.deviation(twin, start)
+
+
+CELLS = [(1, AOT), pytest.param(2, EAGER, marks=pytest.mark.long), (3, EAGER), (3, AOT)]
+
+
+@pytest.mark.parametrize(("stage", "options"), CELLS)
+def test_each_matrix_is_one_rank_s_work(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
+    by_rank = ranks.run(_trained, stage, options)
+    sizes = sorted(tuple(p.shape) for p in _matrices(models.ByteModel()))
+    assert sorted(size for seen, _, _ in by_rank for size in seen) == sizes
+    for seen, deviation, moved in by_rank:
+        assert 0 < len(seen) < len(sizes)
+        assert deviation <= 1e-6 and moved > 1e-2
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+@on_ranks(3)
+def test_numbers_are_those_of_whole_matrices_on_every_rank(stage: int) -> None:
+    """To the bit, also where rows are padded and the last rank has none: parameters, and momenta in their rows."""
+    torch.manual_seed(0)
+    model = models.Stacked(lambda: models.Block(10))
+    model.few = nn.Linear(10, 2, bias=False)  # type: ignore[assignment]
+    model.head = nn.Sequential(model.few, nn.Linear(2, models.VOCABULARY))  # type: ignore[assignment]
+    other = copy.deepcopy(model)
+    seen, momenta = _train(model, stage, **EAGER)
+    whole, expected = _train(other, stage, ranks_share=False, **EAGER)
+    assert len(seen) < len(whole) == len(_matrices(model))
+    for one, two in zip(momenta, expected, strict=True):
+        assert torch.equal(one, two)
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+@pytest.mark.long
+@on_ranks(4)
+def test_replicas() -> None:
+    torch.manual_seed(0)
+    model = models.ByteModel()
+    other = copy.deepcopy(model)
+    seen, _ = _train(model, 3, replicas=2, **EAGER)
+    whole, _ = _train(other, 3, ranks_share=False, replicas=2, **EAGER)
+    assert 0 < len(seen) < len(whole)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_owners_share_the_work() -> None:
+    """The largest first, to whom has least; alike for equal input."""
+    costs = [8, 3, 3, 2, 9, 1]
+    chosen = matrices.owners(costs, 3)
+    loads = [sum(cost for cost, rank in zip(costs, chosen, strict=True) if rank == one) for one in range(3)]
+    assert sorted(loads) == [8, 9, 9]
+    assert chosen == matrices.owners(costs, 3)
+    assert set(matrices.owners([5, 5], 4)) == {0, 1} and matrices.owners([], 2) == []
+
+
+def test_another_muon_is_not_taken() -> None:
+    """If torch's functions change, the trial sees it; a subclass, and what torch's own way would write to, are left."""
+    parameters = [nn.Parameter(torch.zeros(2, 3))]
+    half = [nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))]
+
+    class Own(torch.optim.Muon):
+        pass
+
+    assert matrices.shares_matrices(torch.optim.Muon(parameters))
+    assert not matrices.shares_matrices(Own(parameters))
+    assert matrices.shares_matrices(torch.optim.Muon(half))
+    assert not matrices.shares_matrices(torch.optim.Muon(half, nesterov=False))
+    tried = matrices.can_share_matrices.__wrapped__
+    assert tried()
+    with mock.patch.object(torch_muon, "_adjust_lr", lambda lr, *_: 2 * lr):
+        assert tried()  # both call it
+    with mock.patch.object(matrices, "_orthogonal", lambda whole, group: whole):
+        assert not tried()
+    with mock.patch.object(torch_muon, "_adjust_lr", None), pytest.raises(TypeError):
+        tried()  # torch's own does not work either
