@@ -38,7 +38,7 @@ SHAPES = {
     "tiny": Shape(64, 2, 4, 128, False, key_value_heads=2, head_dim=16, vocabulary=512),
 }
 BYTE_LM = "byte-lm"  # the model of train_lm.py, with the sizes that it has on the device
-STAGES = [f"stage_{stage}{scope}" for stage in (1, 2, 3) for scope in ("", "_model")] + ["stage_3_spare"]
+STAGES = [f"stage_{stage}{scope}" for stage in (1, 2, 3) for scope in ("", "_model", "_beside")] + ["stage_3_spare"]
 SYSTEMS = (
     "limit",
     *(name + loop for name in STAGES for loop in ("", "_trainer")),
@@ -256,6 +256,7 @@ def our_options(args: argparse.Namespace) -> dict[str, Any]:
     """Of `Config` and of `ZeroCompileStrategy`."""
     _, stage, *words = args.system.split("_")
     spare = {"memory_budget": "auto"} if "spare" in words else {}
+    beside = {"optimizer_in_backward": True} if "beside" in words else {}
     return {
         "stage": int(stage),
         "compile": "model" if "model" in words else "blocks",
@@ -263,6 +264,7 @@ def our_options(args: argparse.Namespace) -> dict[str, Any]:
         "dynamic": False,
         "reduce_dtype": torch.float32 if args.reduce_fp32 else None,
         **spare,
+        **beside,
         **args.options,
     }
 

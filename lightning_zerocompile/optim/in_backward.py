@@ -223,6 +223,11 @@ class InBackward:
         with torch.cuda.stream(self._stream):
             yield
 
+    def _join(self) -> None:
+        """Orders the current stream after the updates beside the backward."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._runtime.device).wait_stream(self._stream)
+
     def ends(self, stepping: Optimizer | None = None) -> None:
         """Updates what is reduced, and gathers what was updated: after a backward or a window.
 
@@ -233,6 +238,7 @@ class InBackward:
         """
         if not self._optimizers or self._broken or self.waits() or self._runtime.core.deferred():
             return
+        self._join()
         if stepping is not None:
             self._check_ended()
             self._begun[stepping] = None
@@ -252,6 +258,7 @@ class InBackward:
         """After a backward that raised. Returns whether it has updated something."""
         if not self._optimizers:
             return False
+        self._join()
         updated = {unit for step in self._open.values() for unit in step.updated}
         self._drop(sorted(self._handed - updated))
         self._handed.clear()

@@ -87,6 +87,7 @@ def test_what_communicates(examples: Any) -> None:
         ("stage_2_model", 4, False, 2 + 4 * 2),
         ("stage_3", 1, False, 2 * 2 + 2),
         ("stage_3_trainer", 4, True, 4 * 2 * 2 + 4 * 4),
+        ("stage_3_beside", 1, False, 2 * 2 + 2),
         ("stage_3_spare", 4, False, 2 + 4 * 2),
         ("fsdp2_prefetch2", 1, True, 2 * 2 + 4),
         ("fsdp2_keep_prefetch1", 4, False, 4 * 2 + 4 * 2),

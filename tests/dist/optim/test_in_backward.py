@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileFabricStrategy, ZeroCompileStrategy
 from lightning_zerocompile.config import Config
-from tests.support import engines, models
+from tests.support import architectures, engines, models
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, CELLS, EAGER, assert_trains_like_ddp
 
@@ -384,3 +384,68 @@ def test_fabric() -> None:
         trained.append(inner)
     for a, b in zip(*(model.parameters() for model in trained), strict=True):
         assert torch.equal(a, b)
+
+
+def _slow_backward(model: nn.Module) -> None:
+    """The backward of each layer waits a little, so that what is reduced before it is done."""
+
+    def wait(grad: Tensor) -> None:
+        time.sleep(0.01)
+
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        for one in out if isinstance(out, tuple) else (out,):
+            if isinstance(one, Tensor) and one.requires_grad:
+                one.register_hook(wait)
+
+    for module in model.modules():
+        module.register_forward_hook(hook)
+
+
+def _architecture(name: str, stage: int, **options: Any) -> tuple[nn.Module, int]:
+    torch.manual_seed(0)
+    model = architectures.ARCHITECTURES[name]()
+    _slow_backward(model)
+    generator = torch.Generator().manual_seed(models.rank())
+    with engines.engine(model, stage, compile=False, unit_bytes=1, **options) as engine:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        engine.attach_optimizers([optimizer])
+        for _ in range(3):
+            x = torch.randn(4, 5, 6, generator=generator).to(models.device())
+            with engine.training_step():
+                engines.backward(engine, architectures.objective(model, x))
+            engine.step(optimizer, lambda: None)
+        return model, engine.runtime.updated_in_backward
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+@on_ranks(2)
+def test_what_people_write(name: str, stage: int) -> None:
+    """Tied, shared, unused and frozen parameters, complex ones, recurrence: to the bit as without the option."""
+    plain, _ = _architecture(name, stage)
+    model, updated = _architecture(name, stage, optimizer_in_backward=True)
+    assert updated > 0 or name in ("buffers", "unused")  # one unit; a unit that has to wait for the end
+    for (key, value), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(value, other), key
+
+
+def _with_blocks_again(stage: int, in_backward: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model, data = SlowModel(), models.Batches(models.rank())
+    options = {"optimizer_in_backward": in_backward, "activation_checkpointing": "blocks", **AOT}
+    with engines.engine(model, stage, **options) as engine:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine.attach_optimizers([optimizer])
+        for number in range(3):
+            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
+        assert (engine.runtime.updated_in_backward > 0) is in_backward
+    return model
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+@on_ranks(2)
+def test_blocks_that_run_again_in_the_backward(stage: int) -> None:
+    plain, model = (_with_blocks_again(stage, in_backward) for in_backward in (False, True))
+    for one, two in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, two)
