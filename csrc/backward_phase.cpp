@@ -68,7 +68,7 @@ void BackwardPhase::arm() {
     reductions_.begin_backward();
     gradients_.begin_backward(task);
   }
-  reductions_.agree_on_order();
+  if (!gathers_.unequal()) reductions_.agree_on_order();  // else rank 0 may come here only with the others' help
   auto alive = std::make_shared<int64_t>(task);  // held by the graph task, which dies with its backward
   armed_task_ = alive;
   raised_ = false;
@@ -83,7 +83,7 @@ void BackwardPhase::contribute(const std::vector<int64_t>& parameters, at::Tenso
   gradients_.produced_here();
   if (accumulating()) gradients_.take(parameters, grads, from_graph, shared);
   const auto latest = gradients_.mark_ready(parameters);
-  if (!running_ || gradients_.deferred()) return;
+  if (!running_ || gradients_.deferred() || gathers_.unequal()) return;
   reductions_.launch_complete(latest);
   if (updates_ && update_ != nullptr) update_reduced();
 }

@@ -22,7 +22,7 @@ void Gathers::add_unit(int64_t index) {
   units_.resize(registry_.units().size());
   const auto& unit = registry_.unit(index);
   if (unit.lifetime != Lifetime::Step) return;
-  for (auto i : unit.parameters) allocate(record(i), record(i).dtype);
+  for (auto i : unit.parameters) allocate(record(i), record(i).dtype, values_[i]);
 }
 
 // Bytes of a half: of one rank's rows of the usual unit, or of a run of small ones ([Note: merged gathers]). What does
@@ -69,8 +69,7 @@ Phase phase() {
   return at::GradMode::is_enabled() ? Phase::Forward : Phase::NoGrad;
 }
 
-void Gathers::allocate(const Parameter& p, at::ScalarType dtype) {
-  auto& v = of(p);
+void Gathers::allocate(const Parameter& p, at::ScalarType dtype, GatheredValue& v) const {
   const auto world = registry_.world();
   v.full = at::empty(registry_.padded_size(p), p.local.options().dtype(dtype).requires_grad(false));
   v.value = v.rows_here = v.own = v.full;
@@ -170,7 +169,8 @@ void Gathers::come_apart(std::function<void()> meet) {
 void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool checked) {
   const auto* const where = way == Way::Back ? " in backward" : " in forward";
   RECORD_USER_SCOPE(text("zerocompile: gather ", registry_.names_of(units), where));
-  if (!checked) check_order(units, way, full);
+  if (unequal_) take_turn(units, full);
+  else if (!checked) check_order(units, way, full);
   const int64_t number = ++started_;
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
@@ -184,7 +184,7 @@ void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool
       if (of(unit).resident) await_readers(unit);
       else if (!registry_.device().is_cpu()) of(unit).home = current_stream(registry_.device());
       for (auto i : unit.parameters) {
-        if (!values_[i].full.defined()) allocate(record(i), gathered_dtype(record(i), full));
+        if (!values_[i].full.defined()) allocate(record(i), gathered_dtype(record(i), full), values_[i]);
       }
     }
     start(units, restores, started);
@@ -192,6 +192,7 @@ void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool
     give_up(units, started);
     throw;
   }
+  torn_ = false;
   for (auto index : units) {
     auto& unit = units_[index];
     unit.gathering = started.front();
@@ -210,7 +211,13 @@ void Gathers::start(const Units& units, bool restores, std::vector<Pending>& sta
   RowsByDtype calls, unmoved;
   for (auto index : units) add_rows(registry_.units()[index], restores, calls, unmoved);
   for (const auto& [dtype, call] : unmoved) fill_rows(call);
-  sequence_.add_run(units.size());
+  if (!unequal_) sequence_.add_run(units.size());
+  move(calls, launch);
+  launch.finish();
+}
+
+// Starts the collectives, or the copies that stand for them.
+void Gathers::move(RowsByDtype& calls, Lane::Launch& launch) {
   for (auto& [dtype, call] : calls) {
     counts_.gathers += 1;
     if (peers_ != nullptr && peers_->holds(call)) {
@@ -227,7 +234,6 @@ void Gathers::start(const Units& units, bool restores, std::vector<Pending>& sta
     }
     all_gather(*group_, launch, std::move(outputs), std::move(inputs));
   }
-  launch.finish();
 }
 
 // A gather has failed before all of it was started. A unit that was not resident is not half resident now: a later
@@ -309,7 +315,7 @@ void Gathers::add_rows(const Unit& unit, bool restores, RowsByDtype& calls, Rows
 // between devices have to fit their buffer, with its padding.
 void Gathers::gather_in_runs(const Units& units, bool full) {
   const bool padded = peers_ != nullptr;
-  check_order(units, Way::Forth, full);
+  if (!unequal_) check_order(units, Way::Forth, full);
   for (const auto& run : registry_.runs_of(units, merge_bytes_, padded)) {
     launch(run, Way::Forth, /*restores=*/false, full, /*checked=*/true);
   }
@@ -367,9 +373,20 @@ void Gathers::drop_after_exception(const Unit& unit) {
   counts_.resident_bytes -= state.bytes;
 }
 
+// Those that nobody uses now, but for one. `raised`: see [Note: units after an exception].
+void Gathers::drop_unused(int64_t but, bool raised) {
+  for (const auto& unit : registry_.units()) {
+    const auto& state = of(unit);
+    if (held_ || unit.index == but || state.open_modules > 0 || state.graph_uses > 0) continue;
+    if (raised) drop_after_exception(unit);
+    else drop(unit);
+  }
+}
+
 // The units that come next. One whose compute is too short to hide a gather (a norm between the last block and the
 // head) does not count.
 Gathers::Units Gathers::predicted() const {
+  if (unequal_) return {};
   constexpr int64_t kShare = 16;
   return order_.next(prefetch_, units_.size(), [this](int64_t unit) {
     return registry_.units()[unit].sent * kShare < registry_.usual_bytes();
@@ -379,6 +396,7 @@ Gathers::Units Gathers::predicted() const {
 // A unit has been asked for. Units that are neither used nor next are dropped, and the next ones are started: see
 // [Note: order of gathers].
 void Gathers::demanded(Way way, int64_t index) {
+  if (unequal_) return drop_unused(index);
   const bool tells_nothing = held_ || !order_.demand(way, index);  // of what is gathered next
   if (tells_nothing) return;
   const auto next = predicted();
@@ -399,7 +417,7 @@ void Gathers::acquire(const Unit& unit, Phase phase, int64_t needed, bool full) 
   if (phase == Phase::Forward) order_.use_in_forward(unit.index);
   const auto way = phase == Phase::Backward ? Way::Back : Way::Forth;
   if (!current(unit, needed, full)) {
-    if (phase != Phase::Backward && unit.lifetime == Lifetime::Use) questions_.ask_outside(unit.name);
+    if (phase != Phase::Backward && unit.lifetime == Lifetime::Use && !unequal_) questions_.ask_outside(unit.name);
     drop(unit);
     launch({unit.index}, way, /*restores=*/false, full);
   }

@@ -1,6 +1,6 @@
 // Gathered values: when a unit is gathered, who uses it until when, and what user code writes to it. The sources:
 // gather.cpp (starting and dropping), uses.cpp (regions, eager code, graphs), lend.cpp (units that stay gathered),
-// low_gathers.cpp (in which dtype).
+// low_gathers.cpp (in which dtype), unequal.cpp (ranks that do unequal work).
 //
 // `Gathers` owns the process group of gathers (or the memory that devices have mapped for them), their lane, the full
 // value of each parameter that is gathered now, who uses each unit, and the order in which units were asked for.
@@ -74,6 +74,7 @@ struct GatherCounts {
   int64_t gathers = 0, gather_bytes = 0;        // collectives, bytes of the gathered result
   int64_t peer_gathers = 0;                     // gathers that copies between devices did
   int64_t prefetched = 0;                       // gathers that were started before they were asked for
+  int64_t served = 0;                           // gathers in which this rank took part for others only
   int64_t eager_reads = 0, eager_gathers = 0;   // reads outside graphs, and those that had to gather
   int64_t graph_uses = 0;                       // parameters that compiled graphs asked for
   int64_t resident_bytes = 0, peak_resident_bytes = 0;
@@ -129,6 +130,13 @@ class Gathers {
   std::string lent_unit() const;
   void come_apart(std::function<void()> meet);
 
+  // unequal work
+  void begin_unequal();
+  void end_unequal(bool raised);
+  bool unequal() const { return unequal_; }
+  void meet_others(const std::string& what);
+  void tell_failure(const std::string& why);
+
   // dtypes
   std::string asked() const;
   void gather_low(const Units& parameters, at::ScalarType dtype);
@@ -151,24 +159,30 @@ class Gathers {
   const Parameter& record(int64_t parameter) const { return registry_.parameters()[parameter]; }
 
   // gather.cpp
-  void allocate(const Parameter& p, at::ScalarType dtype);
+  void allocate(const Parameter& p, at::ScalarType dtype, GatheredValue& v) const;
   void forget(const Parameter& p);
   void await(const Unit& unit);
   void acquire(const Unit& unit, Phase phase, int64_t needed, bool full = false);
   bool current(const Unit& unit, int64_t needed, bool full) const;
   void launch(const Units& units, Way way, bool restores = false, bool full = false, bool checked = false);
   void start(const Units& units, bool restores, std::vector<Pending>& started);
+  void move(RowsByDtype& calls, Lane::Launch& launch);
   Tensor rows_of(const Parameter& p) const;
   void give_up(const Units& units, const std::vector<Pending>& started);
   void add_rows(const Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const Units& units, bool full);
   void check_order(const Units& units, Way way, bool full);
   void drop(const Unit& unit);
+  void drop_unused(int64_t but, bool raised = false);
   void drop_after_exception(const Unit& unit);
   void keep_for_readers(const Unit& unit, const Tensor& full) const;
   void await_readers(const Unit& unit) const;
   void demanded(Way way, int64_t unit);
   Units predicted() const;
+
+  // unequal.cpp
+  void take_turn(const Units& units, bool full);
+  void serve(const std::string& turn);
 
   // uses.cpp
   void unneed(const Units& parameters, size_t count);
@@ -201,6 +215,8 @@ class Gathers {
   std::atomic<int64_t> started_ = 0;  // gathers
   bool trusted_ = false;  // the code that reads now is known not to write, see [Note: write back]
   bool held_ = false;     // all units stay gathered, see [Note: held units]
+  // See [Note: unequal work]. `torn_`: it is this rank's turn to gather something, and it has not done so.
+  bool unequal_ = false, torn_ = false;
 };
 
 }  // namespace zerocompile

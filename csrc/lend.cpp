@@ -26,7 +26,7 @@ void Gathers::lend(const Units& indices) {
       const bool whole = std::all_of(unit.parameters.begin(), unit.parameters.end(),
                                      [&](int64_t i) { return current(unit, i, /*full=*/true); });
       if (!whole) {
-        questions_.ask_outside(unit.name);
+        if (!unequal_) questions_.ask_outside(unit.name);
         drop(unit);
         launch({index}, Way::Forth, /*restores=*/false, /*full=*/true);
       }
@@ -102,7 +102,7 @@ void Gathers::keep(int64_t index) {
   if (unit.lifetime == Lifetime::Step) return;
   drop(unit);
   try {
-    for (auto i : unit.parameters) allocate(record(i), record(i).dtype);
+    for (auto i : unit.parameters) allocate(record(i), record(i).dtype, values_[i]);
   } catch (...) {  // out of memory: the unit lives for one use, as before
     for (auto i : unit.parameters) forget(record(i));
     throw;

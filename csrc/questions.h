@@ -27,10 +27,21 @@ class Questions {
   // raise.
   std::function<void(std::string, std::string, int64_t)> waiting;
 
+  // Turns, see [Note: turns] in ranks/turns.py. All three return which units this rank has to gather now, as
+  // `Gathers::take_turn` writes them. `take`: what this rank wants; it is answered if that is what is gathered. `arrive`:
+  // where all ranks meet; "": all are there. `fail`: why this rank fails; "": all will hear of a failure.
+  std::function<std::string(std::string)> take, arrive, fail;
+
   // A gather in user code outside of steps, of which unit; null: nobody asks. It may raise: see [Note: gathers outside
   // of steps] in ranks/consistency.py.
   std::function<void(std::string)> outside;
   bool in_step = false;
+
+  void set_turns(decltype(take) new_take, decltype(arrive) new_arrive, decltype(fail) new_fail) {
+    take = flagged(std::move(new_take));
+    arrive = flagged(std::move(new_arrive));
+    fail = flagged(std::move(new_fail));
+  }
 
   void set_outside(decltype(outside) new_outside) { outside = flagged(std::move(new_outside)); }
 
@@ -56,6 +67,7 @@ class Questions {
   void clear() {
     set(nullptr, nullptr, nullptr, nullptr);
     set_outside(nullptr);
+    set_turns(nullptr, nullptr, nullptr);
   }
 
   void check_entry(const char* what, int64_t rank) const {

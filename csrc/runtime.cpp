@@ -30,7 +30,7 @@ Runtime::Runtime(const std::string& gather_group, const std::string& reduce_grou
                     if (auto self = weak.lock()) self->end_of_task();
                   };
                 }),
-      window_(registry_, gradients_, reductions_, backward_) {}
+      window_(registry_, gathers_, gradients_, reductions_, backward_) {}
 
 // ---- set-up and end ----
 
@@ -77,6 +77,12 @@ void Runtime::set_updates(bool updates) {
 void Runtime::set_outside(std::function<void(std::string)> outside) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   questions_.set_outside(std::move(outside));
+}
+
+void Runtime::set_turns(std::function<std::string(std::string)> take, std::function<std::string(std::string)> arrive,
+                        std::function<std::string(std::string)> fail) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  questions_.set_turns(std::move(take), std::move(arrive), std::move(fail));
 }
 
 void Runtime::set_in_step(bool in_step) {
@@ -319,6 +325,34 @@ std::string Runtime::lent_unit() const {
 void Runtime::come_apart(std::function<void()> meet) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!registry_.is_shut_down()) gathers_.come_apart(std::move(meet));
+}
+
+void Runtime::begin_unequal() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  registry_.check_running();
+  backward_.abort_failed();
+  gathers_.begin_unequal();
+}
+
+void Runtime::end_unequal(bool raised) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  gathers_.end_unequal(raised);
+}
+
+bool Runtime::unequal() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return gathers_.unequal();
+}
+
+void Runtime::meet_others(const std::string& what) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  registry_.check_running();
+  gathers_.meet_others(what);
+}
+
+void Runtime::tell_failure(const std::string& why) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (!registry_.is_shut_down()) gathers_.tell_failure(why);
 }
 
 std::string Runtime::asked() const {

@@ -75,6 +75,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_update(std::function<void(std::vector<int64_t>)> update);
   void set_updates(bool updates);
   void set_outside(std::function<void(std::string)> outside);
+  void set_turns(std::function<std::string(std::string)> take, std::function<std::string(std::string)> arrive,
+                 std::function<std::string(std::string)> fail);
   void set_in_step(bool in_step);
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, int64_t timeout_ms);
@@ -118,6 +120,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void forward_saw(int64_t parameter, int64_t version);
   std::string parameter_name(int64_t parameter) const;
   Tensor value_in_backward(int64_t parameter);
+  void begin_unequal();
+  void end_unequal(bool raised);
+  bool unequal() const;
+  void meet_others(const std::string& what);
+  void tell_failure(const std::string& why);
   std::string asked() const;
   void gather_low(const std::vector<int64_t>& parameters, at::ScalarType dtype);
 

@@ -7,8 +7,9 @@
 
 namespace zerocompile {
 
-Window::Window(const Registry& registry, Gradients& gradients, Reductions& reductions, BackwardPhase& backward)
-    : registry_(registry), gradients_(gradients), reductions_(reductions), backward_(backward) {
+Window::Window(const Registry& registry, Gathers& gathers, Gradients& gradients, Reductions& reductions,
+               BackwardPhase& backward)
+    : registry_(registry), gathers_(gathers), gradients_(gradients), reductions_(reductions), backward_(backward) {
   backward_.set_reduce([this] { reduce_at_end(); });
 }
 
@@ -19,8 +20,11 @@ void Window::set_deferred(bool deferred) {
 }
 
 void Window::reduce_at_end() {
-  if (!gradients_.deferred()) reductions_.reduce_everything();
-  else if (max_bytes_ >= 0) reduce_largest();
+  const bool some = gradients_.deferred();
+  if (some && max_bytes_ < 0) return;
+  gathers_.meet_others("the end of a backward");  // see [Note: unequal work]: another rank may still be in its own
+  if (some) reduce_largest();
+  else reductions_.reduce_everything();
 }
 
 // [Note: bounded windows] At the end of each backward of a window the largest units are reduced until what is left
@@ -57,6 +61,7 @@ void Window::reduce_largest() {
 void Window::flush() {
   registry_.check_running();
   backward_.check_ended();
+  gathers_.meet_others("the reduction of what has waited");
   try {
     reductions_.await_all();  // of a backward before the window, if none was in it
     reductions_.reduce_everything(/*merged=*/true);

@@ -27,7 +27,7 @@ enum class Unbound : int64_t { Reduced = 0, Sum = 1, Early = 2 };
 
 class Window {
  public:
-  Window(const Registry& registry, Gradients& gradients, Reductions& reductions, BackwardPhase& backward);
+  Window(const Registry& registry, Gathers& gathers, Gradients& gradients, Reductions& reductions, BackwardPhase& backward);
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
@@ -44,6 +44,7 @@ class Window {
   void reduce_largest();
 
   const Registry& registry_;
+  Gathers& gathers_;
   Gradients& gradients_;
   Reductions& reductions_;
   BackwardPhase& backward_;

@@ -158,6 +158,11 @@ class Config:
         prefetch: how many units are gathered ahead of their use (stage 3).
         keep_gathered: at stage 3, names of modules (or parameters) that stay gathered from one optimizer step to the
             next, as at stage 2: those that only some ranks use in a step, and small ones that are used often.
+        unequal_work: at stage 3, where ranks that do unequal work serve each other's gathers. ``"batches"`` (default):
+            in evaluations whose numbers of batches differ between ranks. ``"evaluation"``: in all evaluations, so that
+            ranks may also use different modules, generate texts of different lengths, or take batches from datasets
+            without a length. ``"all"``: in training steps and backwards, too. Each gather then costs a message to the
+            store, and nothing is gathered ahead. ``strategy.unequal()`` does it for a part of the code. Of the Trainer.
         memory_budget: at stage 3, bytes on each device that may be filled with units that stay gathered from one
             optimizer step to the next: those that save most communication. ``"auto"``: three quarters of what is free
             at the peak of the first two steps. The units are chosen once, after these two steps, with one
@@ -272,6 +277,13 @@ class Config:
     ] = 64 * 2**20
     prefetch: Annotated[int, Check("must be a number of units, 0 or more.", holds=lambda units: units >= 0)] = 1
     keep_gathered: Annotated[tuple[str, ...], _names("modules, for example ['vision'].")] = ()
+    unequal_work: Annotated[
+        Literal["batches", "evaluation", "all"],
+        Check(
+            "is not understood; choose 'batches' (ranks may evaluate different numbers of batches), 'evaluation' (or "
+            "do anything else unequally in an evaluation) or 'all' (also in training steps)."
+        ),
+    ] = "batches"
     memory_budget: Annotated[
         int | Literal["auto"] | None,
         Check(

@@ -113,7 +113,7 @@ class Engine:
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype, islands)
             buffers.move(model.modules(), device)
-            self._broadcast_buffers(model.modules())
+            self.broadcast_buffers(model.modules())
             self.regions = Regions(self.runtime, config)
             self._add_regions(units, wished, islands)
             swap_others(self.runtime.classes, model)
@@ -169,6 +169,13 @@ class Engine:
     @contextlib.contextmanager
     def training_step(self) -> Iterator[None]:
         """Around the user's training step, and around the backwards inside it."""
+        self.begin_training_step()
+        with self.runtime.forward(), self._user_code():
+            yield
+
+    def begin_training_step(self) -> None:
+        """What all ranks do before a training step; collective."""
+        self.runtime.meet_others("a training step")
         self._begin("a training step")
         if self.runtime.core.resident_units():  # a forward outside of steps, without backward
             self.runtime.core.end_forward()
@@ -178,17 +185,15 @@ class Engine:
         self.runtime.casts.begin_step()
         modules = modules_of(self.model)
         self._take_replaced(modules)
-        self._broadcast_buffers(modules)
-        with self.runtime.forward(), self._user_code():
-            yield
+        self.broadcast_buffers(modules)
 
     @contextlib.contextmanager
     def evaluation_step(self, what: str = "an evaluation", fitting: bool = False) -> Iterator[None]:
         """Around a step without backward: after it nothing stays gathered. In a fit all ranks get rank 0's buffers."""
         self.gather_watch.step_ends()
         self._begin(f"{what} step")
-        if fitting:
-            self._broadcast_buffers(modules_of(self.model))
+        if fitting and not self.runtime.core.unequal():
+            self.broadcast_buffers(modules_of(self.model))
         raised = True
         try:
             with self.runtime.forward(), self._user_code():
@@ -203,12 +208,18 @@ class Engine:
         if not torch.is_grad_enabled():
             with self.evaluation_step():
                 yield
-        elif self.windows.is_open:  # ranks may run different numbers of forwards in a window
+        elif self.windows.is_open or self.runtime.core.unequal():  # there their numbers may differ between ranks
             with self.runtime.forward(), self._user_code():
                 yield
         else:
             with self.training_step():
                 yield
+
+    @contextlib.contextmanager
+    def unequal(self, yes: bool = True) -> Iterator[None]:
+        """See :meth:`ZeroCompileStrategy.unequal`; with ``yes=False`` nothing happens."""
+        with self.runtime.unequal() if yes else contextlib.nullcontext():
+            yield
 
     def _take_replaced(self, modules: Sequence[nn.Module], warns: bool = True) -> None:
         """Lets the compiler see the parameters as they are now, and takes over parameters that users have replaced;
@@ -259,8 +270,10 @@ class Engine:
             moment.in_step = before
             self.runtime.core.set_in_step(before)
 
-    def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
+    def broadcast_buffers(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """All ranks get rank 0's buffers, of all modules or of these; collective."""
         # in the reductions' group: in the gathers' group it would wait for all gathers that the optimizer has started
+        modules = modules_of(self.model) if modules is None else modules
         buffers.broadcast(modules, self._groups.everyone, self.runtime.meetings.meet_in_step)
 
     @contextlib.contextmanager
@@ -332,6 +345,7 @@ class Engine:
                 f"{action} inside `full_parameters`, which holds `{lent}`: what it updates would not be what the "
                 "values show. Do it after it has been left."
             )
+        self.runtime.meet_others(action)
         if self.runtime.core.pending():
             self.runtime.core.flush()
 

@@ -211,6 +211,26 @@ class EngineOwner:
         self.engine.end_backward()
 
     @contextmanager
+    def unequal(self) -> Iterator[None]:
+        """Inside, ranks may do unequal work at stage 3: other modules, in another order, any number of times.
+
+        Examples are ``generate()`` for texts of different lengths, evaluations of different numbers of batches, and
+        towers that only some ranks use, in forwards and backwards. All ranks must enter and leave, at the same points
+        of their programs. A rank that leaves, or comes to anything that takes all ranks (a backward's end, an
+        optimizer's step, a barrier or a logged value that is reduced), takes part in the others' gathers until all have
+        come there. Each gather costs a message to the store, and nothing is gathered ahead. Collectives of your own
+        (and those of torchmetrics) inside must come after equal work. Where nothing is gathered (stages 1 and 2) it
+        does nothing. See [Note: unequal work] in csrc/unequal.cpp.
+
+        Raises:
+            RuntimeError: the ranks enter after different work.
+            CommunicationError: a rank has raised inside (that rank's own exception comes out as it is), has come to
+                another thing that takes all ranks, or is gone.
+        """
+        with self.engine.unequal():
+            yield
+
+    @contextmanager
     def full_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> Iterator[dict[str, Tensor]]:
         """The full values of the module's parameters, by name; all ranks must enter.
 

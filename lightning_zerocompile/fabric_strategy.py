@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,6 +114,11 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
             process_group_backend=config.process_group_backend,
             timeout=config.timeout,
         )
+        if config.unequal_work != "batches":
+            raise ValueError(
+                f"`unequal_work={config.unequal_work!r}` is for the Trainer, which knows where steps and evaluations "
+                "begin; in a plain loop write `with fabric.strategy.unequal():` around unequal work, on all ranks."
+            )
         self._revert_methods: Callable[[], object] | None = None  # while the module is not torch.compile's
         self._backward_sync_control = _BackwardSync(self)
         self._optimizers: list[Optimizer] = []
@@ -216,6 +221,15 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         return optimizers
 
     # ---- a step ----
+
+    @override
+    @contextmanager
+    def unequal(self) -> Iterator[None]:
+        runtime = self.engine.runtime
+        if torch.is_grad_enabled() and runtime.gathers_at_use and not runtime.core.unequal():
+            self.engine.begin_training_step()  # inside, a rank may run any number of forwards
+        with super().unequal():
+            yield
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from lightning_zerocompile.plan.plan import Machine, Plan, make_plan
 from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prepare_callbacks
 from lightning_zerocompile.plugins.clipping import clip_value_in_backward
 from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
+from lightning_zerocompile.plugins.evaluation import UnequalEvaluation
 from lightning_zerocompile.plugins.launcher import Launcher
 from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
 from lightning_zerocompile.ranks.abort import START_ANEW, refuse_ended_group
@@ -103,6 +104,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             )
         self._plan_batch = plan_batch
         self._failed = False
+        self._evaluation = UnequalEvaluation(whole=config.unequal_work != "batches")
         self._revert_layers: Callable[[], object] | None = None  # while a fit's layers are synchronized
         self._revert_methods: Callable[[], object] | None = None  # while the module is not torch.compile's
 
@@ -267,28 +269,37 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context(), self.engine.training_step():
+        everywhere = self.config.unequal_work == "all"
+        with self.precision_plugin.train_step_context(), self.engine.training_step(), self.engine.unequal(everywhere):
             return self._module.training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        with self.precision_plugin.val_step_context(), self.engine.evaluation_step("a validation", fitting):
+        with self.precision_plugin.val_step_context(), self._evaluation_step("a validation"):
             return self._module.validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context(), self.engine.evaluation_step("a test"):
+        with self.precision_plugin.test_step_context(), self._evaluation_step("a test"):
             return self._module.test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context(), self.engine.evaluation_step("a prediction"):
+        with self.precision_plugin.predict_step_context(), self._evaluation_step("a prediction"):
             return self._module.predict_step(*args, **kwargs)
+
+    def _evaluation_step(self, what: str) -> AbstractContextManager[None]:
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        return self._evaluation.step(self.engine, what, fitting, lambda: self._evaluation_loop._data_fetcher.done)
+
+    @property
+    def _evaluation_loop(self) -> Any:
+        trainer: Any = self._module.trainer
+        return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self.engine.backward(closure_loss):
+        with self.engine.unequal(self.config.unequal_work == "all"), self.engine.backward(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @contextmanager
@@ -303,15 +314,30 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         self.engine.runtime.pass_mark("the end of training")
 
     @override
+    def on_validation_start(self) -> None:
+        self._evaluation.begin(self.engine, self._evaluation_loop)
+
+    @override
+    def on_test_start(self) -> None:
+        self._evaluation.begin(self.engine, self._evaluation_loop)
+
+    @override
+    def on_predict_start(self) -> None:
+        self._evaluation.begin(self.engine, self._evaluation_loop)
+
+    @override
     def on_validation_end(self) -> None:
+        self._evaluation.end()
         self.engine.runtime.pass_mark("the end of validation")
 
     @override
     def on_test_end(self) -> None:
+        self._evaluation.end()
         self.engine.runtime.pass_mark("the end of the test")
 
     @override
     def on_predict_end(self) -> None:
+        self._evaluation.end()
         self.engine.runtime.pass_mark("the end of prediction")
 
     # ---- state ----
@@ -382,6 +408,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._evaluation.end(exception)
         self._failed = True  # ranks may be out of step: no collective from here on
         explained = explain(str(exception)) if type(exception) is RuntimeError else None
         if explained is not None:  # a hook raised it, outside of steps
@@ -463,6 +490,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         return {
             **super().__getstate__(),
             "_engine": None,
+            "_evaluation": UnequalEvaluation(whole=self.config.unequal_work != "batches"),
             "_chosen_for": None,
             "_revert_layers": None,
             "_revert_methods": None,

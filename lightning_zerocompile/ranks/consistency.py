@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -81,7 +81,9 @@ class Consistency:
                 return (
                     f"zerocompile: gather number {sequence} is of unit `{unit}` on rank {mine} but of unit `{theirs}` "
                     f"on rank {rank}. With parameters sharded (stage 3) every rank must use the same modules in the "
-                    "same order. Name the modules in which ranks differ in `keep_gathered=[...]`, or use stage 1 or 2."
+                    "same order. Let ranks that differ serve each other (`with strategy.unequal():` on all ranks, or "
+                    "`unequal_work='all'`), name the modules in which they differ in `keep_gathered=[...]`, or use "
+                    "stage 1 or 2."
                 )
         return ""
 
@@ -105,7 +107,9 @@ class Consistency:
                 f"at {theirs}. With parameters sharded (stage 3) every rank must run the same number of batches, and "
                 "of forwards inside each. Give all ranks equally many batches (a distributed sampler, `drop_last`, "
                 "`limit_val_batches`), generate on all ranks, with `synced_gpus` left as it is, save on all ranks, let "
-                "all ranks take full values (`strategy.full_parameters`) for work of one, or use stage 1 or 2."
+                "all ranks take full values (`strategy.full_parameters`) for work of one, let ranks that do unequal "
+                "work serve each other (`with strategy.unequal():` on all of them; for evaluations "
+                "`unequal_work='evaluation'`), or use stage 1 or 2."
             )
 
     def used_parameters(self, exchange: int, used: str, asks: bool) -> str:
@@ -271,16 +275,23 @@ class Reads:
     Args:
         comparisons: what compares these ranks.
         timeout: the strategy's.
+
+    Attributes:
+        before: lets the ranks come together before a read, or before all of them do the same; see [Note: turns] in
+            turns.py. It returns whether it has compared what they do, and does nothing where ranks do equal work.
     """
 
     def __init__(self, comparisons: Consistency, timeout: timedelta) -> None:
         self._consistency, self._timeout, self._within = comparisons, timeout, min(timeout, _ON_ITS_WAY)
+        self.before: Callable[[str], bool] = lambda what: False
         self._alike = 0  # how many contexts of `alike` this rank is inside of
         self._closed = False
 
     @contextmanager
     def alike(self) -> Iterator[None]:
         """Inside this context all ranks do the same, so nothing is compared: clipping, an optimizer's update."""
+        if not self._alike:
+            self.before("what all ranks do alike")
         self._alike += 1
         try:
             yield
@@ -310,5 +321,5 @@ class Reads:
                 f"{what}: its strategy was torn down, and each rank holds a part. Read it while the fit runs, or the "
                 "module's parameters after it."
             )
-        if not self._alike:
+        if not self._alike and not self.before(f"the read of {what}"):
             self._consistency.read(what, self._timeout if patient else self._within)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 import zlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class Meetings:
     def __init__(self, messages: Messages, group: dist.ProcessGroup | None, comparisons: Consistency) -> None:
         self._messages, self._group, self._comparisons = messages, group, comparisons
         self.count = 0  # of meetings that were begun
+        self.before: Callable[[str], object] = lambda what: None  # called before each meeting, with what it is for
         self._open: dist.Work | None = None  # the meeting in which this rank waits, or which an exception has ended
 
     def meet(self, what: str) -> None:
@@ -47,6 +49,7 @@ class Meetings:
         """
         if not self._messages.others:
             return
+        self.before(what)
         self.count += 1
         if self._group is None:
             return self._comparisons.meet(STREAM, what)

@@ -65,6 +65,7 @@ class Messages:
         position: how many collectives of the default process group this rank has started; -1: it is not known.
         ended: why this rank's process groups have ended, see [Note: ended groups]; None: they have not.
         releases: see :func:`~lightning_zerocompile.ranks.abort.end_groups`.
+        among: by stream, the ranks that its collectives are of, if these are not all.
     """
 
     def __init__(self, device: str, name: str, timeout: timedelta) -> None:
@@ -87,6 +88,7 @@ class Messages:
         self.where: Callable[[], str] = lambda: ""
         self.started: Callable[[], Mapping[str, int]] = dict
         self.position: Callable[[], int] = lambda: -1
+        self.among: Mapping[str, Sequence[int]] = {}
 
     def __deepcopy__(self, memo: object) -> Messages:
         return self  # a copied parameter refers to it, and the ranks have one conversation only
@@ -181,7 +183,8 @@ class Messages:
         self.raise_if_ended()
         if self._liveness is None:
             return
-        knot = self._liveness.waits(Wait(stream, number, what + self.where(), on, self.started()).line())
+        among = self.among.get(stream, ())
+        knot = self._liveness.waits(Wait(stream, number, what + self.where(), on, self.started(), among).line())
         if knot is not None:
             error = CommunicationError(knot)
             error.explained = True
@@ -393,6 +396,49 @@ class Messages:
             return None
         rank, _, message = found.partition(":")
         return int(rank), message
+
+    def decide(self, topic: str, former: str, message: str) -> str:
+        """What stands under ``topic`` after this: ``message``, if it was ``former`` ("": nothing). Never blocks on a
+        rank."""
+        return str(self._store().compare_set(f"zerocompile/{self._name}/{topic}", former, message).decode())
+
+    def count(self, topic: str) -> int:
+        """How often ranks have come to ``topic``, this time included. Never blocks on a rank."""
+        return int(self._store().add(f"zerocompile/{self._name}/{topic}", 1))
+
+    def await_decision(
+        self, topic: str, begins: str, what: str, place: tuple[str, int], ranks: Sequence[int], within: timedelta
+    ) -> str | None:
+        """What stands under ``topic``, once that begins with ``begins``; None: it did not come in time.
+
+        Args:
+            topic, begins: see :meth:`decide`.
+            what: what this rank waits for, for messages.
+            place: the stream that it waits in, and its number there; see :class:`Wait`.
+            ranks: those that may decide.
+            within: how long.
+
+        Raises:
+            CommunicationError: one of the ranks has ended meanwhile.
+        """
+        key, start = f"zerocompile/{self._name}/{topic}", time.monotonic()
+        looked, ended = start, None
+        while not (said := self._look(key)).startswith(begins):
+            if ended is not None:
+                raise self._lost(*ended)
+            now = time.monotonic()
+            if now - start >= within.total_seconds():
+                return None
+            if now - looked >= _LOOK:
+                looked = now
+                self.check()
+                self.waits(what, *place)
+                gone = ((rank, self._end_of(rank)) for rank in self.some(ranks))
+                ended = next(((rank, reason) for rank, reason in gone if reason is not None), None)
+                if ended is not None:
+                    continue  # it may have decided before it ended
+            _rest(now - start)
+        return said
 
     def of_first(self, topic: str, message: str, doing: str) -> str:
         """The first rank's message, on all ranks.

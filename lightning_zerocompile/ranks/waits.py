@@ -36,7 +36,8 @@ REMEDY = (
     "ranks, not under `rank_zero_only` or `if trainer.is_global_zero`. For work of one rank let all ranks take full "
     "values, `with strategy.full_parameters(module) as values:` (to save: `with strategy.full_state_dict(module):`), "
     "and one use them; generate on all ranks, with `synced_gpus` left as it is; give all ranks equally many batches; "
-    "or use stage 1 or 2."
+    "let ranks that do different things serve each other (`with strategy.unequal():` on all of them); or use stage 1 "
+    "or 2."
 )
 
 
@@ -50,6 +51,7 @@ class Wait:
         what: what the rank waits for, and where in the training; for the message.
         on: if it waits for messages: the ranks that have not sent theirs.
         started: how many collectives this rank has started, by stream.
+        among: the ranks that the collective is of; (): all.
     """
 
     stream: str
@@ -57,6 +59,7 @@ class Wait:
     what: str
     on: Sequence[int]
     started: Mapping[str, int]
+    among: Sequence[int] = ()
 
     def line(self) -> str:
         return json.dumps(asdict(self))
@@ -86,11 +89,12 @@ def _stuck(waits: Mapping[int, Wait], known: Mapping[int, Wait], free: set[int])
         known: the reports that say what their ranks have started.
         free: ranks that may go on.
     """
-    blockers: dict[tuple[str, int, tuple[int, ...]], set[int]] = {}
-    key_of = {rank: (wait.stream, wait.number, tuple(wait.on)) for rank, wait in waits.items()}
+    blockers: dict[tuple[str, int, tuple[int, ...], tuple[int, ...]], set[int]] = {}
+    key_of = {rank: (wait.stream, wait.number, tuple(wait.on), tuple(wait.among)) for rank, wait in waits.items()}
     for key in set(key_of.values()):
-        stream, number, on = key
-        blockers[key] = set(on) or {r for r, wait in known.items() if wait.started.get(stream, 0) < number}
+        stream, number, on, among = key
+        late = {rank for rank, wait in known.items() if wait.started.get(stream, 0) < number}
+        blockers[key] = set(on) or (late & set(among) if among else late)
     while True:
         held = {key for key, ranks in blockers.items() if ranks - free}
         stuck = {rank for rank, key in key_of.items() if key in held}

@@ -19,7 +19,9 @@ from lightning_zerocompile.config import Config, Lifetime, Policy
 from lightning_zerocompile.ranks.consistency import Consistency, Reads
 from lightning_zerocompile.ranks.groups import Groups, default_group_position
 from lightning_zerocompile.ranks.meetings import STREAM, Meetings
-from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.ranks.messages import CommunicationError, Messages
+from lightning_zerocompile.ranks.turns import END, Turns
+from lightning_zerocompile.ranks.turns import STREAM as GATES
 from lightning_zerocompile.runtime import build, ops
 from lightning_zerocompile.runtime.peer_memory import BarrierRelease, first_failure, has_copy_engines, map_buffer
 from lightning_zerocompile.sharding.autocast import Casts, forward_of
@@ -50,6 +52,7 @@ class Stats:
         gathers: all-gather collectives (one per dtype of a unit, or of a run of small ones), and ``gather_bytes`` of
             their results.
         prefetched: the gathers among them that started before they were asked for.
+        served: those in which this rank took part for others only, inside ``strategy.unequal()``.
         peer_gathers, peer_reductions: gathers and reductions by copies between devices instead of a process group.
         reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
         padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
@@ -65,6 +68,7 @@ class Stats:
     gathers: int
     gather_bytes: int
     prefetched: int
+    served: int
     peer_gathers: int
     peer_reductions: int
     reductions: int
@@ -179,11 +183,23 @@ class Runtime:
             self.core.set_outside(self.comparisons.outside)
             self.messages.position = default_group_position
         self.meetings = Meetings(self.messages, groups.meetings, self.comparisons)
+        shards = dist.get_process_group_ranks(groups.gathers)
+        self._turns = turns = Turns(self.messages, shards, dist.get_rank(), config.timeout)
+        self.core.set_turns(turns.take, turns.arrive, turns.fail)
+        if self._replicated:  # see [Note: replicas]
+            self.messages.among = {"gather": shards, GATES: shards}
+
+        def before(what: str) -> bool:
+            owner = this()
+            return owner is not None and owner.meet_others(what)
+
+        self.meetings.before = self.reads.before = before
 
         def started() -> dict[str, int]:
             owner = this()
             gathers, reductions = (0, 0) if owner is None else owner.core.started()
-            return {"gather": gathers, "reduction": reductions, STREAM: 0 if owner is None else owner.meetings.count}
+            meetings = 0 if owner is None else owner.meetings.count
+            return {"gather": gathers, "reduction": reductions, STREAM: meetings, GATES: turns.gates}
 
         self.messages.started = started
         self.messages.watch()
@@ -370,6 +386,11 @@ class Runtime:
         """Whether the unit is gathered at each use, and not once after each step of the optimizer."""
         return unit not in self._kept
 
+    @property
+    def gathers_at_use(self) -> bool:
+        """Whether there are other ranks, and units that are gathered at each use."""
+        return self.world_size > 1 and len(self._kept) < len(self._masters)
+
     def held_window_bytes(self, sum_dtype: torch.dtype | None) -> int:
         """Bytes that a window which holds all parameters adds: they and their gradients, these in ``sum_dtype``
         (``None``: their own), and two moments of the shards, which an optimizer makes in its first step only."""
@@ -423,8 +444,47 @@ class Runtime:
         Raises:
             RuntimeError: another rank came to another mark, or after other gathers.
         """
-        if self.world_size > 1 and len(self._kept) < len(self._masters):
+        if self.gathers_at_use and not self.core.unequal():
             self.comparisons.mark(f"{what}, after {self.core.gathered_so_far()}")
+
+    # ---- ranks that do unequal work ----
+
+    @contextlib.contextmanager
+    def unequal(self) -> Iterator[None]:
+        """Inside, ranks may gather different units, in any order and number; see ``Engine.unequal``."""
+        if not self.gathers_at_use or self.core.unequal():
+            yield
+            return
+        self.pass_mark("the beginning of `strategy.unequal()`")
+        self._turns.begin()
+        self.core.begin_unequal()
+        raised = True
+        try:
+            yield
+            self.core.meet_others(END)
+            raised = False
+        except CommunicationError:  # the others have told it, or find it by themselves
+            raise
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # another rank, or the store, is gone
+                self.core.tell_failure(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self.core.end_unequal(raised)
+
+    def meet_others(self, what: str) -> bool:
+        """Inside :meth:`unequal`: waits until all ranks have come to ``what``, and serves their gathers meanwhile.
+
+        Returns:
+            Whether this is inside of it, so that all ranks are known to be there.
+
+        Raises:
+            CommunicationError: another rank has come to something else, has failed or is gone.
+        """
+        if not self.core.unequal():
+            return False
+        self.core.meet_others(what)
+        return True
 
     # ---- phases of a step ----
 

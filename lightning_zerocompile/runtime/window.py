@@ -59,6 +59,7 @@ class Windows:
     def open(self, gather: Gathers, max_bytes: int | None, accumulate_dtype: torch.dtype | None) -> Iterator[None]:
         """See :meth:`ZeroCompileStrategy.coalesce_grad_reduction`."""
         self._check(gather, max_bytes, accumulate_dtype)
+        self._runtime.meet_others("the beginning of a window")
         self.meet_again()
         self._number += 1
         held = self._gathers_at_use and self._holds(gather, accumulate_dtype)
@@ -66,7 +67,7 @@ class Windows:
         self.is_open = True
         self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
         self._core.set_deferred(True)
-        before, gathers = self._core.stats().backwards, self._core.started()[0]
+        before = self._core.stats().backwards
         apart = self._gathers_at_use and not held
         self._consistency.in_window(0 if max_bytes is None else self._number)
         self._messages.check = self._check_others
@@ -95,13 +96,14 @@ class Windows:
             self._core.set_window(None, -1)
             if held:
                 self._core.let_go(raised)
-        mine = {}  # in this all ranks must agree; if it is empty they may run different numbers of backwards
+        mine: dict[str, int | str] = {}  # in this all ranks must agree; if it is empty their backwards may differ
         if apart:
-            mine["gathers"] = self._core.started()[0] - gathers
+            mine["gathers"] = self._core.gathered_so_far()  # without those inside `strategy.unequal()`
         if max_bytes is not None:
             mine["backwards"] = self._core.stats().backwards - before
         try:
             try:
+                self._runtime.meet_others("the end of a window")
                 self._core.publish_order()
                 self._agree(mine)
             except BaseException:
@@ -190,7 +192,7 @@ class Windows:
                 "a gradient, which could not be reduced. Freeze it before the window or after it."
             )
 
-    def _agree(self, mine: dict[str, int]) -> None:
+    def _agree(self, mine: dict[str, int | str]) -> None:
         """Raises if a rank is not at this window's end, or came to it in another way."""
         if self._world == 1:
             return

@@ -207,7 +207,7 @@ def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     ranks by itself for strategies that it knows (``synced_gpus=None``). It does not know this one, so it is told to.
     Its synchronisation blocks inside torch, so the ranks compare first that all of them generate. Where no forward
     gathers (stages 1 and 2, kept parameters, inside ``full_parameters``) ranks may generate alone, and nothing is
-    synced.
+    synced. Nor is it inside ``strategy.unequal()``, where no rank runs forwards for another one.
 
     Raises:
         RuntimeError: another rank does not generate.
@@ -226,7 +226,7 @@ def _gathering(model: nn.Module) -> Reads | None:
     with as_plain_tensors():
         used = [sharded for sharded in found if not sharded.source.numel() and sharded.master.numel()]
         alone = not used or dist.get_world_size() == 1
-    return None if alone or used[0].core.lent_unit() else used[0].reads
+    return None if alone or used[0].core.lent_unit() or used[0].core.unequal() else used[0].reads
 
 
 def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:

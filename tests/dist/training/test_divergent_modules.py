@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -123,13 +124,24 @@ def test_nothing_is_compared_in_a_steady_state(ranks: Ranks) -> None:
     assert first[0] > 0 and first[-1] == first[1]
 
 
+class WithoutLength:
+    """So the ranks cannot compare how many batches they have."""
+
+    def __init__(self, batches: models.Batches) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._batches)
+
+
 def _more_forwards(where: str, folder: str) -> None:
     class Uneven(models.Module):
         def train_dataloader(self) -> Any:
             return models.Batches(models.rank(), 2)
 
         def val_dataloader(self) -> Any:
-            return models.Batches(models.rank(), 2 + (where == "validation" and models.rank() == 1))
+            batches = models.Batches(models.rank(), 2 + (where == "validation" and models.rank() == 1))
+            return batches if where == "generation" else WithoutLength(batches)
 
         def validation_step(self, batch: Tensor) -> None:
             for _ in range(1 + (where == "generation" and models.rank() == 1)):
@@ -151,7 +163,8 @@ FOUND = {
 
 @pytest.mark.parametrize("where", ["validation", pytest.param("generation", marks=pytest.mark.long)])
 def test_ranks_with_more_forwards_raise(all_worlds: Worlds, where: str, tmp_path: Path) -> None:
-    """One batch or one forward more on one rank: no gather meets another one, and some rank says what is wrong.
+    """One batch or one forward more on one rank: no gather meets another one, and some rank says what is wrong, and
+    what to do.
     (With unequal numbers of training batches Lightning's own broadcast in each step waits, as under DDP.)"""
     ranks = all_worlds.fresh(2)
     try:
@@ -161,6 +174,7 @@ def test_ranks_with_more_forwards_raise(all_worlds: Worlds, where: str, tmp_path
     texts = [file.read_text() for file in tmp_path.iterdir()]
     found = [text for text in texts if any(words in text for words in FOUND[where])]
     assert any("rank 1" in text and "rank 0" in text for text in found), texts
+    assert all("strategy.unequal()" in text for text in found), found
 
 
 ROUTES = [[[0, 1, 2], [2, 0]], [[3], [1, 3]], [[], [0, 1, 2, 3]], [[3, 2, 1, 0], [0, 1, 2, 3]], [[1], []]]  # step, rank

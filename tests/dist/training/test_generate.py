@@ -93,6 +93,23 @@ def test_generates_in_validation(stage: int, options: dict[str, Any]) -> None:
     assert module.losses == pytest.approx(losses, abs=1e-5) and models.deviation(module, twin) < 1e-6
 
 
+@pytest.mark.parametrize("options", [AOT, pytest.param(EAGER, marks=pytest.mark.long)])
+@on_ranks(2, timeout=300)
+def test_ranks_generate_on_their_own(options: dict[str, Any]) -> None:
+    """Inside `unequal()` no rank runs a forward for another one: each runs as many as its own text needs."""
+    torch.manual_seed(0)
+    module = Writer()
+    module.length = 3 + 5 * models.rank()
+    prompts = models.Batches(models.rank(), 1)
+    expected = copy.deepcopy(module).to(models.device()).eval().write(prompts[0])
+    forwards: list[object] = []
+    module.model.register_forward_hook(lambda *_: forwards.append(None))
+    strategy = ZeroCompileStrategy(3, unequal_work="evaluation", timeout=timedelta(seconds=60), **options)
+    models.make_trainer(strategy).validate(module, prompts, verbose=False)  # type: ignore[arg-type]
+    assert module.written == [expected]
+    assert len(forwards) == module.length and (strategy.stats.served > 0 or models.rank() == 1)
+
+
 # ---- one rank alone ----
 
 

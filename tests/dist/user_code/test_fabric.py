@@ -123,3 +123,38 @@ def test_a_part_that_the_user_compiled_is_compiled_by_the_strategy() -> None:
     assert ours.head is head and hasattr(vars(head)["forward"], "_torchdynamo_orig_callable")
     ours.head = head._orig_mod
     assert models.deviation(ours, theirs) <= 1e-6
+
+
+@pytest.mark.parametrize("mode", ["aot_eager", pytest.param("eager", marks=pytest.mark.long)])
+@on_ranks(2)
+def test_unequal_work(mode: str) -> None:
+    """Ranks run different numbers of forwards, of different layers, in training and in evaluation."""
+    model, twin = models.pair(models.Routed)
+    data = [models.Batches(rank) for rank in range(models.world())]
+    mine, strategy = models.rank(), ZeroCompileFabricStrategy(3, **MODES[mode])
+    fabric = _fabric(strategy)
+    sharded, optimizer = fabric.setup(model, _sgd(model))
+    reference = _sgd(twin)
+    for number in range(3):
+        with strategy.unequal():
+            total = torch.zeros((), device=fabric.device)
+            for place in range(1 + 2 * mine):
+                model.route = [(number + place) % 4, mine]
+                total = total + engines.token_loss(sharded, data[mine][place])
+            fabric.backward(total)
+        optimizer.step()
+        optimizer.zero_grad()
+        with strategy.unequal(), torch.no_grad():
+            for _ in range(mine):
+                sharded(data[mine][0])
+        for rank, batches in enumerate(data):
+            for place in range(1 + 2 * rank):
+                twin.route = [(number + place) % 4, rank]
+                (engines.token_loss(twin, batches[place]) / models.world()).backward()
+        reference.step()
+        reference.zero_grad()
+    assert strategy.stats.served > 0
+    strategy.unshard()
+    assert models.deviation(model, twin) <= 1e-6
+    with pytest.raises(ValueError, match=r"fabric\.strategy\.unequal"):
+        ZeroCompileFabricStrategy(3, unequal_work="all")

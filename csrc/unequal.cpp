@@ -1,0 +1,147 @@
+// Ranks that do unequal work, and take part in each other's gathers.
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <cctype>
+#include <utility>
+
+#include "collectives.h"
+#include "gathers.h"
+#include "text.h"
+#include "views.h"
+
+namespace zerocompile {
+
+namespace {
+
+constexpr char kWide = 'w';  // after a unit's number: it is gathered in full precision, see [Note: low gathers]
+
+// The units of a turn, and whether each of them is wide.
+std::vector<std::pair<int64_t, bool>> units_of(const std::string& turn, size_t count) {
+  std::vector<std::pair<int64_t, bool>> units;
+  size_t at = 0;
+  while (at < turn.size()) {
+    int64_t number = 0;
+    const auto first = at;
+    for (; at < turn.size() && std::isdigit(static_cast<unsigned char>(turn[at])) && at - first < 9; ++at) {
+      number = 10 * number + (turn[at] - '0');
+    }
+    const bool wide = at > first && at < turn.size() && turn[at] == kWide;
+    at += wide;
+    const bool ends = at == turn.size() || turn[at] == ',';
+    TORCH_CHECK(at > first && ends && number < static_cast<int64_t>(count),
+                text("zerocompile: the ranks gather `", turn, "`, which names no units of this rank's"));
+    units.emplace_back(number, wide);
+    ++at;
+  }
+  return units;
+}
+
+}  // namespace
+
+// [Note: unequal work] Between `begin_unequal` and `end_unequal` each rank may gather what it likes, in any order, and
+// any number of times. Every gather there has a number, and the first rank that comes to a number decides what is
+// gathered (`take_turn`, through the store). All ranks take part in it. A rank that wanted something else takes part
+// with memory of its own that it gives up at once (`serve`), and tries the next number. Where ranks wait for each other
+// (the end of this, of a backward, a barrier) the first to come serve the others' gathers (`meet_others`). So all ranks
+// launch the same collectives in the same order. What a rank has gathered, what it predicts, and what it keeps are its
+// own then: nothing is predicted or started ahead, nothing counts as part of the sequence of gathers that the ranks
+// know, and what is not in use is dropped at both ends, after which all ranks go on from the same state.
+void Gathers::begin_unequal() {
+  TORCH_CHECK(!unequal_, "zerocompile: unequal work has begun already");
+  drop_unused(/*but=*/-1);
+  order_.restart();
+  unequal_ = true;
+  torn_ = false;
+}
+
+void Gathers::end_unequal(bool raised) {
+  if (registry_.is_shut_down() || !std::exchange(unequal_, false)) return;
+  drop_unused(/*but=*/-1, raised);
+  order_.restart();
+}
+
+// Returns when it is this rank's turn to gather these units, and the other ranks take part.
+void Gathers::take_turn(const Units& units, bool full) {
+  if (registry_.world() == 1 || questions_.take == nullptr) return;
+  TORCH_CHECK(!torn_, text("zerocompile: rank ", registry_.global_rank(), " has failed in a gather inside ",
+                           "`strategy.unequal()`, in which the other ranks wait for it, so it cannot gather more there. "
+                           "Let the exception leave the context"));
+  std::string wanted;
+  for (auto index : units) {
+    const bool wide = widens(registry_.units()[index], full);
+    wanted += text(wanted.empty() ? "" : ",", index, wide ? std::string(1, kWide) : "");
+  }
+  while (true) {
+    const auto turn = questions_.take(wanted);
+    torn_ = true;  // until it is started
+    if (turn == wanted) return;
+    serve(turn);
+  }
+}
+
+// Takes part in a gather that this rank does not ask for.
+void Gathers::serve(const std::string& turn) {
+  torn_ = true;
+  c10::InferenceMode normal_tensors(false);
+  at::NoGradGuard no_grad;
+  const int64_t number = ++started_;
+  std::vector<Pending> started;
+  std::vector<std::pair<int64_t, GatheredValue>> served;  // parameters
+  std::string names;
+  RowsByDtype calls;
+  const auto units = units_of(turn, units_.size());
+  for (const auto& [index, wide] : units) {
+    const auto& unit = registry_.units()[index];
+    names += text(names.empty() ? "" : "`, `", unit.name);
+    if (const auto written = std::exchange(of(unit).written, {})) written->block(current_stream(registry_.device()));
+    if (!of(unit).resident) continue;
+    await(unit);
+    for (auto i : unit.parameters) {  // what user code has written counts
+      if (values_[i].full.defined()) write_back(record(i));
+    }
+  }
+  for (const auto& [index, wide] : units) {
+    for (auto i : registry_.units()[index].parameters) {
+      const auto& p = record(i);
+      if (p.replicated) continue;
+      GatheredValue v;
+      allocate(p, wide ? p.dtype : of(p).low.value_or(p.dtype), v);
+      if (v.full.numel() == 0) continue;
+      counts_.gather_bytes += static_cast<int64_t>(v.full.nbytes());
+      served.emplace_back(i, std::move(v));
+    }
+  }
+  {
+    Lane::Launch launch(lane_, started);
+    for (const auto& [i, v] : served) {
+      calls[v.full.scalar_type()].push_back(
+          {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(record(i)))});
+    }
+    counts_.served += static_cast<int64_t>(calls.size());
+    move(calls, launch);
+    launch.finish();
+  }
+  for (const auto& [i, v] : served) lane_.keep(v.full);
+  torn_ = false;
+  if (!registry_.device().is_cpu()) return;
+  const auto what = text("the gather of unit `", names, "` for another rank");
+  wait_for(started.front(), registry_.device(), what, registry_.global_rank(),
+           questions_.look(what, "gather", number));
+}
+
+// Returns when all ranks have come to `what`; until then this one serves them.
+void Gathers::meet_others(const std::string& what) {
+  if (!unequal_ || registry_.world() == 1 || questions_.arrive == nullptr) return;
+  TORCH_CHECK(!torn_, text("zerocompile: rank ", registry_.global_rank(), " has failed in a gather inside ",
+                           "`strategy.unequal()`, so it cannot come to ", what));
+  for (auto turn = questions_.arrive(what); !turn.empty(); turn = questions_.arrive(what)) serve(turn);
+}
+
+// An exception leaves: all ranks hear of it at their next turn.
+void Gathers::tell_failure(const std::string& why) {
+  if (!unequal_ || torn_ || registry_.world() == 1 || questions_.fail == nullptr) return;
+  for (auto turn = questions_.fail(why); !turn.empty(); turn = questions_.fail(why)) serve(turn);
+}
+
+}  // namespace zerocompile

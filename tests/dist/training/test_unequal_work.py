@@ -1,0 +1,317 @@
+"""Stage 3 where ranks do unequal work inside `strategy.unequal()`: they serve each other's gathers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zerocompile import CommunicationError, ZeroCompileStrategy
+from tests.support import engines, models
+from tests.support.harness import Ranks, Worlds, on_ranks
+from tests.support.models import Routed
+from tests.support.parity import AOT, EAGER
+
+LONG = pytest.mark.long
+ROUTES = [  # by step and rank: layers, in order
+    [[0, 1, 2], [2, 0], [3], [1]],
+    [[3], [1, 3], [0], []],
+    [[], [0, 1, 2, 3], [1, 1], [2]],
+    [[3, 2, 1, 0], [0, 1, 2, 3], [], [3, 0]],
+    [[1], [], [2, 3, 2, 3], [0, 1]],
+]
+
+
+def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.5)
+
+
+def _reference(twin: Routed) -> None:
+    """What DDP with `find_unused_parameters` computes."""
+    optimizer = _optimizer(twin.to(models.device()))
+    for number, routes in enumerate(ROUTES):
+        optimizer.zero_grad()
+        for rank in range(models.world()):
+            twin.route = routes[rank]
+            (engines.token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"compile": False}),
+        (2, {}),
+        pytest.param(3, {}, marks=LONG),
+        pytest.param(4, {"replicas": 2, "compile": False}, marks=LONG),
+        pytest.param(2, {"compile": "model"}, marks=LONG),
+    ],
+)
+@on_ranks("world", timeout=240)
+def test_ranks_use_different_layers(world: int, options: dict[str, Any]) -> None:
+    """Forwards, backwards and evaluations, as DDP trains them; around them the ranks gather ahead again. The ranks have
+    compared no gather with each other: each made others' gathers where it had none."""
+    rank, data = models.rank(), models.Batches(models.rank())
+    model, twin = models.pair(Routed)
+    _reference(twin)
+    with engines.engine(model, 3, **options) as engine:
+        optimizer = _optimizer(model)
+        engine.attach_optimizers([optimizer])
+        for number, routes in enumerate(ROUTES):
+            model.route = routes[rank]
+            with engine.training_step(), engine.unequal():
+                engines.backward(engine, engines.token_loss(model, data[number]))
+            optimizer.step()
+            optimizer.zero_grad()
+        results = []
+        with engine.unequal(), torch.no_grad():
+            for count in range(2 + 3 * rank):
+                model.route = [count % 4, rank]
+                with engine.evaluation_step():
+                    results.append(model(data[count][:, :-1]))
+        stats, resident = engine.runtime.stats(), engine.runtime.core.resident_units()
+        model.route = [0, 1, 2, 3]
+        for _ in range(3):
+            with engine.evaluation_step(), torch.no_grad():
+                model(data[0][:, :-1])
+        assert engine.runtime.stats().prefetched > stats.prefetched == 0
+    assert stats.served > 0 and resident == [], (stats, resident)
+    assert models.deviation(model, twin) <= 1e-6
+    with torch.no_grad():
+        for count, result in enumerate(results):
+            twin.route = [count % 4, rank]
+            assert torch.allclose(twin(data[count][:, :-1].to(result.device)), result, atol=1e-5)
+
+
+class Tower(models.Module):
+    """In manual optimization: each rank runs its own layers, clips, and steps, all in one context."""
+
+    def __init__(self) -> None:
+        super().__init__(Routed)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.model.route = ROUTES[batch_idx][models.rank()]
+        optimizer = self.optimizers()
+        with self.trainer.strategy.unequal():
+            with self.trainer.strategy.coalesce_grad_reduction(gather="use"):
+                for half in batch.chunk(2):
+                    self.manual_backward(self.loss(half) / 2)
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            self.log("reduced", float(batch_idx), sync_dist=True)
+            optimizer.zero_grad()
+
+
+class Automatic(models.Module):
+    def __init__(self) -> None:
+        super().__init__(Routed)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.model.route = ROUTES[batch_idx][models.rank()]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(Tower, AOT), (Automatic, EAGER), pytest.param(Tower, EAGER, marks=LONG),
+                          pytest.param(Automatic, AOT, marks=LONG)],
+)  # fmt: skip
+@on_ranks(2)
+def test_training_steps_of_the_trainer(kind: type[models.Module], options: dict[str, Any]) -> None:
+    """A whole step with a window, clipping, an optimizer and a logged value in `unequal()`; `unequal_work="all"`."""
+    module, twin = models.pair(kind)
+    work = "batches" if kind is Tower else "all"
+    record = models.train(module, ZeroCompileStrategy(3, unequal_work=work, **options), steps=len(ROUTES))
+    optimizer = _optimizer(twin)
+    for number, routes in enumerate(ROUTES):
+        optimizer.zero_grad()
+        for rank in range(models.world()):
+            twin.model.route = routes[rank]
+            (twin.loss(models.Batches(rank)[number]) / models.world()).backward()
+        if kind is Tower:
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        optimizer.step()
+    assert models.deviation(module, twin) <= 1e-6
+    assert record.stats.served > 0 == record.stats.prefetched
+
+
+# ---- what goes wrong ----
+
+
+def _raises(what: str) -> tuple[str, float, bool]:
+    """What this rank raises in the context, after how long, and whether the next step is right."""
+    model, twin = models.pair(Routed)
+    data, rank = models.Batches(models.rank()), models.rank()
+    text, seconds = "no error", 0.0
+    with engines.engine(model, 3, compile=False, timeout=timedelta(minutes=5)) as engine, torch.no_grad():
+        start = time.monotonic()
+        try:
+            with engine.unequal():
+                for count in range(3 + 3 * rank):
+                    model.route = [count % 4]
+                    with engine.evaluation_step():
+                        model(data[count][:, :-1])
+                    if count == 4 and what == "raises":
+                        raise ValueError("on purpose")
+                if what == "meets" and rank == 1:
+                    engine.runtime.meetings.meet("a barrier")
+        except (ValueError, CommunicationError) as error:
+            text, seconds = f"{type(error).__name__}: {error}", time.monotonic() - start
+        model.route = twin.route = [0, 1, 2, 3]
+        with engine.evaluation_step():
+            right = torch.allclose(model(data[0][:, :-1]), twin(data[0][:, :-1]), atol=1e-5)
+    return text, seconds, right
+
+
+def test_a_rank_that_raises(ranks: Ranks) -> None:
+    """The others raise within seconds, and say which rank has raised what; all can go on."""
+    first, second = ranks.run(_raises, "raises")
+    assert second[0] == "ValueError: on purpose"
+    assert "CommunicationError" in first[0] and "rank 1 has raised ValueError: on purpose" in first[0]
+    assert first[1] < 10 and first[2] and second[2], (first, second)
+
+
+def test_ranks_at_different_gates(ranks: Ranks) -> None:
+    for text, seconds, right in ranks.run(_raises, "meets"):
+        assert "rank 1 is at a barrier" in text and "rank 0 at the end of `strategy.unequal()`" in text, text
+        assert "Do it on all ranks" in text and seconds < 10 and right
+
+
+def _dies() -> None:
+    model, data = Routed(), models.Batches(models.rank())
+    made = engines.engine(model, 3, compile=False, timeout=timedelta(minutes=5))
+    with made as engine, torch.no_grad(), engine.unequal():
+        for _ in range(2 + 3 * models.rank()):
+            with engine.evaluation_step():
+                model(data[0][:, :-1])
+        if models.rank() == 1:
+            os._exit(3)
+
+
+def test_a_rank_that_dies(all_worlds: Worlds) -> None:
+    ranks = all_worlds.fresh(2)
+    try:
+        text = ranks.expect_error(_dies, timeout=60)
+    finally:
+        ranks.close(kill=True)
+    assert "waits for rank 1" in text and "its process has died" in text, text
+
+
+# ---- evaluations of the Trainer ----
+
+
+class Uneven(models.Evaluated):
+    """Rank 1 has more batches than rank 0, of two dataloaders; hooks use weights, too."""
+
+    def __init__(self, sizes: list[list[int]]) -> None:
+        super().__init__()
+        self.sizes, self.hooked = sizes, 0.0
+
+    def val_dataloader(self) -> Any:
+        return [models.Batches(models.rank(), sizes[models.rank()]) for sizes in self.sizes]
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return super().predict_step(batch, batch_idx)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.hooked += float(self.model.head.weight.sum())
+
+    def on_validation_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.hooked += float(self.loss(models.Batches(models.rank())[0]))
+
+
+@pytest.mark.parametrize(("stage", "options"), [(3, EAGER), (3, AOT), pytest.param(1, EAGER, marks=LONG)])
+@on_ranks(2)
+def test_different_numbers_of_batches(stage: int, options: dict[str, Any]) -> None:
+    """A fit with validations, a test and a prediction, as plain torch computes them; the logged means are those of all
+    ranks."""
+    sizes = [[2, 5], [3, 1], [2, 2]]
+    module, twin = models.pair(Uneven, sizes=sizes)
+    mine = [size[models.rank()] for size in sizes]
+    strategy = ZeroCompileStrategy(stage, timeout=timedelta(seconds=60), unshard_after_fit=True, **options)
+    trainer = models.make_trainer(strategy, max_steps=2, val_check_interval=1, num_sanity_val_steps=2)
+    trainer.fit(module, models.Batches(models.rank(), 2))
+    served = strategy.stats.served
+    losses = models.reference(twin, steps=2)
+    assert models.deviation(module, twin) <= 1e-6 and module.losses == pytest.approx(losses, abs=1e-5)
+    assert len(module.seen) == sum(min(size, 2) for size in mine) + 2 * sum(mine)
+    assert (served > 0) == (stage == 3)
+    predicted = trainer.predict(module)
+    trainer.test(module, verbose=False)
+    last = [twin.loss(batch).item() for size in mine for batch in models.Batches(models.rank(), size)]
+    assert module.seen[-len(last) :] == pytest.approx(last, abs=1e-5)
+    assert [len(part) for part in predicted] == mine and (strategy.stats.served > 0) == (stage == 3)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(models.Batches(models.rank(), self.count))
+
+
+class Anything(models.Evaluated):
+    """Each rank uses its own layers in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(model=Routed)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Stream(2 + 3 * models.rank()), batch_size=None)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.model.route = [batch_idx % 4, models.rank()]  # type: ignore[assignment]
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("options", [EAGER, pytest.param(AOT, marks=LONG)])
+@on_ranks(2)
+def test_unequal_evaluations(options: dict[str, Any]) -> None:
+    """`unequal_work="evaluation"`: other layers on each rank, and datasets whose lengths nobody knows before."""
+    module, twin = models.pair(Anything)
+    strategy = ZeroCompileStrategy(3, unequal_work="evaluation", timeout=timedelta(seconds=60), **options)
+    trainer = models.make_trainer(strategy)
+    logged = trainer.validate(module, verbose=False)
+    assert strategy.stats.served > 0
+    expected: list[list[float]] = []
+    for rank in range(models.world()):
+        expected.append([])
+        for number, batch in enumerate(models.Batches(rank, 2 + 3 * rank)):
+            twin.model.route = [number % 4, rank]
+            expected[rank].append(twin.loss(batch).item())
+    assert module.seen == pytest.approx(expected[models.rank()], abs=1e-5)
+    every = [loss for losses in expected for loss in losses]
+    assert logged[0]["val_loss"] == pytest.approx(sum(every) / len(every), abs=1e-5)
+
+
+def _none_of_a_loader() -> str:
+    strategy = ZeroCompileStrategy(3, timeout=timedelta(seconds=60), **EAGER)
+    module = Uneven([[2, 2], [0, 2]])
+    module.allow_zero_length_dataloader_with_multiple_devices = True
+    with pytest.raises(RuntimeError) as raised:
+        models.make_trainer(strategy).validate(module, verbose=False)
+    return str(raised.value)
+
+
+def test_a_rank_without_batches(ranks: Ranks) -> None:
+    for text in ranks.run(_none_of_a_loader):
+        assert "Rank 0 has no batches of evaluation dataloader 1, and rank 1 has 2" in text and "stage 1 or 2" in text
