@@ -196,7 +196,10 @@ Reductions::Units Reductions::take_reduced() {
 void Reductions::updated() {
   if (registry_.device().is_cpu()) return;
   for (auto& updating : updating_) {
-    if (!updating.done) updating.done = mark(registry_.device());
+    if (updating.done) continue;
+    updating.done = mark(registry_.device());
+    if (!gradients_.several_producers()) continue;  // else the rows may be the memory of another stream than ours
+    for (const auto& rows : updating.rows) keep_for(rows, current_stream(registry_.device()));
   }
 }
 

@@ -404,6 +404,11 @@ class Engine:
     def full_gradients(self, module: nn.Module) -> dict[str, Tensor]:
         """See :meth:`ZeroCompileStrategy.full_gradients`."""
         self.reduce_pending("`full_gradients`")
+        if self.runtime.step_state.updated:
+            raise RuntimeError(
+                "`full_gradients` between a backward and its step: with optimizer_in_backward=True the backward has "
+                "used the gradients. Drop the option, or take them in a `register_post_accumulate_grad_hook`."
+            )
         with torch.no_grad(), as_plain_tensors():
             found = {name: gradient_of(sharded.master) for name, sharded in _slots_of(module).items()}
             grads = {name: grad for name, grad in found.items() if isinstance(grad, DTensor)}

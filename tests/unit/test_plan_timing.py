@@ -167,6 +167,11 @@ def test_seconds_are_of_the_slower_of_host_and_device() -> None:
     own = (STRATEGY[3].unit * units + STRATEGY[3].parameter * parameters) * 1e-3
     step = (STRATEGY[3].step + STRATEGY[3].stepped * parameters) * 1e-3
     assert seconds(flops=1e6, host=10 * device, call=1e-3) == pytest.approx(10 * device + own + step)
+    update = seconds(flops=1e6, memory_bandwidth=1e6) - device
+    options["config"] = Config(compile=False, optimizer_in_backward=True)
+    assert 0 < update < device / 2  # the backward is twice the forward
+    assert seconds(flops=1e6, memory_bandwidth=1e6) == pytest.approx(device)
+    assert 0 < seconds(flops=1e6, memory_bandwidth=1e2) - 1e4 * update < device  # the forward
     options["config"] = Config(compile=False, offload="optimizer", param_dtype=torch.bfloat16)
     options["compute_dtype"] = torch.bfloat16
     options["optimizer"] = torch.optim.AdamW

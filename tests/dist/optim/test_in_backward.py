@@ -278,6 +278,8 @@ def test_a_second_backward_raises() -> None:
         engine.attach_optimizers([optimizer])
         with engine.training_step():
             engines.backward(engine, engines.token_loss(model, data[0]))
+            with pytest.raises(RuntimeError, match="the backward has used the gradients"):
+                engine.full_gradients(model)
             loss = engines.token_loss(model, data[1])
             with pytest.raises(RuntimeError, match="`step\\(\\)` of SGD was not called after the last one"):
                 engines.backward(engine, loss)
