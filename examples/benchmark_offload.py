@@ -3,8 +3,9 @@
     python examples/benchmark_offload.py
 
 A model of 24 blocks (1.89 B parameters), stage 3, bf16-true, fused AdamW, by Lightning's Trainer: without offload, with
-it, and with 8 GiB of it that stay on the device. Seconds are those of the fastest step; the peak is that of torch's
-allocator over the fit. Then the bandwidth of copies between pinned host memory and the device: in, out, both at once.
+it, with 8 GiB of it that stay on the device, and with updates on the CPU. Seconds are those of the fastest step; the
+peak is that of torch's allocator over the fit. Then the bandwidth of copies between pinned host memory and the device:
+in, out, both at once.
 
 Without a GPU, tiny: python examples/benchmark_offload.py --tiny
 """
@@ -109,6 +110,7 @@ def main() -> None:
     train(sizes, device, args.steps)
     train(sizes, device, args.steps, offload="optimizer")
     train(sizes, device, args.steps, offload="optimizer", offload_budget=2**16 if args.tiny else 8 * GIB)
+    train(sizes, device, args.steps, offload="optimizer", offload_update="cpu")
     if device == "cuda":
         link()
 

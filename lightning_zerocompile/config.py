@@ -188,6 +188,9 @@ class Config:
         offload: ``"optimizer"``: optimizer states and masters are kept in host memory (pinned, with CUDA) and stream
             through the device unit by unit while the optimizer updates, with the numbers of a run without it. For
             torch's elementwise optimizers. At stage 3 masters stay on the device that are gathered in their own dtype.
+        offload_update: with ``offload``: ``"device"`` streams masters and states through the device; ``"cpu"`` lets the
+            CPU update them where they are (Adam and AdamW by torch's fused kernel), so that only gradients and new rows
+            are copied, and equals an update by that kernel.
         offload_budget: with ``offload``, bytes on each device for units that stay there with their masters and states:
             as many as fit.
         optimizer_in_backward: a unit is updated inside the backward as soon as its gradient is reduced, and the
@@ -320,6 +323,10 @@ class Config:
         Literal["optimizer", False],
         Check("is not understood; choose 'optimizer' (its states and masters are kept in host memory) or False."),
     ] = False
+    offload_update: Annotated[
+        Literal["device", "cpu"],
+        Check("is not understood; choose 'device' (masters and states stream through it) or 'cpu' (it updates them)."),
+    ] = "device"
     offload_budget: Annotated[
         int, Check("must be a number of bytes on each device, 0 or more.", holds=lambda budget: budget >= 0)
     ] = 0
@@ -367,6 +374,8 @@ class Config:
             raise ValueError(
                 "`offload_budget` is what offload='optimizer' leaves on the device; pass both, or neither."
             )
+        if self.offload_update != "device" and not self.offload:
+            raise ValueError("`offload_update` is how offload='optimizer' updates; pass both, or neither.")
         if self.offload and self.full_param_optimizers:
             raise ValueError(
                 "offload='optimizer' updates shards, and `full_param_optimizers` need whole parameters; drop one of "

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -38,7 +38,8 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.matrices import shares_matrices
 from lightning_zerocompile.optim.matrices import step as step_on_rows
-from lightning_zerocompile.optim.offload import Offload, Staged
+from lightning_zerocompile.optim.offload import Offload
+from lightning_zerocompile.optim.slabs import Staged
 from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
@@ -289,7 +290,8 @@ class UnitStepper:
                 _narrow(optimizer, one, values)
                 if shares:
                     update = partial(step_on_rows, optimizer, dict(zip(values, one.masters, strict=True)))
-                self._update(optimizer, one, values, update, whole, staged)
+                with stream.options(optimizer) if stream is not None and staged else nullcontext():
+                    self._update(optimizer, one, values, update, whole, staged)
                 if stream is None:
                     options.note(set(one.groups))
                     self._updated(one.units)
@@ -334,6 +336,8 @@ class UnitStepper:
             if grad is not None:
                 value.grad_dtype = grad.dtype
                 value.grad = _value(grad, whole)
+        for one_staged in staged.values():
+            one_staged.take_gradient()
         succeeded = False
         try:
             if prepare is not None:

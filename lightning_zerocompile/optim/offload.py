@@ -26,13 +26,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -41,6 +39,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zerocompile.optim.on_host import HostUpdates
+from lightning_zerocompile.optim.slabs import MASTER, Slab, Slot, Staged, local_of
 from lightning_zerocompile.optim.supported import is_elementwise, state_dtypes
 from lightning_zerocompile.runtime.memory_budget import host_memory
 from lightning_zerocompile.runtime.runtime import Runtime
@@ -49,116 +49,13 @@ from lightning_zerocompile.sharding.master import as_plain_tensors, record_of
 from lightning_zerocompile.sharding.parameter import ShardedParameter
 from lightning_zerocompile.sharding.sharded import STATES_ON_HOST, as_sharded, mark_on_host
 
-_ALIGNED = 512  # bytes, as torch's allocators align
 _BUFFERS = 3  # one unit comes in, one is updated, one goes out
 _AHEAD = 2  # units that come in before the one that is updated
 _PATIENCE, _PAUSE = 5.0, 1e-3  # seconds: for copies of a step that does not come, and between two looks
 _SPARE = 0.1  # of the device's memory, which stays free beside the units that come early
-_MASTER = ""  # the master among the tensors of a slot, beside the names of its states
 _GIB = 2**30
 _Pin: TypeAlias = "weakref.finalize[..., Tensor]"  # unpins memory when it is called, or when the memory is freed
 _Members = tuple[int, Sequence[Tensor]]  # a unit's number and its masters
-
-
-@dataclass
-class _Slot:
-    """What a slab holds of one master.
-
-    Attributes:
-        sharded: the parameter.
-        offsets: of each tensor in the slab, in bytes, by the state's name; the master's is ``""``, if it is there.
-        dtypes: of each of these tensors.
-        states: the DTensor over each state's place in host memory.
-        read_at_each_use: whether gathers read the rows at each use, and not once after the update.
-        shown: what gathers read at each use, [<=rows, ...] in the model's dtype; ``None``: they read the rows of the
-            update itself, once, or the master is not in the slab.
-        empty: stands for the rows on the device between steps, if ``shown`` is ``None``: their sizes, one element.
-    """
-
-    sharded: ShardedParameter
-    offsets: dict[str, int] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    states: dict[str, Tensor] = field(default_factory=dict)
-    read_at_each_use: bool = False
-    shown: Tensor | None = None
-    empty: Tensor | None = None
-
-    def places(self, slab: Tensor) -> dict[str, Tensor]:
-        """The tensors in ``slab``, [bytes] on any device. Each has a version of its own, as separate tensors have."""
-        rows, start, found = self.sharded.local, slab.storage_offset(), {}
-        for name, dtype in self.dtypes.items():
-            place = torch.empty(0, dtype=dtype, device=slab.device)
-            first = (start + self.offsets[name]) // dtype.itemsize
-            found[name] = place.set_(slab.untyped_storage(), first, rows.shape, rows.stride())
-        return found
-
-
-@dataclass(eq=False)
-class _Slab:
-    """One optimizer's part of one unit in host memory.
-
-    Attributes:
-        unit: its number.
-        slots: by master.
-        nbytes: of this rank's slab.
-        most: of the largest rank's.
-        memory: [nbytes] bytes in host memory, once it is allocated.
-    """
-
-    unit: int
-    slots: dict[Tensor, _Slot] = field(default_factory=dict)
-    nbytes: int = 0
-    most: int = 0
-    memory: Tensor | None = None
-
-    def add(self, master: Tensor, slot: _Slot, dtypes: Mapping[str, torch.dtype]) -> None:
-        share = -(-master.shape[0] // _ranks(master)) * math.prod(master.shape[1:])
-        for name, dtype in dtypes.items():
-            slot.dtypes[name], slot.offsets[name] = dtype, self.nbytes
-            self.nbytes += _aligned(slot.sharded.local.numel() * dtype.itemsize)
-            self.most += _aligned(share * dtype.itemsize)
-        self.slots[master] = slot
-
-    def versions(self) -> list[int]:
-        """These change when somebody writes to what the slab holds, by a DTensor or by its rows."""
-        found = []
-        for master, slot in self.slots.items():
-            for kept in (*slot.states.values(), *([master] if _MASTER in slot.offsets else [])):
-                found += [kept._version, _local(kept)._version]
-        return found
-
-
-@dataclass
-class Staged:
-    """What an optimizer updates in the place of an offloaded master: its rows and its states, on the device.
-
-    Attributes:
-        value: [<=rows, ...]; its version has changed if the update has written it.
-        states: by name.
-        kept: the DTensors over host memory that stand for ``states`` in the optimizer.
-    """
-
-    value: Tensor
-    states: dict[str, Tensor]
-    kept: dict[str, Tensor]
-    slot: _Slot
-    version: int
-
-    def states_of(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The states on the device in the place of those of ``entry`` that are in host memory."""
-        return {name: self.states[name] for name, kept in self.kept.items() if entry.get(name) is kept}
-
-    def taken(self, new: Mapping[str, Any]) -> dict[str, Any]:
-        """The states after an update, as the optimizer keeps them: new ones are copied to their places."""
-        result = dict(new)
-        for name, place in self.states.items():
-            value = new.get(name)
-            if value is None or value.dtype != place.dtype or value.shape != place.shape:
-                continue  # what the trial did not show stays on the device
-            if value is not place:
-                place.copy_(value)
-            result[name] = self.kept[name]
-        return result
 
 
 class Offload:
@@ -170,11 +67,14 @@ class Offload:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._slabs: dict[Optimizer, dict[int, _Slab]] = {}
+        self._slabs: dict[Optimizer, dict[int, Slab]] = {}
         self._pins: list[_Pin] = []
         self._attached = 0
+        self._on_host = runtime.config.offload_update == "cpu"
+        self._ranks_here = 1  # of this host
+        self._staging: dict[str, Tensor] = {}  # see `HostUpdates`
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        self._orders: dict[Optimizer, list[list[_Slab]]] = {}  # of the last step
+        self._orders: dict[Optimizer, list[list[Slab]]] = {}  # of the last step
         self._early: tuple[Optimizer, Stream] | None = None  # see [Note: copies in the backward]
         self._ahead: int | None = None  # units that come early; None: not decided yet
 
@@ -202,7 +102,7 @@ class Offload:
             return
         wanted = {optimizer: self._planned(optimizer, shared) for optimizer in optimizers}
         budget = config.offload_budget
-        slabs: dict[Optimizer, dict[int, _Slab]] = {}
+        slabs: dict[Optimizer, dict[int, Slab]] = {}
         for optimizer, planned in wanted.items():
             for unit, slab in planned.items():
                 if slab.most <= budget:
@@ -234,7 +134,7 @@ class Offload:
             for pin in self._pins:  # a device that hangs may still read there, so nothing waits for the end of that
                 pin.detach()
             self._pins = []
-        self._orders, self._ahead = {}, None
+        self._orders, self._ahead, self._staging = {}, None, {}
         for units in self._slabs.values():
             for slab in units.values():
                 for master in slab.slots:
@@ -245,7 +145,7 @@ class Offload:
         self._pins = []
         self._runtime.host_traffic.held = self._runtime.host_traffic.copies = 0
 
-    def _planned(self, optimizer: Optimizer, shared: set[Tensor]) -> dict[int, _Slab]:
+    def _planned(self, optimizer: Optimizer, shared: set[Tensor]) -> dict[int, Slab]:
         name = type(optimizer).__name__
         if not is_elementwise(optimizer):
             raise MisconfigurationException(
@@ -254,10 +154,10 @@ class Offload:
                 "`offload`."
             )
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-        slabs: dict[int, _Slab] = {}
+        slabs: dict[int, Slab] = {}
         known: dict[Any, dict[str, torch.dtype]] = {}
         for unit, masters in self._runtime.units_in_order():
-            slab = slabs[unit] = _Slab(unit)
+            slab = slabs[unit] = Slab(unit)
             for master in masters:
                 if master not in group_of or master in shared or not isinstance(master, DTensor) or master.dim() == 0:
                     continue
@@ -271,15 +171,16 @@ class Offload:
                 key = (number, master.dim(), master.dtype, grad_dtype)
                 if key not in known:
                     known[key] = state_dtypes(optimizer, group, master, grad_dtype)
-                slot = _Slot(sharded, read_at_each_use=self._runtime.lives_for_a_use(unit))
+                slot = Slot(sharded, read_at_each_use=self._runtime.lives_for_a_use(unit))
                 dtypes = dict(known[key])
-                if not slot.read_at_each_use or sharded.source.dtype != master.dtype:
-                    dtypes[_MASTER] = master.dtype
+                other = sharded.source.dtype != master.dtype
+                if not slot.read_at_each_use or other or self._on_host:
+                    dtypes[MASTER] = master.dtype
                 if dtypes:
                     slab.add(master, slot, dtypes)
         return slabs
 
-    def _allocate(self, slabs: Sequence[_Slab]) -> list[_Pin]:
+    def _allocate(self, slabs: Sequence[Slab]) -> list[_Pin]:
         """Gives each slab its memory, on all ranks or on none. Returns what unpins it.
 
         Raises:
@@ -291,6 +192,7 @@ class Offload:
         need = sum(slab.nbytes for slab in slabs)
         heard = self._runtime.messages.hear_all(topic, json.dumps([host, free, need]), "has offloaded the optimizers")
         told = {rank: json.loads(message) for rank, message in heard.items()}
+        self._ranks_here = sum(other == host for other, _, _ in told.values())
         for rank, (host, free, _) in told.items():
             together = sum(needed for other, _, needed in told.values() if other == host)
             if together > free:
@@ -314,19 +216,19 @@ class Offload:
                 raise RuntimeError(_NOT_PINNED.format(told[rank][2], told[rank][2] / _GIB, rank, failure))
         return pins
 
-    def _fill(self, slab: _Slab) -> None:
+    def _fill(self, slab: Slab) -> None:
         """Moves the masters of a slab into it."""
         assert slab.memory is not None
         for master, slot in slab.slots.items():
             master.__dict__[STATES_ON_HOST] = True
             places = slot.places(slab.memory)
             for name, place in places.items():
-                if name != _MASTER:
+                if name != MASTER:
                     slot.states[name] = mark_on_host(as_sharded(over_local(place, master), self._runtime.reads))
-            if _MASTER in places:
-                self._move(slot, places[_MASTER])
+            if MASTER in places:
+                self._move(slot, places[MASTER])
 
-    def _move(self, slot: _Slot, place: Tensor) -> None:
+    def _move(self, slot: Slot, place: Tensor) -> None:
         """Makes ``place``, in host memory, the master's rows."""
         sharded = slot.sharded
         before = sharded.local
@@ -339,7 +241,7 @@ class Offload:
         sharded.keep_rows(place, on_host=True)
         self._show(slot)
 
-    def _show(self, slot: _Slot, rows: Tensor | None = None) -> None:
+    def _show(self, slot: Slot, rows: Tensor | None = None) -> None:
         """Says what gathers read: ``rows``, on the device, or what there is between steps."""
         sharded = slot.sharded
         local = rows if rows is not None else slot.shown if slot.shown is not None else slot.empty
@@ -367,7 +269,7 @@ class Offload:
                     value = entry.get(name)
                     if value is not None and value is not place:
                         with torch.no_grad():
-                            _local(place).copy_(_local(value))
+                            local_of(place).copy_(local_of(value))
                         entry[name] = place
 
     def let_go(self, masters: Iterable[Tensor]) -> None:
@@ -380,13 +282,13 @@ class Offload:
                     if slot is not None and entry:
                         for name, place in slot.states.items():
                             if entry.get(name) is place:
-                                rows = _local(place).to(self._runtime.device, copy=True)
+                                rows = local_of(place).to(self._runtime.device, copy=True)
                                 entry[name] = as_sharded(over_local(rows, master), self._runtime.reads)
 
     # ---- a step ----
 
     @contextmanager
-    def stream(self, optimizer: Optimizer, rounds: Sequence[Sequence[int]]) -> Iterator[Stream | None]:
+    def stream(self, optimizer: Optimizer, rounds: Sequence[Sequence[int]]) -> Iterator[Stream | HostUpdates | None]:
         """Around the updates of an optimizer: units come and go; ``rounds`` are the units of each update.
 
         When it ends all copies are done, so that host memory can be read.
@@ -417,7 +319,7 @@ class Offload:
 
     def backward_begins(self) -> None:
         """Called when the last backward before a step begins, see [Note: copies in the backward]."""
-        if self._early is not None or len(self._slabs) != 1 or len(self._orders) != 1:
+        if self._on_host or self._early is not None or len(self._slabs) != 1 or len(self._orders) != 1:
             return
         ((optimizer, order),) = self._orders.items()
         largest = max(sum(slab.nbytes for slab in slabs) for slabs in order)
@@ -433,7 +335,10 @@ class Offload:
         if early is not None:
             early[1].drop()
 
-    def _begun(self, optimizer: Optimizer, order: Sequence[Sequence[_Slab]]) -> Stream:
+    def _begun(self, optimizer: Optimizer, order: Sequence[Sequence[Slab]]) -> Stream | HostUpdates:
+        if self._on_host:
+            down = None if self._runtime.device.type == "cpu" else _stream(self._runtime.device, -1)
+            return HostUpdates(self._runtime, order, self._show, down, self._staging, self._ranks_here)
         early, self._early = self._early, None
         if early is not None:
             if early[0] is optimizer and early[1].serves(order):
@@ -441,7 +346,7 @@ class Offload:
             early[1].drop()
         return self._new(order)
 
-    def _new(self, order: Sequence[Sequence[_Slab]]) -> Stream:
+    def _new(self, order: Sequence[Sequence[Slab]]) -> Stream:
         if self._runtime.device.type != "cpu" and self._streams is None:
             self._streams = (_stream(self._runtime.device, -1), _stream(self._runtime.device, -2))
         return Stream(self._runtime, order, self._streams, self._show)
@@ -460,7 +365,7 @@ class Stream:
     def __init__(
         self,
         runtime: Runtime,
-        order: Sequence[Sequence[_Slab]],
+        order: Sequence[Sequence[Slab]],
         streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
         show: Callable[..., None],
     ) -> None:
@@ -474,7 +379,7 @@ class Stream:
         self._seen: dict[int, list[list[int]]] = {}  # by round: the versions of what has been copied in
         self._next, self._fetched = 0, 0  # the next round to fetch; how many fetches there were
 
-    def serves(self, order: Sequence[Sequence[_Slab]]) -> bool:
+    def serves(self, order: Sequence[Sequence[Slab]]) -> bool:
         """Whether these are the slabs of its rounds, and the step runs where copies were ordered after its memory."""
         here = None if self._streams is None else torch.cuda.current_stream(self._runtime.device)
         return here == self._here and [list(slabs) for slabs in self._order] == [list(slabs) for slabs in order]
@@ -543,17 +448,21 @@ class Stream:
         for slab, part in zip(self._order[number], parts, strict=True):
             for master, slot in slab.slots.items():
                 places = slot.places(part)
-                value = places.pop(_MASTER, slot.sharded.local)
+                value = places.pop(MASTER, slot.sharded.local)
                 staged[master] = Staged(value, places, slot.states, slot, value._version)
         return staged
+
+    def options(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Around an update: it runs with the optimizer's own options."""
+        return contextlib.nullcontext()
 
     def updated(self, staged: Mapping[Tensor, Staged]) -> None:
         """The round's update has succeeded: gathers read the new rows."""
         for one in staged.values():
             slot = one.slot
-            if _MASTER not in slot.offsets:
+            if MASTER not in slot.offsets:
                 continue
-            changed = one.value._version != one.version
+            changed = one.has_changed()
             if changed:
                 torch.autograd.graph.increment_version(slot.sharded.local)
             if slot.shown is None:
@@ -565,7 +474,7 @@ class Stream:
     def leave(self, number: int, staged: Mapping[Tensor, Staged], units: Sequence[int]) -> None:
         """The round's units have been gathered where they live for a step: what it updated goes out."""
         for one in staged.values():
-            if _MASTER in one.slot.offsets and one.slot.shown is None:
+            if MASTER in one.slot.offsets and one.slot.shown is None:
                 self._show(one.slot)
         if number not in self._came:
             return
@@ -607,10 +516,6 @@ class Stream:
         self._came, self._buffers = {}, []
 
 
-def _ranks(master: Tensor) -> int:
-    return master.device_mesh.size() if isinstance(master, DTensor) else 1
-
-
 def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
@@ -621,14 +526,6 @@ def _room(device: torch.device, size: int) -> int:
         return _AHEAD
     free, total = torch.cuda.mem_get_info(device)  # beside what torch's allocator has reserved in a whole step
     return min(_AHEAD, max(0, int(free - _SPARE * total) // size))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _local(value: Tensor) -> Tensor:
-    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _raise_version(value: Tensor, other: Tensor) -> None:

@@ -37,6 +37,7 @@ class Memory:
             the copies that gathers read.
         states: of optimizers, on the device.
         host: masters and states in host memory.
+        copied: between host memory and device in one step, in both directions together.
         resident: full parameters that stay gathered from one step to the next.
         buffers, batch: of the module, and of the batch.
         activations: that the forward keeps for the backward.
@@ -64,6 +65,7 @@ class Memory:
     backward_peak: int
     step_peak: int
     host: int = 0
+    copied: int = 0
 
     @property
     def peak(self) -> int:
@@ -189,6 +191,7 @@ class Schedule:
         in_backward: whether a unit is updated when it is reduced (``optimizer_in_backward``), in the one backward that
             reduces anything. On a device reduced gradients live for the units in flight only. With gloo, when a
             reduction is done is not known before the backward ends.
+        on_cpu: whether the CPU updates what is in host memory (``offload_update="cpu"``).
         early: whether there is room for the units that come from host memory in the backward.
     """
 
@@ -199,18 +202,20 @@ class Schedule:
     accumulates: bool = False
     offload_budget: int | None = None
     in_backward: bool = False
+    on_cpu: bool = False
     early: bool = True
 
 
 @dataclass(frozen=True)
 class _Offloaded:
     """Bytes on one rank: masters and states that are in host memory, copies on the device that gathers read in the
-    place of such masters, and the largest unit in host memory."""
+    place of such masters, the largest unit in host memory if units come to the device, and what a step copies."""
 
     masters: int = 0
     states: int = 0
     copies: int = 0
     largest: int = 0
+    copied: int = 0
 
 
 def _offloaded(units: Sequence[UnitBytes], states: int, schedule: Schedule) -> _Offloaded:
@@ -221,16 +226,22 @@ def _offloaded(units: Sequence[UnitBytes], states: int, schedule: Schedule) -> _
     found = _Offloaded()
     for unit in units:
         read_at_each_use = schedule.stage == 3 and unit.name not in schedule.kept
-        masters, kept = unit.wide if read_at_each_use else unit.reduced, states * unit.reduced // trained
+        streams = read_at_each_use and not schedule.on_cpu
+        masters, kept = unit.wide if streams else unit.reduced, states * unit.reduced // trained
+        rows = unit.copies + unit.reduced - unit.wide  # in the dtypes that they are gathered in
         if masters + kept <= left:
             left -= masters + kept
             continue
-        copies = unit.copies if read_at_each_use else 0
+        copies = (rows if schedule.on_cpu else unit.copies) if read_at_each_use else 0
+        largest, copied = masters + kept, 2 * (masters + kept)
+        if schedule.on_cpu:  # gradients go down and new rows up
+            largest, copied = 0, unit.reduced + rows
         found = _Offloaded(
             found.masters + masters,
             found.states + kept,
             found.copies + copies,
-            max(found.largest, masters + kept),
+            max(found.largest, largest),
+            found.copied + copied,
         )
     return found
 
@@ -299,6 +310,7 @@ def simulate(
         backward_peak=base + run.backward_peak + beside + (_OFFLOAD_AHEAD * away.largest if schedule.early else 0),
         step_peak=between + max(to_step, staging) + optimizer.temporary + _OFFLOAD_BUFFERS * away.largest,
         host=away.masters + away.states,
+        copied=away.copied,
     )
     return memory, run.traffic()
 

@@ -243,6 +243,8 @@ def make_plan(
         notes.append(
             "At stage 3 the run gathers the weights of linear layers as autocast's cast; here they count whole."
         )
+    if config.offload_update == "cpu":
+        notes.append("What the CPU needs for the optimizer's update is not in the seconds of a step.")
     if config.offload and machine.link is None:
         notes.append("The time in which offloaded masters and states are copied is not in the seconds of a step.")
     if config.memory_budget is not None:
@@ -258,7 +260,8 @@ def make_plan(
         defers = accumulate > 1 and (stage == 1 or config.defer_grad_sync)
         away = config.offload_budget if config.offload else None
         in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
-        schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers, away, in_backward)
+        on_cpu = config.offload_update == "cpu"
+        schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers, away, in_backward, on_cpu)
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         if away is not None and machine.memory is not None and memory.peak > machine.memory:
             schedule = dataclasses.replace(schedule, early=False)
@@ -316,13 +319,13 @@ def _seconds(
     update = followed = 0.0
     if machine.memory_bandwidth is not None:
         # it reads masters, states and gradients, and writes the first two; gathers read masters and write their rows
-        owned = 2 * (memory.masters + memory.states + memory.host) + sum(unit.reduced for unit in units)
+        owned = 2 * (memory.masters + memory.states) + memory.copied + sum(unit.reduced for unit in units)
         update = owned / machine.memory_bandwidth
         if memory.resident:
             followed = (memory.masters + memory.resident // world) / machine.memory_bandwidth
     if in_backward:
         return max(forward + max(back, update) + exposed, issued + stepped) + followed
-    copied = 2 * memory.host / machine.link if machine.link is not None else 0.0
+    copied = memory.copied / machine.link if machine.link is not None else 0.0
     return max(forward + back + exposed, issued) + max(update + followed, stepped, copied)
 
 

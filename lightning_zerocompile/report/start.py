@@ -68,7 +68,16 @@ def costs_of(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int = 
     gloo = runtime.device.type == "cpu"
     away = config.offload_budget if config.offload else None
     in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
-    schedule = Schedule(config.chosen_stage, kept_units, config.prefetch, gloo, defers, away, in_backward)
+    schedule = Schedule(
+        config.chosen_stage,
+        kept_units,
+        config.prefetch,
+        gloo,
+        defers,
+        away,
+        in_backward,
+        config.offload_update == "cpu",
+    )
     memory, traffic = simulate(engine.units, units, states, None, schedule, _buffers(engine))
     return Costs(tuple(units), memory, accumulated(traffic, memory.resident, accumulate, defers), tuple(unknown))
 

@@ -35,7 +35,8 @@ class Trained(models.Module):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.kind == "sgd":
             return torch.optim.SGD(self.parameters(), **MOMENTUM)
-        return torch.optim.AdamW(self.parameters(), lr=0.01, amsgrad=self.kind == "amsgrad")
+        fused, eps = True if self.kind == "fused" else None, 1e-3 if self.kind == "eps" else 1e-8
+        return torch.optim.AdamW(self.parameters(), lr=0.01, amsgrad=self.kind == "amsgrad", fused=fused, eps=eps)
 
 
 class Look(L.Callback):
@@ -116,11 +117,57 @@ def test_low_precision_clipping_and_accumulation(stage: int) -> None:
     """Masters in float32 of a model in bfloat16 are in host memory at every stage."""
     more = {"precision": "bf16-true", "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
     torch.manual_seed(0)
-    start = Trained()
+    start = Trained("fused" if stage == 3 else "adamw")  # fused kernels raise no versions
     plain, offloaded = copy.deepcopy(start), copy.deepcopy(start)
     theirs, ours = _fit(plain, stage, **more, **EAGER), _fit(offloaded, stage, **more, **EAGER, **OFFLOAD)
     assert _same(offloaded.state_dict(), plain.state_dict()) and _same(ours.states, theirs.states)
     assert len(ours.on_host) > 10
+
+
+CELLS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    ("fused", 1, EAGER, {"precision": "bf16-true", "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
+    ("fused", 3, AOT, {"precision": "bf16-true"}),
+    ("fused", 3, EAGER, {}),
+    ("sgd", 3, EAGER, {"precision": "bf16-true"}),
+]
+LONG: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [("fused", 2, AOT, {}), ("eps", 1, AOT, {})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "scope", "more"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.long) for cell in LONG)]
+)
+@on_ranks(2)
+def test_updates_on_the_cpu(kind: str, stage: int, scope: dict[str, Any], more: dict[str, Any]) -> None:
+    """Bit for bit a step of the fused kernel; gradients and new rows alone are copied, and masters never leave."""
+    torch.manual_seed(0)
+    start = Trained(kind)
+    plain, offloaded = copy.deepcopy(start), copy.deepcopy(start)
+    theirs = _fit(plain, stage, **more, **scope)
+    ours = _fit(offloaded, stage, **more, **scope, **OFFLOAD, offload_update="cpu")
+    assert models.deviation(plain, start) > 1e-3
+    if kind == "eps":  # not fused without offload
+        assert models.deviation(offloaded, plain) < 1e-6
+    else:
+        assert _same(offloaded.state_dict(), plain.state_dict()) and _same(ours.states, theirs.states)
+    stats, rows = ours.stats, sum(s.local.numel() for s in ours.on_host)
+    assert len(ours.on_host) > 10 and stats.offload_bytes >= 4 * rows * (2 if kind == "sgd" else 3)
+    gathered = 2 if "precision" in more else 4
+    assert stats.offload_out_bytes == 3 * 4 * rows and stats.offload_in_bytes == 3 * gathered * rows
+
+
+@on_ranks(2)
+def test_checkpoints_of_updates_on_the_cpu(tmp_path: Path) -> None:
+    """Saved with one way of offload, read with the other; a unit that stays on the device, and a default AdamW."""
+    torch.manual_seed(0)
+    whole, half, resumed = (Trained("fused") for _ in range(3))
+    half.load_state_dict(whole.state_dict())
+    resumed.load_state_dict(whole.state_dict())
+    path, more = str(tmp_path / "half.ckpt"), {**EAGER, **OFFLOAD}
+    models.fit_epochs(whole, ZeroCompileStrategy(stage=3, **EAGER), 2)
+    cpu = ZeroCompileStrategy(stage=3, **more, offload_update="cpu", offload_budget=13_000)
+    models.fit_epochs(half, cpu, 1, callbacks=[_SaveAtEnd(path)])
+    models.fit_epochs(resumed, ZeroCompileStrategy(stage=3, **more), 2, path)
+    assert cpu.stats.offload_bytes > 0 and _same(resumed.state_dict(), whole.state_dict())
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -131,7 +178,7 @@ def test_what_is_where_between_steps(stage: int) -> None:
     model = models.ByteModel(width=16).to(torch.bfloat16)
     with engines.engine(model, stage, compile=False, **OFFLOAD) as made:
         runtime = made.runtime
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)  # its kernels raise no versions
         made.attach_optimizers([optimizer])
         for number in range(2):
             with made.training_step():
@@ -148,6 +195,13 @@ def test_what_is_where_between_steps(stage: int) -> None:
             for kept in states:
                 assert kept._local_tensor.untyped_storage().data_ptr() == s.local.untyped_storage().data_ptr()
                 assert models.device() == "cpu" or kept._local_tensor.is_pinned()
+        if stage == 3:  # gathers read the copies on the device, which the update has renewed, and not host memory
+            (units,) = made.steps._offload._slabs.values()
+            shown = [(slot.sharded, slot.shown) for slab in units.values() for slot in slab.slots.values()]
+            assert len(shown) == len(held) and all(torch.equal(s.local.to(torch.bfloat16), kept) for s, kept in shown)
+            shown[0][1].zero_()
+            with made.full_parameters(model, False) as values:
+                assert not values[shown[0][0].name].any()
         total = sum(3 * s.local.nbytes for s in held)
         assert total <= made.runtime.stats().offload_bytes < total + 512 * 3 * len(held)
         if models.rank() == 0:  # it has the most rows

@@ -1,0 +1,150 @@
+"""What an offload keeps in host memory: a slab for each unit of an optimizer, and a slot in it for each master."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_zerocompile.sharding.parameter import ShardedParameter
+
+_ALIGNED = 512  # bytes, as torch's allocators align
+MASTER = ""  # the master among the tensors of a slot, beside the names of its states
+
+
+@dataclass(eq=False)
+class Slot:
+    """What a slab holds of one master.
+
+    Attributes:
+        sharded: the parameter.
+        offsets: of each tensor in the slab, in bytes, by the state's name; the master's is ``""``, if it is there.
+        dtypes: of each of these tensors.
+        states: the DTensor over each state's place in host memory.
+        read_at_each_use: whether gathers read the rows at each use, and not once after the update.
+        shown: what gathers read at each use, [<=rows, ...] in the model's dtype; ``None``: they read the rows of the
+            update itself, once, or the master is not in the slab.
+        empty: stands for the rows on the device between steps, if ``shown`` is ``None``: their sizes, one element.
+    """
+
+    sharded: ShardedParameter
+    offsets: dict[str, int] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+    read_at_each_use: bool = False
+    shown: Tensor | None = None
+    empty: Tensor | None = None
+
+    def places(self, slab: Tensor) -> dict[str, Tensor]:
+        """The tensors in ``slab``, [bytes] on any device. Each has a version of its own, as separate tensors have."""
+        rows, start, found = self.sharded.local, slab.storage_offset(), {}
+        for name, dtype in self.dtypes.items():
+            place = torch.empty(0, dtype=dtype, device=slab.device)
+            first = (start + self.offsets[name]) // dtype.itemsize
+            found[name] = place.set_(slab.untyped_storage(), first, rows.shape, rows.stride())
+        return found
+
+
+@dataclass(eq=False)
+class Slab:
+    """One optimizer's part of one unit in host memory.
+
+    Attributes:
+        unit: its number.
+        slots: by master.
+        nbytes: of this rank's slab.
+        most: of the largest rank's.
+        memory: [nbytes] bytes in host memory, once it is allocated.
+    """
+
+    unit: int
+    slots: dict[Tensor, Slot] = field(default_factory=dict)
+    nbytes: int = 0
+    most: int = 0
+    memory: Tensor | None = None
+
+    def add(self, master: Tensor, slot: Slot, dtypes: Mapping[str, torch.dtype]) -> None:
+        share = -(-master.shape[0] // ranks_of(master)) * math.prod(master.shape[1:])
+        for name, dtype in dtypes.items():
+            slot.dtypes[name], slot.offsets[name] = dtype, self.nbytes
+            self.nbytes += aligned(slot.sharded.local.numel() * dtype.itemsize)
+            self.most += aligned(share * dtype.itemsize)
+        self.slots[master] = slot
+
+    def versions(self) -> list[int]:
+        """These change when somebody writes to what the slab holds, by a DTensor or by its rows."""
+        found = []
+        for master, slot in self.slots.items():
+            for kept in (*slot.states.values(), *([master] if MASTER in slot.offsets else [])):
+                found += [kept._version, local_of(kept)._version]
+        return found
+
+
+@dataclass
+class Staged:
+    """What an optimizer updates in the place of an offloaded master: its rows and its states, where the update runs.
+
+    Attributes:
+        value: [<=rows, ...].
+        states: by name.
+        kept: the DTensors over host memory that stand for ``states`` in the optimizer.
+        version: of ``value`` before the update.
+        gradient: the rows' in host memory, where the CPU updates.
+        on_host: whether it does.
+        written: whether the update has a gradient for ``value``, so that it writes it.
+    """
+
+    value: Tensor
+    states: dict[str, Tensor]
+    kept: dict[str, Tensor]
+    slot: Slot
+    version: int
+    gradient: Tensor | None = None
+    on_host: bool = False
+    written: bool = False
+
+    def take_gradient(self) -> None:
+        """Called when ``value`` has the gradient on the device: gives it the one that is where it is."""
+        if self.on_host:
+            self.value.grad = self.gradient
+        self.written = self.value.grad is not None
+
+    def has_changed(self) -> bool:
+        """Whether the update has written ``value``. Fused kernels raise no version."""
+        return self.written or self.value._version != self.version
+
+    def states_of(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The states where the update runs in the place of those of ``entry`` that are not there."""
+        found = {name: self.states[name] for name, kept in self.kept.items() if entry.get(name) is kept}
+        if self.on_host:  # counters
+            found |= {name: v.cpu() for name, v in entry.items() if isinstance(v, Tensor) and v.dim() == 0}
+        return found
+
+    def taken(self, new: Mapping[str, Any]) -> dict[str, Any]:
+        """The states after an update, as the optimizer keeps them: new ones are copied to their places."""
+        result = dict(new)
+        for name, place in self.states.items():
+            value = new.get(name)
+            if value is None or value.dtype != place.dtype or value.shape != place.shape:
+                continue  # what the trial did not show stays on the device
+            if value is not place:
+                place.copy_(value)
+            result[name] = self.kept[name]
+        return result
+
+
+def ranks_of(master: Tensor) -> int:
+    return master.device_mesh.size() if isinstance(master, DTensor) else 1
+
+
+def aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def local_of(value: Tensor) -> Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value
