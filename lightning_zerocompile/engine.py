@@ -109,7 +109,9 @@ class Engine:
         self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
         self.runtime = Runtime(self._groups, device, config)
         self.budget, self.gather_watch = MemoryBudget(self.runtime), GatherWatch(self.runtime)
-        self.steps = OptimizerSteps(self.runtime, self.reduce_pending, self.budget.optimizer_stepped)
+        self.steps = OptimizerSteps(
+            self.runtime, self.reduce_pending, self.check_reducible, self.budget.optimizer_stepped
+        )
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype, islands)
             buffers.move(model.modules(), device)
@@ -334,6 +336,13 @@ class Engine:
         Raises:
             RuntimeError: a window or ``full_parameters`` is open, or the last backward raised.
         """
+        self.check_reducible(action)
+        self.runtime.meet_others(action)
+        if self.runtime.core.pending():
+            self.runtime.core.flush()
+
+    def check_reducible(self, action: str) -> None:
+        """Raises RuntimeError if a window or ``full_parameters`` is open."""
         if self.windows.is_open:
             raise RuntimeError(
                 f"{action} inside `coalesce_grad_reduction`: the gradients are not reduced yet. Do it after the "
@@ -345,9 +354,6 @@ class Engine:
                 f"{action} inside `full_parameters`, which holds `{lent}`: what it updates would not be what the "
                 "values show. Do it after it has been left."
             )
-        self.runtime.meet_others(action)
-        if self.runtime.core.pending():
-            self.runtime.core.flush()
 
     # ---- optimizers ----
 
@@ -364,9 +370,9 @@ class Engine:
             names: dict[Tensor, str] = {sharded.master: sharded.name for sharded in self.runtime.sharded_parameters}
             check_equal_optimizers(optimizers, names, self.runtime.messages)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], runs_backward: bool = False, **kwargs: Any) -> Any:
         """See :meth:`OptimizerSteps.step`."""
-        return self.steps.step(optimizer, closure, **kwargs)
+        return self.steps.step(optimizer, closure, runs_backward, **kwargs)
 
     # ---- values ----
 

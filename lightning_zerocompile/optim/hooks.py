@@ -46,15 +46,23 @@ class OptimizerSteps:
     Args:
         runtime: holds the model's parameters.
         reduce_pending: reduces what waits for its reduction, before the action that its argument names, or raises.
+        check_reducible: raises where that would raise before it reduces anything.
         stepped: called after each step.
 
     Attributes:
         count: of the steps that have succeeded; one that has raised and had updated something is half a step.
     """
 
-    def __init__(self, runtime: Runtime, reduce_pending: Callable[[str], None], stepped: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        reduce_pending: Callable[[str], None],
+        check_reducible: Callable[[str], None],
+        stepped: Callable[[], None],
+    ) -> None:
         self._runtime, self._config = runtime, runtime.config
-        self._reduce_pending, self._stepped = reduce_pending, stepped
+        self._reduce_pending, self._check_reducible, self._stepped = reduce_pending, check_reducible, stepped
+        self._backward_to_come: list[Optimizer] = []  # those whose `step` runs one in its closure
         self._offload = Offload(runtime)
         self._stepper = UnitStepper(
             runtime.units_in_order,
@@ -188,8 +196,11 @@ class OptimizerSteps:
 
     # ---- a step ----
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """``optimizer.step(closure)``; optimizers of known kind update unit by unit, see [Note: step by unit]."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], runs_backward: bool = False, **kwargs: Any) -> Any:
+        """``optimizer.step(closure)``; optimizers of known kind update unit by unit, see [Note: step by unit].
+
+        ``runs_backward``: the closure is sure to run the step's last backward, with which an accumulation is reduced.
+        """
 
         def settled() -> Any:
             result = closure()
@@ -204,6 +215,8 @@ class OptimizerSteps:
 
         by_unit = steps_by_unit(optimizer, self._config.full_param_optimizers)
         self._through_lightning.append(optimizer)
+        to_come = self._backward_to_come
+        self._backward_to_come = [*to_come, optimizer] if runs_backward else to_come
         try:
             with (
                 self._stepper.around(optimizer, settled, done)
@@ -213,6 +226,7 @@ class OptimizerSteps:
                 return optimizer.step(closure=run, **kwargs)
         finally:
             self._through_lightning.pop()
+            self._backward_to_come = to_come
 
     def backward_begins(self) -> None:
         """Called when the last backward before a step begins."""
@@ -273,7 +287,11 @@ class OptimizerSteps:
         if not (through_lightning and steps_by_unit(optimizer, self._config.full_param_optimizers)):  # the plan asks
             for parameter in masters_of(optimizer):
                 index_of(master_of(parameter))
-        self.before(optimizer)
+        if optimizer in self._backward_to_come:
+            self._runtime.core.finish_backward()
+            self._check_reducible(f"{type(optimizer).__name__}.step()")
+        else:
+            self.before(optimizer)
         step_state = self._runtime.step_state
         before = step_state.in_step, self._by_unit
         step_state.in_step, self._by_unit = False, False

@@ -75,12 +75,15 @@ class StepsThroughEngine(Precision):
     ) -> Any:
         if self.scaler is not None and self.scaler.is_enabled():
             return self._scaled_step(self.scaler, optimizer, model, closure, **kwargs)
-        return self._step(optimizer, partial(self._wrap_closure, model, optimizer, closure), **kwargs)
+        wrapped = partial(self._wrap_closure, model, optimizer, closure)
+        return self._step(optimizer, wrapped, model.automatic_optimization, **kwargs)
 
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def _step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], runs_backward: bool = False, **kwargs: Any
+    ) -> Any:
         if self.engine is None:
             return optimizer.step(closure=closure, **kwargs)
-        return self.engine.step(optimizer, closure, **kwargs)
+        return self.engine.step(optimizer, closure, runs_backward, **kwargs)
 
     def _scaled_step(
         self,
