@@ -209,6 +209,44 @@ def test_several_optimizers_in_manual_optimization() -> None:
         assert torch.equal(value, other), key
 
 
+class _Windows(models.Module):
+    """Two backwards in a window, then the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.seen: list[tuple[int, bool]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        masters = list(self.parameters())
+        before = [p.detach().clone() for p in masters]
+        with self.trainer.strategy.coalesce_grad_reduction():  # type: ignore[attr-defined]
+            for chunk in batch.chunk(2):
+                self.manual_backward(self.loss(chunk))
+        left = sum(p.grad is not None for p in masters)
+        self.seen.append((left, any(not torch.equal(a, p.detach()) for a, p in zip(before, masters, strict=True))))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_window_of_the_strategy() -> None:
+    """Where it closes all gradients are gone, and the parameters are written; without the option nothing has moved."""
+    trained = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        module = _Windows()
+        strategy = ZeroCompileStrategy(stage=3, compile=False, optimizer_in_backward=in_backward)
+        models.make_trainer(strategy, max_steps=3).fit(module, models.Batches(models.rank()))
+        trained.append(module)
+    plain, module = trained
+    assert all(left > 0 and not moved for left, moved in plain.seen)
+    assert module.seen == [(0, True)] * 3
+    for (key, value), other in zip(plain.state_dict().items(), module.state_dict().values(), strict=True):
+        assert torch.equal(value, other), key
+
+
 class _Untoggled(_Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         x = batch[:, :4].float() / models.VOCABULARY
