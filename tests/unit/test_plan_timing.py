@@ -179,6 +179,12 @@ def test_seconds_are_of_the_slower_of_host_and_device() -> None:
     host = plan.stages[0].memory.host
     assert host == 12 * plan.parameters
     assert seconds(flops=1e6, link=1e3) - seconds(flops=1e6) == pytest.approx(2 * host / 1e3)
+    options["config"] = Config(compile=False, offload="optimizer", offload_update="cpu", param_dtype=torch.bfloat16)
+    memory = make_plan(Model(), torch.randn(32, 8), **options).stages[0].memory
+    assert memory.host == host and memory.copied == (4 + 2) * plan.parameters  # gradients down, rows up
+    assert memory.masters == plan.stages[0].memory.masters == 2 * plan.parameters  # what gathers read
+    buffers = plan.stages[0].memory.step_peak - memory.step_peak
+    assert buffers == 3 * 12 * max(sum(p.numel() for p in block.parameters()) for block in Model().blocks)
 
 
 def test_a_plan_takes_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
