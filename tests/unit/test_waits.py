@@ -29,6 +29,15 @@ def test_who_waits_for_each_other() -> None:
     assert _found({0: chain[0], 1: chain[1]}, 3) == set()
 
 
+def test_collectives_of_some_ranks() -> None:
+    """Ranks 0 and 1, 2 and 3 gather on their own, so those of one pair do not wait for the other pair's gathers."""
+    gate = Wait("gate", 2, "a gate", (), {"gather": 3, "gate": 2}, among=(0, 1))
+    gather = Wait("gather", 9, "a gather", (), {"gather": 9, "gate": 1}, among=(2, 3))
+    assert _found({0: gate, 2: gather}, 4) == set()  # ranks 1 and 3 compute
+    late = Wait("gather", 4, "a gather", (), {"gather": 4, "gate": 1}, among=(0, 1))
+    assert _found({0: Wait("message", 0, "a message", [1], {"gather": 3}), 1: late}, 4) == {0, 1}
+
+
 def test_collectives_of_others() -> None:
     """What they wait for is not known: they count where nobody may go on, and somebody stands in ours."""
     direct, gather = _wait(DIRECT, 1, gather=4), _wait("gather", 5, gather=5)
