@@ -222,7 +222,7 @@ void Gathers::move(RowsByDtype& calls, Lane::Launch& launch) {
     counts_.gathers += 1;
     if (peers_ != nullptr && peers_->holds(call)) {
       counts_.peer_gathers += 1;
-      peers_->all_gather(call);
+      peers_->all_gather(call, units.front());
       continue;
     }
     fill_rows(call);

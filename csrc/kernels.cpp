@@ -14,7 +14,7 @@ namespace zerocompile {
 
 namespace {
 
-constexpr int64_t kThreads = 256, kPerBlock = kThreads * 8 * 2;  // as in kernels.cu
+constexpr int64_t kThreads = Kernels::kRanks, kPerBlock = kThreads * 8 * 2;  // as in kernels.cu
 constexpr size_t kMost = 32;
 constexpr uintptr_t kAlignment = 16;
 
@@ -35,6 +35,14 @@ struct SumArguments {
   void* to[kMost];
   bool adds[kMost];
   const void* received[Kernels::kPeers];
+};
+
+struct BarrierArguments {
+  void* pads;
+  int64_t* words;
+  int64_t number, unit;
+  uint64_t timeout;
+  int rank, world;
 };
 
 template <typename Function>
@@ -91,12 +99,17 @@ Kernels::Kernels(const std::string& code, c10::Device device)
   const auto get = in_driver<GetFunction>(driver, "cuModuleGetFunction");
   check(driver, get(&cast_, module, "zerocompile_cast"), "finding the kernel of casts");
   check(driver, get(&sum_, module, "zerocompile_sum"), "finding the kernel of sums");
+  check(driver, get(&barrier_, module, "zerocompile_barrier"), "finding the kernel of barriers");
   // The driver loads a kernel when it is first launched, and may wait for the device then: so now, with no elements.
   CastArguments no_casts{};
   SumArguments no_sums{};
   no_casts.count = no_sums.count = 1;
+  const auto words = at::zeros({4}, at::TensorOptions(at::kLong).pinned_memory(true));
+  BarrierArguments alone{nullptr, words.mutable_data_ptr<int64_t>(), 0, 0, 0, 0, /*world=*/1};
   launch(cast_, 1, &no_casts);
   launch(sum_, 1, &no_sums);
+  launch(barrier_, 1, &alone);
+  c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());  // it writes to `words`
 }
 
 bool Kernels::takes(const Cast& cast) {
@@ -119,6 +132,14 @@ void Kernels::launch(void* function, int64_t blocks, void* argument) const {
         launch(function, static_cast<unsigned>(blocks), 1, 1, kThreads, 1, 1, 0, stream.native_handle(), arguments,
                nullptr),
         "launching a kernel");
+}
+
+void Kernels::barrier(const Barrier& barrier) const {
+  TORCH_CHECK(barrier.world <= kRanks, text("zerocompile: a kernel lets at most ", kRanks, " ranks meet"));
+  BarrierArguments arguments{barrier.pads, barrier.words.mutable_data_ptr<int64_t>(), barrier.number, barrier.unit,
+                             static_cast<uint64_t>(barrier.timeout_ms) * 1'000'000, static_cast<int>(barrier.rank),
+                             static_cast<int>(barrier.world)};
+  launch(barrier_, 1, &arguments);
 }
 
 void Kernels::cast(const std::vector<Cast>& casts) const {

@@ -1,5 +1,5 @@
-// The device's half of kernels.h: two passes over memory that torch would make in three and four. bfloat16 is its bits,
-// so no header is needed and the code runs on every GPU that torch does. kernels.ptx is made of this file by
+// The device's half of kernels.h: two passes over memory that torch would make in three and four, and a barrier that
+// the host can end. bfloat16 is its bits, so no header is needed and the code runs on every GPU that torch does. kernels.ptx is made of this file by
 //     nvcc -ptx -arch=compute_70 -o kernels.ptx kernels.cu
 // or NVRTC with the same target (CUDA 11.8: older drivers read it, newer ones too), and begins with this file's SHA-256.
 
@@ -127,4 +127,67 @@ extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_sum(const __g
       out[half] = mean;
     }
   }
+}
+
+// See [Note: device barriers] in peers.h. The words are in the host's memory.
+struct Barrier {
+  unsigned* const* pads;  // [world], each of [world] words in the memory of that rank's device
+  volatile long long* words;
+  long long number, unit;
+  unsigned long long timeout;  // nanoseconds
+  int rank, world;
+};
+
+namespace {
+
+constexpr int kEnded = 0, kEntered = 1, kPassed = 2, kUnit = 3;  // as in kernels.cpp
+constexpr unsigned kSpins = 256;                                 // between looks at the host's memory, which is far
+
+__device__ unsigned long long now() {
+  unsigned long long time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+// What was written before on this device is seen by whoever takes the signal.
+__device__ unsigned give(unsigned* word) {
+  unsigned found;
+  asm volatile("atom.release.sys.cas.b32 %0, [%1], 0, 1;" : "=r"(found) : "l"(word) : "memory");
+  return found;
+}
+
+__device__ unsigned take(unsigned* word) {
+  unsigned found;
+  asm volatile("atom.acquire.sys.cas.b32 %0, [%1], 1, 0;" : "=r"(found) : "l"(word) : "memory");
+  return found;
+}
+
+// Whether the wait goes on: not if the host has ended it. A host that does not end it in time does not run any more.
+__device__ bool waits_on(const Barrier& barrier, unsigned spins, unsigned long long start) {
+  if (spins % kSpins != 0) return true;
+  if (now() - start > barrier.timeout) asm volatile("trap;");
+  return barrier.words[kEnded] == 0;
+}
+
+}  // namespace
+
+// Thread k signals to rank k, and waits for its signal.
+extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_barrier(const __grid_constant__ Barrier barrier) {
+  const int peer = threadIdx.x;
+  if (peer == 0) {
+    barrier.words[kUnit] = barrier.unit;
+    __threadfence_system();
+    barrier.words[kEntered] = barrier.number;
+  }
+  bool met = true;
+  if (peer < barrier.world && peer != barrier.rank) {
+    const unsigned long long start = now();
+    for (unsigned spins = 1; met && give(barrier.pads[peer] + barrier.rank) != 0; ++spins) {
+      met = waits_on(barrier, spins, start);
+    }
+    for (unsigned spins = 1; met && take(barrier.pads[barrier.rank] + peer) != 1; ++spins) {
+      met = waits_on(barrier, spins, start);
+    }
+  }
+  if (__syncthreads_and(met) && peer == 0) barrier.words[kPassed] = barrier.number;
 }

@@ -23,6 +23,13 @@ class Kernels {
     int64_t place;
     bool adds;  // to what is there
   };
+  // See [Note: device barriers].
+  struct Barrier {
+    void* pads;        // on the device: [world] pointers
+    at::Tensor words;  // [4] int64, pinned
+    int64_t number, unit;
+    int64_t timeout_ms, rank, world;
+  };
 
   // `code`: the text of kernels.ptx. Raises where there is no CUDA driver, or one that cannot read it.
   Kernels(const std::string& code, c10::Device device);
@@ -36,7 +43,10 @@ class Kernels {
   // to = (own + all received) / divisor; `received`: [elements] bfloat16, from one peer each.
   void sum(const std::vector<Sum>& sums, const std::vector<at::Tensor>& received, double divisor) const;
 
-  static constexpr int64_t kPeers = 15;  // the most that a sum can take
+  void barrier(const Barrier& barrier) const;
+
+  static constexpr int64_t kPeers = 15;   // the most that a sum can take
+  static constexpr int64_t kRanks = 256;  // the most that a barrier can take
 
  private:
   void launch(void* function, int64_t blocks, void* argument) const;
@@ -53,7 +63,7 @@ class Kernels {
   c10::Device device_;
   std::unique_ptr<void, CloseDriver> driver_;   // closed after the module, also where the constructor raises
   std::unique_ptr<void, UnloadModule> module_;
-  void *cast_ = nullptr, *sum_ = nullptr;  // of the module
+  void *cast_ = nullptr, *sum_ = nullptr, *barrier_ = nullptr;  // of the module
 };
 
 }  // namespace zerocompile

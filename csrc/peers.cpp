@@ -39,9 +39,10 @@ class Copies {
 
 }  // namespace
 
-PeerMemory::PeerMemory(at::Tensor buffer, const std::string& group, std::shared_ptr<Kernels> kernels,
+PeerMemory::PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group, std::shared_ptr<Kernels> kernels,
                        int64_t timeout_ms)
     : buffer_(std::move(buffer)),
+      words_(std::move(words)),
       memory_(c10d::symmetric_memory::rendezvous(buffer_, group)),
       kernels_(std::move(kernels)),
       rank_(memory_->get_rank()),
@@ -50,7 +51,10 @@ PeerMemory::PeerMemory(at::Tensor buffer, const std::string& group, std::shared_
       half_bytes_(buffer_.numel() / 2 / kAlignment * kAlignment) {
   TORCH_CHECK(buffer_.scalar_type() == at::kByte && buffer_.dim() == 1,
               text("zerocompile: a buffer of peers is flat and of bytes, got sizes ", buffer_.sizes()));
+  TORCH_CHECK(words_.scalar_type() == at::kLong && words_.numel() == 4 && words_.is_contiguous() && words_.is_pinned(),
+              text("zerocompile: the words of barriers are 4 of int64 in pinned memory, got sizes ", words_.sizes()));
   TORCH_CHECK(world_ > 1, "zerocompile: a buffer of peers is for two ranks or more");
+  TORCH_CHECK(kernels_ != nullptr, "zerocompile: peers meet by a kernel, and there are none");
 }
 
 int64_t PeerMemory::slot_bytes() const { return half_bytes_ / (world_ - 1) / kAlignment * kAlignment; }
@@ -82,7 +86,11 @@ int64_t PeerMemory::next_half(at::ScalarType dtype) {
   return turn_++ % 2 * (half_bytes_ / static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
-void PeerMemory::all_gather(const std::vector<Rows>& parameters) {
+void PeerMemory::barrier(int64_t unit) {
+  kernels_->barrier({memory_->get_signal_pad_ptrs_dev(), words_, ++barriers_, unit, timeout_ms_, rank_, world_});
+}
+
+void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
   const auto dtype = parameters.front().rows.scalar_type();
   const auto& buffers = flat(dtype);
   int64_t start = next_half(dtype);
@@ -94,7 +102,7 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters) {
     start += aligned(p.rows.numel(), dtype);
   }
   stage(parameters, staged);
-  memory_->barrier(0, timeout_ms_);
+  barrier(unit);
   Copies copies;
   for (int64_t step = 1; step < world_; ++step) {
     const auto peer = (rank_ + step) % world_;  // each rank reads from another one at a time
@@ -129,7 +137,7 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
       padded.push_back(p);
       padded_targets.push_back(staged[i]);
       padded_rows.push_back(p.rows);
-    } else if (kernels_ != nullptr && Kernels::takes(cast)) {
+    } else if (Kernels::takes(cast)) {
       casts.push_back(std::move(cast));
     } else {
       targets.insert(targets.end(), {p.own, staged[i]});
@@ -142,8 +150,7 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
   if (!casts.empty()) kernels_->cast(casts);
 }
 
-void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double divisor) {
-  TORCH_CHECK(kernels_ != nullptr, "zerocompile: peers sum with kernels, and there are none");
+void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit) {
   const auto& buffers = flat(at::kBFloat16);
   const auto half = next_half(at::kBFloat16), slot = slot_bytes() / static_cast<int64_t>(sizeof(at::BFloat16));
   std::vector<int64_t> places;
@@ -163,7 +170,7 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
     }
   }
   copies.finish();
-  memory_->barrier(0, timeout_ms_);
+  barrier(unit);
   std::vector<at::Tensor> received;
   for (int64_t step = 1; step < world_; ++step) {
     received.push_back(view_of(buffers[rank_], {slot}, half + (step - 1) * slot));

@@ -24,10 +24,23 @@ namespace zerocompile {
 // arrives at that barrier only after it has read all that it needed from the half. What is larger than a half (an
 // embedding, a head) goes through the process group: in several rounds it would wait for each of its barriers, and
 // measured that is slower.
+//
+// [Note: device barriers] The barrier is a kernel, of which no process group knows. Each rank has a pad of one word for
+// each rank, which all have mapped. Rank r signals to rank k by its word in k's pad, and waits for k's word in its own.
+// What has ended a process group must end the wait, too, while the driver may be in no state to do anything: a copy to
+// pageable memory that waits on the device holds one of its locks. So the kernel looks at words in the host's memory,
+// which the host writes and reads without the driver:
+//   0: not 0: go on without the others; what the barrier was to protect is not valid
+//   1, 2: the number of the last barrier that was entered, and of the last that was passed
+//   3: the unit of that which was entered
+// The host ends a wait that lasts for longer than `timeout`, and says which unit it was
+// (lightning_zerocompile/runtime/peer_memory.py). The kernel itself traps only if the host does not do so.
 class PeerMemory {
  public:
-  // `buffer`: [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory). `kernels` may be null.
-  PeerMemory(at::Tensor buffer, const std::string& group, std::shared_ptr<Kernels> kernels, int64_t timeout_ms);
+  // `buffer`: [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory). `words`: [4] int64,
+  // pinned, zeros. `timeout_ms`: the kernel's.
+  PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group, std::shared_ptr<Kernels> kernels,
+             int64_t timeout_ms);
 
   // One parameter's gather.
   struct Rows {
@@ -45,22 +58,24 @@ class PeerMemory {
   bool holds(const std::vector<Rows>& parameters) const;
   bool holds(const std::vector<Gradient>& gradients) const;
 
-  // Casts the masters' rows and gathers them, on the current stream. `parameters` are all of one dtype.
-  void all_gather(const std::vector<Rows>& parameters);
+  // Casts the masters' rows and gathers them, on the current stream. `parameters` are all of one dtype. `unit`: of the
+  // first of them.
+  void all_gather(const std::vector<Rows>& parameters, int64_t unit);
 
-  // Sums over the ranks and divides, on the current stream. It needs kernels.
-  void reduce_scatter(const std::vector<Gradient>& gradients, double divisor);
+  // Sums over the ranks and divides, on the current stream. `unit`: of the first.
+  void reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit);
 
  private:
   const std::vector<at::Tensor>& flat(at::ScalarType dtype);  // by rank, [elements of both halves]
   int64_t next_half(at::ScalarType dtype);                    // where it begins
   int64_t slot_bytes() const;                                 // of a half: what one peer sends
+  void barrier(int64_t unit);
   void stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged);
 
-  at::Tensor buffer_;
+  at::Tensor buffer_, words_;
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> memory_;
   std::shared_ptr<Kernels> kernels_;
-  int64_t rank_, world_, timeout_ms_, half_bytes_, turn_ = 0;
+  int64_t rank_, world_, timeout_ms_, half_bytes_, turn_ = 0, barriers_ = 0;
   std::map<at::ScalarType, std::vector<at::Tensor>> flat_;
 };
 

@@ -311,7 +311,7 @@ void Reductions::reduce_group(const std::vector<int64_t>& group, Reduction& redu
   const bool by_kernel = communicated == at::kBFloat16 && kept == at::kFloat && !gradients.empty() && fits;
   if (by_kernel && peers_ != nullptr && peers_->holds(gradients)) {
     counts_.peer_reductions += 1;
-    peers_->reduce_scatter(gradients, divisor_);
+    peers_->reduce_scatter(gradients, divisor_, record(group.front()).unit);
   } else {
     reduce_by_collective(launch, group, shards, gradients, partition, total, communicated);
   }

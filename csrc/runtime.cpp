@@ -100,10 +100,10 @@ int64_t Runtime::peer_bytes() const {
   return gathers_.peer_bytes();
 }
 
-void Runtime::set_peers(const Tensor& buffer, int64_t timeout_ms) {
+void Runtime::set_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
-  gathers_.set_peers(std::make_unique<PeerMemory>(buffer, group_name_, kernels_, timeout_ms));
+  gathers_.set_peers(std::make_unique<PeerMemory>(buffer, words, group_name_, kernels_, timeout_ms));
 }
 
 void Runtime::set_kernels(const std::string& code) {
@@ -111,17 +111,17 @@ void Runtime::set_kernels(const std::string& code) {
   kernels_ = std::make_shared<Kernels>(code, registry_.device());
 }
 
-// How much memory `set_summing_peers` needs for a half; 0: kernels cannot sum gradients.
+// How much memory `set_summing_peers` needs for a half; 0: no gradient can be summed there.
 int64_t Runtime::summing_peer_bytes() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return kernels_ == nullptr ? 0 : reductions_.peer_bytes();
+  return reductions_.peer_bytes();
 }
 
-void Runtime::set_summing_peers(const Tensor& buffer, int64_t timeout_ms) {
+void Runtime::set_summing_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
   reductions_.check_peers();
-  reductions_.set_peers(std::make_unique<PeerMemory>(buffer, group_name_, kernels_, timeout_ms));
+  reductions_.set_peers(std::make_unique<PeerMemory>(buffer, words, group_name_, kernels_, timeout_ms));
 }
 
 void Runtime::set_gradient_divisor(double divisor) {

@@ -79,10 +79,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                  std::function<std::string(std::string)> fail);
   void set_in_step(bool in_step);
   int64_t peer_bytes() const;
-  void set_peers(const Tensor& buffer, int64_t timeout_ms);
+  void set_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms);
   void set_kernels(const std::string& code);
   int64_t summing_peer_bytes() const;
-  void set_summing_peers(const Tensor& buffer, int64_t timeout_ms);
+  void set_summing_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms);
   void shutdown(bool wait);
   int64_t identity(int64_t parameter) const;
   Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input
@@ -174,7 +174,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   mutable std::recursive_mutex mutex_;
   std::string group_name_;            // of the shard group, for memory that its ranks map
-  std::shared_ptr<Kernels> kernels_;  // null: torch's do all
+  std::shared_ptr<Kernels> kernels_;  // null: no peers
   // Each uses only those before it.
   Registry registry_;
   Questions questions_;

@@ -2,10 +2,12 @@
 
 [Note: ended groups] On a device a collective that another rank never comes to blocks its stream, and then the host at
 the next look at a number. Nothing but an end of the communicator brings it back. So after ranks have come apart each of
-them ends all its groups of devices: Lightning's tear-down looks at numbers, and this rank's error must leave it. A
-group that has ended stays known to torch. Each later collective in it raises, on this rank, at once; a new one could
-not be made beside it in the same store. The store keeps why it has ended, for errors of later runs. On the CPU nothing
-is ended: there our own waits raise, see [Note: ranks that wait for each other].
+them ends all its groups of devices: Lightning's tear-down looks at numbers, and this rank's error must leave it.
+Barriers of mapped memory, of which no group knows, are ended first: the end of a communicator frees memory, and so
+waits for whatever looks at numbers. A group that has ended stays known to torch. Each later collective in it raises, on
+this rank, at once; a new one could not be made beside it in the same store. The store keeps why it has ended, for
+errors of later runs. On the CPU nothing is ended: there our own waits raise, see [Note: ranks that wait for each
+other].
 """
 
 from __future__ import annotations
@@ -20,29 +22,21 @@ import torch.distributed as dist
 _KEY = "zerocompile/ended"  # in the default store; the first rank that ends its groups says why
 _NONE = "zerocompile/none"
 _ENDS_WITHIN = 30.0  # seconds that the end of a group may take; NCCL waits for its own kernels
-_RELEASES = 10.0  # seconds for which barriers are released
-_RELEASES_FIRST = 3.0  # of them, before the groups are ended
-_PAUSE = 1e-3
 
 START_ANEW = "This run's process group has ended, so start the processes anew, from the last checkpoint (`ckpt_path=`)."
 
 
-def end_groups(reason: str, releases: Sequence[Callable[[], None]] = ()) -> None:
+def end_groups(reason: str, barriers: Sequence[Callable[[], None]] = ()) -> None:
     """Ends all process groups of this process that communicate on devices. It does not wait for other ranks.
 
     Args:
         reason: why, for the errors of later runs.
-        releases: let barriers on this rank's device go on that no process group knows of; called again and again, in
-            a thread, for some seconds.
+        barriers: each ends barriers on this rank's device that no process group knows of.
     """
+    for end in barriers:
+        end()
     with suppress(RuntimeError):  # a store whose host has died raises it
         dist.distributed_c10d._get_default_store().compare_set(_KEY, "", reason)
-    if releases:
-        release = threading.Thread(target=_release, args=(releases,), daemon=True, name="zerocompile-release")
-        release.start()
-        # The end of a communicator frees memory, and so waits for the device with the driver's lock held: nothing could
-        # be released then.
-        release.join(_RELEASES_FIRST)
     # all at once: one group's end may wait for the device, where another group's kernels wait
     threads = [
         threading.Thread(target=_abort, args=(group,), daemon=True, name="zerocompile-abort")
@@ -89,12 +83,3 @@ def refuse_ended_group() -> None:
 def _abort(group: dist.ProcessGroup) -> None:
     with suppress(RuntimeError):  # it has failed or ended before
         group.abort()
-
-
-def _release(releases: Sequence[Callable[[], None]]) -> None:
-    deadline = time.monotonic() + _RELEASES
-    with suppress(RuntimeError):  # the device has failed
-        while time.monotonic() < deadline:
-            for release in releases:
-                release()
-            time.sleep(_PAUSE)

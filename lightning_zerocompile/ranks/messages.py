@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -50,6 +50,16 @@ class CommunicationError(RuntimeError):
     explained = False
 
 
+class Barriers(Protocol):
+    """Barriers on this rank's device that no process group knows of."""
+
+    def standing(self) -> tuple[int, str] | None:
+        """The number of the barrier that the device is in, and what it is for; None: it is in none."""
+
+    def end(self) -> None:
+        """Lets the device go on without the other ranks. It does not need the driver."""
+
+
 class Messages:
     """Messages between all ranks.
 
@@ -64,8 +74,8 @@ class Messages:
         started: how many collectives of each stream this rank has started; see :class:`Wait`.
         position: how many collectives of the default process group this rank has started; -1: it is not known.
         ended: why this rank's process groups have ended, see [Note: ended groups]; None: they have not.
-        releases: see :func:`~lightning_zerocompile.ranks.abort.end_groups`.
         among: by stream, the ranks that its collectives are of, if these are not all.
+        barriers: of mapped memory, on this rank's device.
     """
 
     def __init__(self, device: str, name: str, timeout: timedelta) -> None:
@@ -80,7 +90,8 @@ class Messages:
         self._told = (-1, "")  # of the place where the main thread has stood
         self._ending = threading.Lock()
         self.ended: str | None = None
-        self.releases: list[Callable[[], None]] = []
+        self.barriers: list[Barriers] = []
+        self._stands_in: dict[int, tuple[int, float]] = {}  # barrier's number, and since when, by place in `barriers`
         self._has_left = False
         self._turn = 0
         self._counts: Counter[str] = Counter()
@@ -104,7 +115,6 @@ class Messages:
 
     def close(self) -> None:
         """This rank takes part no longer; frees what :meth:`watch` has opened."""
-        self.releases.clear()  # they hold mapped memory
         if self._liveness is not None:
             self._liveness.close()
 
@@ -216,9 +226,10 @@ class Messages:
             return
         left = {rank: reason for rank, reason in liveness.left().items() if rank != self._mine}
         self._looks_without = self._looks_without + 1 if left else 0
+        device = self._device_stands()
         if self._still.looks < _STILL:
             return
-        stands = self.position(), self._still.where + self.where()
+        stands = self.position(), self._still.where + self.where() + (f", its device in {device}" if device else "")
         if stands != self._told:
             self._told = stands
             self._in_a_thread(lambda: self.tell(_STANDS, json.dumps(stands)))
@@ -226,6 +237,24 @@ class Messages:
             rank = min(left)
             reason = f"zerocompile: rank {self._mine} waits for rank {rank}, {HAS_LEFT} {left[rank]}"
             self._in_a_thread(lambda: self.end(reason))
+
+    def _device_stands(self) -> str:
+        """The barrier that this rank's device stands in; "": none. Ends one in which it stands for too long."""
+        now, found = time.monotonic(), ""
+        for place, barriers in enumerate(self.barriers):
+            standing = barriers.standing()
+            if standing is None:
+                continue
+            number, found = standing
+            before, since = self._stands_in.get(place, (-1, now))
+            self._stands_in[place] = number, since if before == number else now
+            if before == number and now - since >= self._timeout.total_seconds():
+                reason = (
+                    f"zerocompile: rank {self._mine}'s device has waited for {self._timeout} in {found}{self.where()}. "
+                    "Another rank has died, hangs, or does not run the same step."
+                )
+                self._in_a_thread(lambda reason=reason: self.end(reason))  # type: ignore[misc]
+        return found
 
     @staticmethod
     def _in_a_thread(action: Callable[[], None]) -> None:
@@ -252,7 +281,7 @@ class Messages:
             if self.ended is not None:
                 return
             self.ended = f"{reason}\n{START_ANEW}"
-        end_groups(reason, list(self.releases))
+        end_groups(reason, [barriers.end for barriers in self.barriers])
 
     def raise_if_ended(self) -> None:
         """Called before and after what communicates.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -15,47 +17,48 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zerocompile.ranks.messages import Messages
 
+_log = logging.getLogger(__name__)
+_ENDED, _ENTERED, _PASSED, _UNIT = range(4)  # as in csrc/kernels.cu
+BARRIER_GRACE = timedelta(minutes=1)  # a barrier's kernel gives up so long after the host should have ended it
 _SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable: lets ranks share a device, for tests
 
 
-class BarrierRelease:
-    """Lets what waits in barriers of mapped memory on this rank's device go on without the other ranks.
-
-    Such a barrier is a kernel of torch, of which no process group knows. Each rank has a pad of one word a rank, which
-    all have mapped. Rank r waits until word r of each other rank's pad is 0, sets it to 1, then waits until the words
-    of its own pad are 1, and sets them to 0. (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemory.cu; ours are on
-    channel 0.)
+class DeviceBarriers:
+    """The barriers of one mapped buffer as the host sees them: see [Note: device barriers] in csrc/peers.h.
 
     Args:
-        buffer: from :func:`map_buffer`.
-        mesh: of its ranks.
+        kind: what meets there, "gather" or "reduction".
+        units: their names, by number.
+
+    Attributes:
+        words: [4] int64, pinned, which the device and the host share. Nothing of the driver's is needed to read or to
+            write them.
     """
 
-    def __init__(self, buffer: Tensor, mesh: DeviceMesh) -> None:
-        memory = _rendezvous(buffer, mesh.get_group())
-        self._memory, self._rank, world = memory, memory.rank, memory.world_size  # the pads do not hold the memory
-        self._pads = [memory.get_signal_pad(rank, [world], torch.uint32) for rank in range(world)]
-        # Both are made here: later a device that waits could hold up whatever makes them. A stream of another priority
-        # shares no queue of the device with the streams that wait.
-        self._stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call, unused-ignore]
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-        self._done.record(self._stream)  # type: ignore[no-untyped-call, unused-ignore]
+    def __init__(self, kind: str, units: Sequence[str]) -> None:
+        self.words = torch.zeros(4, dtype=torch.int64, pin_memory=True)
+        self._kind, self._units = kind, units
 
-    def __call__(self) -> None:
-        """Releases one barrier, if the device is in one. What it was to protect is not valid.
+    def end(self) -> None:
+        """Lets every barrier that this rank's device is in, or comes to, go on without the other ranks."""
+        self.words[_ENDED] = 1
 
-        The words are written by the stream itself. A kernel would need the device, and a copy would stand in the queue
-        of a copy engine after copies that wait for the barrier.
-        """
-        if not self._done.query():  # type: ignore[no-untyped-call, unused-ignore]
-            return  # a full queue would hold this thread up
-        write = self._memory.stream_write_value32
-        with torch.cuda.stream(self._stream):
-            for rank, pad in enumerate(self._pads):
-                if rank != self._rank:
-                    write(pad, self._rank, 0)  # as if that rank had taken this rank's last signal
-                    write(self._pads[self._rank], rank, 1)  # as if that rank had signalled
-        self._done.record(self._stream)  # type: ignore[no-untyped-call, unused-ignore]
+    def standing(self) -> tuple[int, str] | None:
+        """The number of the barrier that the device is in, and what it is for; None: it is in none."""
+        passed, entered, unit = (int(self.words[k].item()) for k in (_PASSED, _ENTERED, _UNIT))
+        return None if passed >= entered else (entered, f"the {self._kind} of unit `{self._units[unit]}`")
+
+
+def has_kernels(messages: Messages, load: Callable[[], None], wanted: bool | Literal["auto"]) -> bool:
+    """Whether all ranks' drivers take the kernels without which devices cannot meet; alike on all ranks.
+
+    Raises:
+        ValueError: ``wanted=True`` and one does not; the message says which, and why.
+    """
+    reason = first_failure(messages, "kernels", load)
+    if reason:
+        _log.info("zerocompile: gathers and reductions are not copies between devices: %s", reason)
+    return not _refused(reason, wanted)
 
 
 def has_copy_engines(

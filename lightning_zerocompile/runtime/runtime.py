@@ -23,7 +23,13 @@ from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 from lightning_zerocompile.ranks.turns import END, Turns
 from lightning_zerocompile.ranks.turns import STREAM as GATES
 from lightning_zerocompile.runtime import build, ops
-from lightning_zerocompile.runtime.peer_memory import BarrierRelease, first_failure, has_copy_engines, map_buffer
+from lightning_zerocompile.runtime.peer_memory import (
+    BARRIER_GRACE,
+    DeviceBarriers,
+    has_copy_engines,
+    has_kernels,
+    map_buffer,
+)
 from lightning_zerocompile.sharding.autocast import Casts, forward_of
 from lightning_zerocompile.sharding.checks import check_equal_replicas
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, in_fp32
@@ -274,21 +280,23 @@ class Runtime:
     def _map_peers(self) -> None:
         """Lets gathers and reductions be copies between the devices' memories, as far as the devices allow it."""
         mesh, messages, wanted = self.mesh, self.messages, self.config.copy_engine
-        timeout = int(self.config.timeout.total_seconds() * 1000)
+        code = (build.source_directory() / "kernels.ptx").read_text()
+        if not has_kernels(messages, lambda: self.core.set_kernels(code), wanted):
+            return
+        timeout = int((self.config.timeout + BARRIER_GRACE).total_seconds() * 1000)
+        names = list(self.unit_of)
         buffer = map_buffer(mesh, self.device, messages, wanted, self.core.peer_bytes(), "gathers")
         if buffer is None:
             return
-        code = (build.source_directory() / "kernels.ptx").read_text()
-        loaded = not first_failure(messages, "kernels", lambda: self.core.set_kernels(code))
-        self.core.set_peers(buffer, timeout)
-        self.messages.releases.append(BarrierRelease(buffer, mesh))
-        size = self.core.summing_peer_bytes() if loaded else 0
-        if self._replicated:
-            size = 0  # see [Note: replicas]
+        barriers = DeviceBarriers("gather", names)
+        self.core.set_peers(buffer, barriers.words, timeout)
+        messages.barriers.append(barriers)
+        size = 0 if self._replicated else self.core.summing_peer_bytes()  # see [Note: replicas]
         summing = map_buffer(mesh, self.device, messages, "auto", size, "reductions")
         if summing is not None:
-            self.core.set_summing_peers(summing, timeout)
-            self.messages.releases.append(BarrierRelease(summing, mesh))
+            barriers = DeviceBarriers("reduction", names)
+            self.core.set_summing_peers(summing, barriers.words, timeout)
+            messages.barriers.append(barriers)
 
     def _install(self, sharded: ShardedParameter, places: Places) -> None:
         for module, local_name in places.of(sharded.name):

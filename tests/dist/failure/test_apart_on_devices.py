@@ -246,3 +246,38 @@ def test_a_moving_thread_is_not_standing() -> None:
     while not done.is_set():
         moved += 1
     assert most[0] < 50 and moved > 0
+
+
+class Standing:
+    """The barriers of a device that stands in one of them."""
+
+    def __init__(self) -> None:
+        self.number, self.ended = 7, False
+
+    def standing(self) -> tuple[int, str] | None:
+        return None if self.ended else (self.number, "the gather of unit `layers.0`")
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@on_ranks(2)
+def test_a_barrier_in_which_a_device_stands_is_ended_and_named() -> None:
+    """After `timeout`, counted from when it came to this barrier and not to the one before."""
+    messages, barriers = Messages("cuda", "standing", timedelta(seconds=1)), Standing()
+    messages.barriers.append(barriers)
+    for number in (7, 8):
+        barriers.number = number
+        assert messages._device_stands() == "the gather of unit `layers.0`"
+        time.sleep(0.7)
+    messages._device_stands()
+    time.sleep(0.2)
+    assert messages.ended is None and not barriers.ended
+    time.sleep(0.5)
+    messages._device_stands()
+    deadline = time.monotonic() + 10
+    while not barriers.ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert barriers.ended
+    with pytest.raises(CommunicationError, match=r"has waited for 0:00:01 in the gather of unit `layers\.0`"):
+        messages.raise_if_ended()
