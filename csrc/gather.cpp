@@ -212,17 +212,17 @@ void Gathers::start(const Units& units, bool restores, std::vector<Pending>& sta
   for (auto index : units) add_rows(registry_.units()[index], restores, calls, unmoved);
   for (const auto& [dtype, call] : unmoved) fill_rows(call);
   if (!unequal_) sequence_.add_run(units.size());
-  move(calls, launch);
+  move(calls, units.front(), launch);
   launch.finish();
 }
 
-// Starts the collectives, or the copies that stand for them.
-void Gathers::move(RowsByDtype& calls, Lane::Launch& launch) {
+// Starts the collectives, or the copies that stand for them. `unit`: the first that moves.
+void Gathers::move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch) {
   for (auto& [dtype, call] : calls) {
     counts_.gathers += 1;
     if (peers_ != nullptr && peers_->holds(call)) {
       counts_.peer_gathers += 1;
-      peers_->all_gather(call, units.front());
+      peers_->all_gather(call, unit);
       continue;
     }
     fill_rows(call);

@@ -166,7 +166,7 @@ class Gathers {
   bool current(const Unit& unit, int64_t needed, bool full) const;
   void launch(const Units& units, Way way, bool restores = false, bool full = false, bool checked = false);
   void start(const Units& units, bool restores, std::vector<Pending>& started);
-  void move(RowsByDtype& calls, Lane::Launch& launch);
+  void move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch);
   Tensor rows_of(const Parameter& p) const;
   void give_up(const Units& units, const std::vector<Pending>& started);
   void add_rows(const Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);

@@ -119,7 +119,7 @@ void Gathers::serve(const std::string& turn) {
           {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(record(i)))});
     }
     counts_.served += static_cast<int64_t>(calls.size());
-    move(calls, launch);
+    move(calls, units.front().first, launch);
     launch.finish();
   }
   for (const auto& [i, v] : served) lane_.keep(v.full);
