@@ -147,6 +147,8 @@ def test_updates_on_the_cpu(kind: str, stage: int, scope: dict[str, Any], more: 
     assert models.deviation(plain, start) > 1e-3
     if kind == "eps":  # not fused without offload
         assert models.deviation(offloaded, plain) < 1e-6
+    elif kind == "fused" and models.device() == "cuda":  # the two devices' fused kernels round differently
+        assert models.deviation(offloaded, plain) < (5e-3 if "precision" in more else 1e-5)
     else:
         assert _same(offloaded.state_dict(), plain.state_dict()) and _same(ours.states, theirs.states)
     stats, rows = ours.stats, sum(s.local.numel() for s in ours.on_host)
@@ -167,7 +169,11 @@ def test_checkpoints_of_updates_on_the_cpu(tmp_path: Path) -> None:
     cpu = ZeroCompileStrategy(stage=3, **more, offload_update="cpu", offload_budget=13_000)
     models.fit_epochs(half, cpu, 1, callbacks=[_SaveAtEnd(path)])
     models.fit_epochs(resumed, ZeroCompileStrategy(stage=3, **more), 2, path)
-    assert cpu.stats.offload_bytes > 0 and _same(resumed.state_dict(), whole.state_dict())
+    assert cpu.stats.offload_bytes > 0
+    if models.device() == "cuda":  # the two devices' fused kernels round differently
+        assert models.deviation(resumed, whole) < 1e-5
+    else:
+        assert _same(resumed.state_dict(), whole.state_dict())
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -198,7 +204,9 @@ def test_what_is_where_between_steps(stage: int) -> None:
         if stage == 3:  # gathers read the copies on the device, which the update has renewed, and not host memory
             (units,) = made.steps._offload._slabs.values()
             shown = [(slot.sharded, slot.shown) for slab in units.values() for slot in slab.slots.values()]
-            assert len(shown) == len(held) and all(torch.equal(s.local.to(torch.bfloat16), kept) for s, kept in shown)
+            assert len(shown) == len(held) and all(
+                torch.equal(s.local.to(torch.bfloat16), kept.cpu()) for s, kept in shown
+            )
             shown[0][1].zero_()
             with made.full_parameters(model, False) as values:
                 assert not values[shown[0][0].name].any()
