@@ -100,14 +100,7 @@ class InBackward:
 
         Raises:
             MisconfigurationException: an optimizer or a parameter cannot be updated in a backward; names it.
-            NotImplementedError: blocks run again in the backward, on a GPU.
         """
-        runtime = self._runtime
-        if optimizers and runtime.device.type == "cuda" and runtime.config.activation_checkpointing is not None:
-            raise NotImplementedError(
-                f"{OPTION} with `activation_checkpointing` on a GPU: numbers have not been shown to be those of the "
-                "ordinary step there. Drop one of the two options, or use `activation_budget`."
-            )
         for optimizer in optimizers:
             if not is_elementwise(optimizer):
                 raise MisconfigurationException(

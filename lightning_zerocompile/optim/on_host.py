@@ -55,6 +55,10 @@ class HostUpdates:
         self._came: dict[int, tuple[torch.cuda.Event | None, dict[Slot, Tensor]]] = {}
         self._turn = 0  # the buffer of the rows that go up next
         self._sent: dict[int, torch.cuda.Event] = {}  # by buffer: when the rows in it are on the device
+        # Rows on the device that gathers of these units read, on another stream: their memory must not be used again
+        # before that.
+        self._read: list[tuple[Sequence[int], list[Tensor]]] = []
+        self._rows: list[Tensor] = []  # of the round whose gathers start next
         if stream is not None:
             torch.set_num_threads(max(self._threads, len(os.sched_getaffinity(0)) // ranks))
 
@@ -157,6 +161,7 @@ class HostUpdates:
             rows = slot.shown
             if rows is None:
                 rows = torch.empty_like(one.value, dtype=dtype, device=self._runtime.device)
+                self._rows.append(rows)
             if memory is None:
                 rows.copy_(one.value)
             else:
@@ -174,9 +179,19 @@ class HostUpdates:
         for one in staged.values():
             if one.slot.shown is None:
                 self._show(one.slot)
+        self._read.append((units, self._rows))
+        self._rows = []
+        self._free(_BUFFERS)
+
+    def _free(self, keep: int) -> None:
+        """Frees rows that gathers have read; those of the last ``keep`` rounds stay, since nobody waits for them."""
+        while len(self._read) > keep:
+            self._runtime.core.follow_gathers(self._read[0][0])
+            del self._read[0]
 
     def close(self) -> None:
         """Waits for all copies; the CPU has as many threads as before."""
+        self._free(0)
         for came, _ in self._came.values():
             if came is not None:
                 came.synchronize()

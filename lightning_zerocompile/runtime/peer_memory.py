@@ -45,8 +45,8 @@ class DeviceBarriers:
 
     def standing(self) -> tuple[int, str] | None:
         """The number of the barrier that the device is in, and what it is for; None: it is in none."""
-        passed, entered, unit = (int(self.words[k].item()) for k in (_PASSED, _ENTERED, _UNIT))
-        return None if passed >= entered else (entered, f"the {self._kind} of unit `{self._units[unit]}`")
+        ended, passed, entered, unit = (int(self.words[k].item()) for k in (_ENDED, _PASSED, _ENTERED, _UNIT))
+        return None if ended or passed >= entered else (entered, f"the {self._kind} of unit `{self._units[unit]}`")
 
 
 def has_kernels(messages: Messages, load: Callable[[], None], wanted: bool | Literal["auto"]) -> bool:

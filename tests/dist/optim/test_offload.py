@@ -35,7 +35,7 @@ class Trained(models.Module):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.kind == "sgd":
             return torch.optim.SGD(self.parameters(), **MOMENTUM)
-        fused, eps = True if self.kind == "fused" else None, 1e-3 if self.kind == "eps" else 1e-8
+        fused, eps = True if self.kind.startswith("fused") else None, 1e-3 if self.kind.endswith("eps") else 1e-8
         return torch.optim.AdamW(self.parameters(), lr=0.01, amsgrad=self.kind == "amsgrad", fused=fused, eps=eps)
 
 
@@ -66,6 +66,12 @@ def _fit(module: L.LightningModule, stage: int, steps: int = 3, **options: Any) 
     )
     trainer.fit(module, models.Batches(models.rank(), steps * accumulate))
     return look
+
+
+def _comparable(kind: str) -> str:
+    """The two devices' fused kernels round differently, and with a small eps AdamW makes a whole step of a rounding
+    where a gradient is almost 0."""
+    return "fused eps" if kind == "fused" and models.device() == "cuda" else kind
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -140,14 +146,14 @@ LONG: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [("fused", 2, AOT,
 def test_updates_on_the_cpu(kind: str, stage: int, scope: dict[str, Any], more: dict[str, Any]) -> None:
     """Bit for bit a step of the fused kernel; gradients and new rows alone are copied, and masters never leave."""
     torch.manual_seed(0)
-    start = Trained(kind)
+    start = Trained(_comparable(kind))
     plain, offloaded = copy.deepcopy(start), copy.deepcopy(start)
     theirs = _fit(plain, stage, **more, **scope)
     ours = _fit(offloaded, stage, **more, **scope, **OFFLOAD, offload_update="cpu")
     assert models.deviation(plain, start) > 1e-3
     if kind == "eps":  # not fused without offload
         assert models.deviation(offloaded, plain) < 1e-6
-    elif kind == "fused" and models.device() == "cuda":  # the two devices' fused kernels round differently
+    elif start.kind != kind:
         assert models.deviation(offloaded, plain) < (5e-3 if "precision" in more else 1e-5)
     else:
         assert _same(offloaded.state_dict(), plain.state_dict()) and _same(ours.states, theirs.states)
@@ -161,7 +167,7 @@ def test_updates_on_the_cpu(kind: str, stage: int, scope: dict[str, Any], more: 
 def test_checkpoints_of_updates_on_the_cpu(tmp_path: Path) -> None:
     """Saved with one way of offload, read with the other; a unit that stays on the device, and a default AdamW."""
     torch.manual_seed(0)
-    whole, half, resumed = (Trained("fused") for _ in range(3))
+    whole, half, resumed = (Trained(_comparable("fused")) for _ in range(3))
     half.load_state_dict(whole.state_dict())
     resumed.load_state_dict(whole.state_dict())
     path, more = str(tmp_path / "half.ckpt"), {**EAGER, **OFFLOAD}
@@ -170,7 +176,7 @@ def test_checkpoints_of_updates_on_the_cpu(tmp_path: Path) -> None:
     models.fit_epochs(half, cpu, 1, callbacks=[_SaveAtEnd(path)])
     models.fit_epochs(resumed, ZeroCompileStrategy(stage=3, **more), 2, path)
     assert cpu.stats.offload_bytes > 0
-    if models.device() == "cuda":  # the two devices' fused kernels round differently
+    if models.device() == "cuda":
         assert models.deviation(resumed, whole) < 1e-5
     else:
         assert _same(resumed.state_dict(), whole.state_dict())
