@@ -1,7 +1,9 @@
 // The device's half of kernels.h: two passes over memory that torch would make in three and four, and a barrier that
-// the host can end. bfloat16 is its bits, so no header is needed and the code runs on every GPU that torch does. kernels.ptx is made of this file by
+// the host can end. bfloat16 is its bits, so no header is needed and the code runs on every GPU that torch does.
+// kernels.ptx is made from this file by
 //     nvcc -ptx -arch=compute_70 -o kernels.ptx kernels.cu
-// or NVRTC with the same target (CUDA 11.8: older drivers read it, newer ones too), and begins with this file's SHA-256.
+// or NVRTC with the same target (that of CUDA 11.8, whose PTX older drivers read, too). It begins with the SHA-256 of
+// this file.
 
 namespace {
 
@@ -140,7 +142,7 @@ struct Barrier {
 
 namespace {
 
-constexpr int kEnded = 0, kEntered = 1, kPassed = 2, kUnit = 3;  // as in kernels.cpp
+constexpr int kEnded = 0, kEntered = 1, kPassed = 2, kUnit = 3;  // as in runtime/peer_memory.py
 constexpr unsigned kSpins = 256;                                 // between looks at the host's memory, which is far
 
 __device__ unsigned long long now() {

@@ -28,8 +28,9 @@ class Questions {
   std::function<void(std::string, std::string, int64_t)> waiting;
 
   // Turns, see [Note: turns] in ranks/turns.py. All three return which units this rank has to gather now, as
-  // `Gathers::take_turn` writes them. `take`: what this rank wants; it is answered if that is what is gathered. `arrive`:
-  // where all ranks meet; "": all are there. `fail`: why this rank fails; "": all will hear of a failure.
+  // `Gathers::take_turn` writes them. `take` gets what this rank wants, and returns it if that is what is gathered.
+  // `arrive` gets where all ranks meet; it returns "" when all are there. `fail` gets why this rank fails; it returns ""
+  // when all will hear of a failure.
   std::function<std::string(std::string)> take, arrive, fail;
 
   // A gather in user code outside of steps, of which unit; null: nobody asks. It may raise: see [Note: gathers outside

@@ -153,11 +153,12 @@ void Reductions::launch_complete(const Ready& latest) {
 // [Note: updates in backward] With `optimizer_in_backward` a unit is updated as soon as it is reduced. Only a unit that
 // was complete is: all of its gradients came on this rank, so all ranks know that they are used. On a device a unit is
 // handed over when its reduction was launched: the optimizer's stream is ordered after that, and the host waits for
-// nothing. The gradients of two units are there at most while they are updated (`retire_updates`). On the CPU it is handed over once its reduction is done, which is looked at whenever a gradient comes, since
-// a wait could be one for ever ([Note: gloo reductions]). What is not handed over until the backward ends is updated
-// then. Which units that are differs between ranks. So nothing is gathered or dropped before the backward has ended on
-// this rank: gathered values stay those that this backward began with. A unit that comes again after it was handed over
-// raises, since one gradient would be used in two parts.
+// nothing. At most two units' gradients are there while they are updated (`retire_updates`). On the CPU a unit is
+// handed over once its reduction is done. This rank looks for that whenever a gradient comes; to wait for it could be
+// to wait for ever ([Note: gloo reductions]). What is not handed over until the backward ends is updated then. Which
+// units that are differs between ranks. So nothing is gathered or dropped before the backward has ended on this rank:
+// gathered values stay those that this backward began with. A unit that gets a gradient after it was handed over
+// raises, since its gradient would be used in two parts.
 
 // Units that were reduced in this backward and that nobody has taken; their rows are bound.
 Reductions::Units Reductions::take_reduced() {
@@ -167,15 +168,10 @@ Reductions::Units Reductions::take_reduced() {
     };
     while (!in_flight_.empty() && done(in_flight_.front())) retire(in_flight_.size() - 1, /*completed=*/true);
   }
-  const auto on_its_way = [&](int64_t unit) {
-    return registry_.device().is_cpu() &&
-           std::any_of(in_flight_.begin(), in_flight_.end(), [&](const Reduction& reduction) {
-             return std::find(reduction.units.begin(), reduction.units.end(), unit) != reduction.units.end();
-           });
-  };
-  const auto left = std::stable_partition(untaken_.begin(), untaken_.end(), on_its_way);
-  const Units units(left, untaken_.end());
-  untaken_.erase(left, untaken_.end());
+  // While a backward runs, each reduction is of one unit, so those that are on their way are of the last ones here.
+  const auto end = untaken_.end() - (registry_.device().is_cpu() ? static_cast<std::ptrdiff_t>(in_flight_.size()) : 0);
+  const Units units(untaken_.begin(), end);
+  untaken_.erase(untaken_.begin(), end);
   if (units.empty()) return units;
   for (auto unit : units) taken_[unit] = true;
   const auto mine = std::stable_partition(reduced_.begin(), reduced_.end(), [&](const ReducedGrad& one) {
@@ -234,8 +230,8 @@ void Reductions::launch(const Units& units, const Ready& latest, bool early) {
   for (auto index : units) {
     TORCH_CHECK(!taken_[index],
                 text("zerocompile: unit `", registry_.units()[index].name, "` got a gradient on rank ",
-                     registry_.global_rank(), " after the optimizer had updated it in this backward. Its gradient came ",
-                     "in two parts, so use optimizer_in_backward=False"));
+                     registry_.global_rank(), " after the optimizer had updated it in this backward. Its gradient ",
+                     "came in two parts, so use optimizer_in_backward=False"));
   }
   auto& reduction = in_flight_.emplace_back();
   reduction.units = units;

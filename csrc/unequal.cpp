@@ -65,8 +65,8 @@ void Gathers::end_unequal(bool raised) {
 void Gathers::take_turn(const Units& units, bool full) {
   if (registry_.world() == 1 || questions_.take == nullptr) return;
   TORCH_CHECK(!torn_, text("zerocompile: rank ", registry_.global_rank(), " has failed in a gather inside ",
-                           "`strategy.unequal()`, in which the other ranks wait for it, so it cannot gather more there. "
-                           "Let the exception leave the context"));
+                           "`strategy.unequal()`, in which the other ranks wait for it, so it cannot gather more ",
+                           "there. Let the exception leave the context"));
   std::string wanted;
   for (auto index : units) {
     const bool wide = widens(registry_.units()[index], full);
@@ -95,11 +95,7 @@ void Gathers::serve(const std::string& turn) {
     const auto& unit = registry_.units()[index];
     names += text(names.empty() ? "" : "`, `", unit.name);
     if (const auto written = std::exchange(of(unit).written, {})) written->block(current_stream(registry_.device()));
-    if (!of(unit).resident) continue;
-    await(unit);
-    for (auto i : unit.parameters) {  // what user code has written counts
-      if (values_[i].full.defined()) write_back(record(i));
-    }
+    write_back_all(unit);  // what user code has written counts
   }
   for (const auto& [index, wide] : units) {
     for (auto i : registry_.units()[index].parameters) {

@@ -27,7 +27,8 @@ enum class Unbound : int64_t { Reduced = 0, Sum = 1, Early = 2 };
 
 class Window {
  public:
-  Window(const Registry& registry, Gathers& gathers, Gradients& gradients, Reductions& reductions, BackwardPhase& backward);
+  Window(const Registry& registry, Gathers& gathers, Gradients& gradients, Reductions& reductions,
+         BackwardPhase& backward);
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 

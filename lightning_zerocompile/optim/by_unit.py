@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -65,6 +66,14 @@ class Gradients(Protocol):
     def release_gradients(self, parameters: Sequence[int], values: Sequence[Tensor]) -> None: ...
 
 
+class _Kind(Enum):
+    """How an optimizer computes the update of a parameter."""
+
+    LOCAL = "from this rank's rows"
+    WHOLE = "from whole values on every rank, see [Note: whole values]"
+    SHARED = "from this rank's rows, by :func:`step_on_rows`, see [Note: Muon]"
+
+
 @dataclass
 class _Round:
     """Units that are updated together.
@@ -87,14 +96,23 @@ class _Round:
 class _Plan:
     """The rounds of an optimizer, made from its groups' parameters and used until these or the units change.
 
-    ``together``: units are added to a round until their shards have so many elements; if all units have at most twice
-    as many, there is one round. 0: each ``count`` units are a round, even if their shards have no elements.
+    Args:
+        lists: the parameters of each group.
+        units: masters of each unit, in the order of their updates.
+        together: units are added to a round until their shards have so many elements; if all units have at most twice
+            as many, there is one round. 0: each ``count`` units are a round, even if their shards have no elements.
+        kind: how the updates are computed.
     """
 
     def __init__(
-        self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int, count: int = 1
+        self,
+        lists: list[list[Tensor]],
+        units: Sequence[tuple[int, Sequence[Tensor]]],
+        together: int,
+        kind: _Kind,
+        count: int = 1,
     ) -> None:
-        self._count = count
+        self.kind, self._count = kind, count
         self.together, self._order, self._sizes = together, [unit for unit, _ in units], [len(one) for one in lists]
         self.masters = list(chain.from_iterable(lists))
         self.numbers = [index_of(master) for master in self.masters]
@@ -127,9 +145,11 @@ class _Plan:
         if started.units:
             yield started
 
-    def fits(self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int) -> bool:
+    def fits(
+        self, lists: list[list[Tensor]], units: Sequence[tuple[int, Sequence[Tensor]]], together: int, kind: _Kind
+    ) -> bool:
         return (
-            together == self.together
+            (together, kind) == (self.together, self.kind)
             and [unit for unit, _ in units] == self._order
             and [len(one) for one in lists] == self._sizes
             and all(map(is_, chain.from_iterable(lists), self.masters))
@@ -241,44 +261,36 @@ class UnitStepper:
     def _plan(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> _Plan:
         fused = type(optimizer) in _TAKES_ANY_STATE and all(group.get("fused") for group in optimizer.param_groups)
         together, units, count = self.together if fused else 1, self._units(), 1
+        kind = _Kind.LOCAL
         if shares_matrices(optimizer):
-            together, units, count = 0, sorted(units, key=itemgetter(0)), self._ranks
-        elif sees_whole_values(
-            optimizer, self._full_param_optimizers
-        ):  # whole values are communicated, so all ranks need one order, also if their forwards differ
+            kind, count = _Kind.SHARED, self._ranks
+        elif sees_whole_values(optimizer, self._full_param_optimizers):
+            kind = _Kind.WHOLE
+        if kind is not _Kind.LOCAL:  # it communicates, so all ranks need one order, also if their forwards differ
             together, units = 0, sorted(units, key=itemgetter(0))
         elif self._one_by_one:
             together = 0
         elif self._offload.holds(optimizer):
             together, units = 0, self._offload.ordered(optimizer, units)
         plan = self._plans.get(optimizer)
-        if plan is None or not plan.fits(lists, units, together):
-            plan = self._plans[optimizer] = _Plan(lists, units, together, count)
+        if plan is None or not plan.fits(lists, units, together, kind):
+            plan = self._plans[optimizer] = _Plan(lists, units, together, kind, count)
         return plan
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, plan: _Plan, done: Collection[int]) -> list[dict[str, Any]]:
         """Returns the groups' options after the step. ``done``: see :meth:`around`."""
-        update, whole = plain_step(optimizer), sees_whole_values(optimizer, self._full_param_optimizers)
-        whole = whole and not shares_matrices(optimizer)
         options = _Options(optimizer)
         try:
             rounds = [one for one in plan.rounds if not (done and _is_done(one, done))]
-            self._update_all(optimizer, rounds, options, update, whole)
+            self._update_all(optimizer, rounds, options, plan.kind)
         except BaseException:
             options.restore()
             raise
         return options.after
 
-    def _update_all(
-        self,
-        optimizer: Optimizer,
-        rounds: Sequence[_Round],
-        options: _Options,
-        update: Callable[[], Any],
-        whole: bool,
-    ) -> None:
-        shares = shares_matrices(optimizer)
+    def _update_all(self, optimizer: Optimizer, rounds: Sequence[_Round], options: _Options, kind: _Kind) -> None:
+        update, whole = plain_step(optimizer), kind is _Kind.WHOLE
         with self._offload.stream(optimizer, [one.units for one in rounds]) as stream:
             for position, one in enumerate(rounds):
                 staged = {} if stream is None else stream.enter(position)
@@ -288,7 +300,7 @@ class UnitStepper:
                     values = [staged[master].value if master in staged else value for master, value in pairs]
                 options.restore()
                 _narrow(optimizer, one, values)
-                if shares:
+                if kind is _Kind.SHARED:
                     update = partial(step_on_rows, optimizer, dict(zip(values, one.masters, strict=True)))
                 with stream.options(optimizer) if stream is not None and staged else nullcontext():
                     self._update(optimizer, one, values, update, whole, staged)

@@ -121,17 +121,16 @@ class InBackward:
                     f"{OPTION}: parameter `{sharded.name}` is kept in {sharded.master.dtype} and has "
                     f"`grad_dtype={grad_dtype}`. Leave its `grad_dtype` at its default, or drop the option."
                 )
-        self._optimizers, self._broken = list(optimizers), ""
-        self._open.clear()
-        self._begun.clear()
-        self._runtime.core.set_updates(bool(optimizers))
+        self._optimizers = list(optimizers)
+        self.restored()
+        self.pause(False)
 
     def pause(self, paused: bool) -> None:
         """Whether backwards only add to gradients: those of an accumulation that are not the last."""
         self._runtime.core.set_updates(bool(self._optimizers) and not paused)
 
     def restored(self) -> None:
-        """The optimizers' state was loaded: what a failed backward has left counts no more."""
+        """The optimizers, or their state, are other ones now: what a failed backward has left counts no more."""
         self._broken = ""
         self._open.clear()
         self._begun.clear()

@@ -27,11 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Muon, Optimizer
 from torch.optim import _muon as torch_muon
 
 from lightning_zerocompile.optim.supported import plain_step
+from lightning_zerocompile.sharding.layout import rows_of
 
 _MOMENTUM = "momentum_buffer"  # Muon's only state
 
@@ -163,7 +164,10 @@ def _share(matrices: Sequence[_Matrix], group: dist.ProcessGroup) -> None:
     mine, like = of_rank[here], matrices[0].update.new_empty(0)
     came = _exchange(
         [[matrix.update for matrix in theirs] for theirs in of_rank],
-        [[(_count(_rows_of(matrix, rank, world)), matrix.size[1]) for matrix in mine] for rank in range(world)],
+        [
+            [(Shard.local_shard_size_and_offset(matrix.size[0], world, rank)[0], matrix.size[1]) for matrix in mine]
+            for rank in range(world)
+        ],
         group,
         like,
     )
@@ -173,10 +177,7 @@ def _share(matrices: Sequence[_Matrix], group: dist.ProcessGroup) -> None:
         results.append(_orthogonal(whole, matrix.group))
     del came
     back = _exchange(
-        [
-            [whole[slice(*_rows_of(m, rank, world))] for m, whole in zip(mine, results, strict=True)]
-            for rank in range(world)
-        ],
+        [[rows_of(whole, world, rank) for whole in results] for rank in range(world)],
         [[tuple(matrix.rows.shape) for matrix in theirs] for theirs in of_rank],
         group,
         like,
@@ -184,17 +185,6 @@ def _share(matrices: Sequence[_Matrix], group: dist.ProcessGroup) -> None:
     for theirs, parts in zip(of_rank, back, strict=True):
         for matrix, part in zip(theirs, parts, strict=True):
             matrix.update = part
-
-
-def _rows_of(matrix: _Matrix, rank: int, world: int) -> tuple[int, int]:
-    """The first row of a rank, and the end: see layout.py."""
-    m = matrix.size[0]
-    each = -(-m // world)
-    return min(rank * each, m), min((rank + 1) * each, m)
-
-
-def _count(rows: tuple[int, int]) -> int:
-    return rows[1] - rows[0]
 
 
 def _exchange(

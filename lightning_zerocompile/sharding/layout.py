@@ -22,8 +22,13 @@ def local_part(full: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's rows of ``full``, as a copy; the last ranks may have none."""
     if full.dim() == 0:
         return full.detach().clone()
-    rows, first = Shard.local_shard_size_and_offset(full.shape[0], mesh.size(), mesh.get_local_rank())
-    return full.detach().narrow(0, first, rows).clone(memory_format=torch.contiguous_format)
+    return rows_of(full.detach(), mesh.size(), mesh.get_local_rank()).clone(memory_format=torch.contiguous_format)
+
+
+def rows_of(full: Tensor, ranks: int, rank: int) -> Tensor:
+    """The rows of ``full`` that one of so many ranks holds, [<=rows, ...]: a view."""
+    rows, first = Shard.local_shard_size_and_offset(full.shape[0], ranks, rank)
+    return full.narrow(0, first, rows)
 
 
 def as_dtensor(local: Tensor, size: torch.Size | tuple[int, ...], mesh: DeviceMesh) -> DTensor:

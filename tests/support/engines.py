@@ -57,6 +57,12 @@ def token_loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:  # b
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
+def routed_loss(model: Any, part: tuple[list[int], Tensor]) -> Tensor:
+    """:func:`token_loss` of a ``models.Routed``. ``part``: its route, and the batch."""
+    model.route, batch = part
+    return token_loss(model, batch)
+
+
 def mean_backward(twin: nn.Module, number: int) -> None:
     """The gradients of DDP, computed here: the mean over all ranks of :func:`token_loss` on their batches."""
     for rank in range(models.world()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +64,23 @@ class Stacked(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)  # type: ignore[no-any-return]
+
+
+class Normed(nn.Module):
+    """Embedding, three blocks that `block` makes, a norm, and a head."""
+
+    def __init__(self, block: Callable[[], nn.Module], width: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(block() for _ in range(3))
+        self.norm = norm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocabulary]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
 class Whole(nn.Module):
@@ -234,8 +251,16 @@ def deviation(left: nn.Module, right: nn.Module) -> float:
     return float(torch.stack(apart).max())  # NaN if there is one
 
 
+def assert_equal(left: nn.Module, right: nn.Module) -> None:
+    """Two modules have the same parameters and buffers, to the bit."""
+    ours, theirs = left.state_dict(), right.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert [name for name, value in ours.items() if not torch.equal(value, theirs[name])] == []
+
+
 class Routed(nn.Module):
-    """Runs the layers that ``route`` names, in its order."""
+    """Runs the layers that ``route`` names, in its order. Of ranks that use different layers: :func:`routed_batches`,
+    and ``engines.routed_loss``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,6 +274,11 @@ class Routed(nn.Module):
         for index in self.route:
             x = self.layers[index](x)
         return self.head(x)
+
+
+def routed_batches(routes: Sequence[Sequence[list[int]]]) -> Callable[[int], list[tuple[list[int], Tensor]]]:
+    """What ranks run: by rank, for each step a route and its batch. ``routes``: by step and rank."""
+    return lambda rank: [(at[rank], batch) for at, batch in zip(routes, Batches(rank), strict=False)]
 
 
 def fit(module: L.LightningModule, strategy: ZeroCompileStrategy, steps: int, **arguments: Any) -> L.Trainer:

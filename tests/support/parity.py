@@ -25,7 +25,7 @@ ENDS = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.lo
 SCOPES = pytest.mark.parametrize("scope", [False, "blocks"])
 CELLS: list[tuple[int, Any]] = [(1, "blocks"), (2, False), (3, False), (3, "blocks")]
 
-Loss = Callable[[nn.Module, Tensor], Tensor]  # of a model and a batch, a mean
+Loss = Callable[[nn.Module, Any], Tensor]  # of a model and a batch, a mean
 
 
 def mean_backward(loss: Callable[[int], Tensor]) -> None:
@@ -38,7 +38,7 @@ def reference(
     twin: nn.Module,
     steps: int | Iterable[int],
     loss: Loss = engines.token_loss,
-    data: Callable[[int], Sequence[Tensor]] = models.Batches,  # type: ignore[assignment]
+    data: Callable[[int], Sequence[Any]] = models.Batches,
     optimizer: torch.optim.Optimizer | None = None,
     lr: float = 0.5,
 ) -> None:
@@ -64,6 +64,7 @@ class Trained:
     stats: Any
     compiled: Any
     eager_reads: dict[str, int]
+    resident: list[str]
 
 
 def assert_trains_like_ddp(
@@ -72,7 +73,7 @@ def assert_trains_like_ddp(
     *,
     steps: int = 3,
     loss: Loss = engines.token_loss,
-    data: Callable[[int], Sequence[Tensor]] = models.Batches,  # type: ignore[assignment]
+    data: Callable[[int], Sequence[Any]] = models.Batches,
     lr: float = 0.5,
     tolerance: float = 1e-6,
     **options: Any,
@@ -92,7 +93,9 @@ def assert_trains_like_ddp(
         engine.attach_optimizers([optimizer])
         for number in range(steps):
             engines.step(engine, optimizer, lambda number=number: loss(model, own[number]))  # type: ignore[misc]
-        trained = Trained(engine.runtime.stats(), engine.regions.stats, dict(engine.runtime.eager_reads()))
+        runtime = engine.runtime
+        reads, resident = dict(runtime.eager_reads()), runtime.core.resident_units()
+        trained = Trained(runtime.stats(), engine.regions.stats, reads, resident)
     reference(twin, steps, loss, data, lr=lr)
     assert models.deviation(twin, start) > 1e3 * tolerance, "the reference hardly moved: the test would see nothing"
     assert models.deviation(model, twin) <= tolerance

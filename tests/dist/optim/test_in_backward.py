@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -110,40 +112,37 @@ class Groups(models.Module):
         self.hooks.append(f"{sum(p.grad is not None for p in self.parameters())} gradients")
 
 
-def _states(trainer: L.Trainer) -> list[Tensor]:
-    states = trainer.optimizers[0].state.values()
-    return [torch.as_tensor(value).cpu() for state in states for _, value in sorted(state.items())]
-
-
-CASES: dict[str, tuple[int, Any, dict[str, Any], dict[str, Any]]] = {
-    "clipped by value": (3, "blocks", {}, {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}),
-    "accumulated, reduced once": (1, False, {}, {"accumulate_grad_batches": 2}),
-    "accumulated, reduced each time": (3, False, {}, {"accumulate_grad_batches": 2}),
-    "bf16": (2, "blocks", {}, {"precision": "bf16-true"}),
+CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "clipped by value": (3, "blocks", {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}),
+    "accumulated, reduced once": (1, False, {"accumulate_grad_batches": 2}),
+    "accumulated, reduced each time": (3, False, {"accumulate_grad_batches": 2}),
+    "bf16": (2, "blocks", {"precision": "bf16-true"}),
 }
+
+
+def _fits_equal(
+    make: Callable[[], Any], steps: int, arguments: dict[str, Any], stage: int, **options: Any
+) -> tuple[Any, Any]:
+    """Modules that were fitted without and with the option. Their numbers are equal to the bit."""
+    fitted = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        strategy = ZeroCompileStrategy(stage, optimizer_in_backward=in_backward, unshard_after_fit=True, **options)
+        fitted.append(make())
+        trainer = models.fit(fitted[-1], strategy, steps, **arguments)
+        assert trainer.global_step == steps
+    plain, module = fitted
+    models.assert_equal(plain, module)
+    return plain, module
 
 
 @pytest.mark.parametrize("name", list(CASES))
 @on_ranks(2)
 def test_numbers_are_those_of_the_ordinary_step(name: str) -> None:
     """To the bit: parameters and states; hooks of the step run once for each step."""
-    stage, scope, options, arguments = CASES[name]
-    results = []
-    for in_backward in (False, True):
-        torch.manual_seed(0)
-        module = Groups(fused=name == "bf16")
-        strategy = ZeroCompileStrategy(
-            stage=stage, optimizer_in_backward=in_backward, unshard_after_fit=True, **COMPILED[scope], **options
-        )
-        trainer = models.make_trainer(strategy, max_steps=3, **arguments)
-        trainer.fit(module, models.Batches(models.rank()))
-        results.append((module, strategy.stats, module.hooks, trainer))
-        if in_backward:
-            assert module.hooks == ["before", "0 gradients", "after"] * 3
-    (plain, _, _, _), (module, _, _, trainer) = results
-    for (key, value), other in zip(plain.state_dict().items(), module.state_dict().values(), strict=True):
-        assert torch.equal(value, other), key
-    assert trainer.global_step == 3
+    stage, scope, arguments = CASES[name]
+    _, module = _fits_equal(partial(Groups, fused=name == "bf16"), 3, arguments, stage=stage, **COMPILED[scope])
+    assert module.hooks == ["before", "0 gradients", "after"] * 3
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -168,8 +167,7 @@ def test_a_window_updates_where_it_closes(stage: int) -> None:
                 ]
                 assert any(moved) is in_backward
                 engine.step(optimizer, lambda: None)
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
+    models.assert_equal(plain, model)
 
 
 class _Manual(models.Module):
@@ -197,16 +195,7 @@ class _Toggled(_Manual):
 
 @on_ranks(2)
 def test_several_optimizers_in_manual_optimization() -> None:
-    results = []
-    for in_backward in (False, True):
-        torch.manual_seed(0)
-        module = _Toggled()
-        strategy = ZeroCompileStrategy(stage=3, compile=False, optimizer_in_backward=in_backward)
-        models.make_trainer(strategy, max_steps=6).fit(module, models.Batches(models.rank()))
-        results.append(module)
-    plain, module = results
-    for (key, value), other in zip(plain.state_dict().items(), module.state_dict().values(), strict=True):
-        assert torch.equal(value, other), key
+    _fits_equal(_Toggled, 6, {}, stage=3, **EAGER)
 
 
 class _Windows(models.Module):
@@ -233,18 +222,9 @@ class _Windows(models.Module):
 @on_ranks(2)
 def test_a_window_of_the_strategy() -> None:
     """Where it closes all gradients are gone, and the parameters are written; without the option nothing has moved."""
-    trained = []
-    for in_backward in (False, True):
-        torch.manual_seed(0)
-        module = _Windows()
-        strategy = ZeroCompileStrategy(stage=3, compile=False, optimizer_in_backward=in_backward)
-        models.make_trainer(strategy, max_steps=3).fit(module, models.Batches(models.rank()))
-        trained.append(module)
-    plain, module = trained
+    plain, module = _fits_equal(_Windows, 3, {}, stage=3, **EAGER)
     assert all(left > 0 and not moved for left, moved in plain.seen)
     assert module.seen == [(0, True)] * 3
-    for (key, value), other in zip(plain.state_dict().items(), module.state_dict().values(), strict=True):
-        assert torch.equal(value, other), key
 
 
 class _Untoggled(_Manual):
@@ -422,8 +402,7 @@ def test_fabric() -> None:
             optimizer.step()
         strategy.unshard()
         trained.append(inner)
-    for a, b in zip(*(model.parameters() for model in trained), strict=True):
-        assert torch.equal(a, b)
+    models.assert_equal(*trained)
 
 
 def _slow_backward(model: nn.Module) -> None:
@@ -466,8 +445,7 @@ def test_what_people_write(name: str, stage: int) -> None:
     plain, _ = _architecture(name, stage)
     model, updated = _architecture(name, stage, optimizer_in_backward=True)
     assert updated > 0 or name in ("buffers", "unused")  # one unit; a unit that has to wait for the end
-    for (key, value), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
-        assert torch.equal(value, other), key
+    models.assert_equal(plain, model)
 
 
 def _with_blocks_again(stage: int, in_backward: bool) -> nn.Module:
@@ -489,5 +467,4 @@ def _with_blocks_again(stage: int, in_backward: bool) -> nn.Module:
 @on_ranks(2)
 def test_blocks_that_run_again_in_the_backward(stage: int) -> None:
     plain, model = (_with_blocks_again(stage, in_backward) for in_backward in (False, True))
-    for one, two in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, two)
+    models.assert_equal(plain, model)

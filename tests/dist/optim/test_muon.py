@@ -103,10 +103,8 @@ def test_numbers_are_those_of_whole_matrices_on_every_rank(stage: int) -> None:
     seen, momenta = _train(model, stage, **EAGER)
     whole, expected = _train(other, stage, ranks_share=False, **EAGER)
     assert len(seen) < len(whole) == len(_matrices(model))
-    for one, two in zip(momenta, expected, strict=True):
-        assert torch.equal(one, two)
-    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two), name
+    assert all(torch.equal(one, two) for one, two in zip(momenta, expected, strict=True))
+    models.assert_equal(model, other)
 
 
 @pytest.mark.long
@@ -118,7 +116,7 @@ def test_replicas() -> None:
     seen, _ = _train(model, 3, replicas=2, **EAGER)
     whole, _ = _train(other, 3, ranks_share=False, replicas=2, **EAGER)
     assert 0 < len(seen) < len(whole)
-    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    models.assert_equal(model, other)
 
 
 def test_owners_share_the_work() -> None:

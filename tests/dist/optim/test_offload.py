@@ -338,8 +338,7 @@ def test_copies_in_the_backward(stage: int) -> None:
             if options:
                 sizes = [sum(slab.most for slab in slabs) for slabs in made.steps._offload._orders[optimizer]]
                 assert sizes[-1] == min(size for size in sizes if size) and len(sizes) == len(made.runtime.unit_of)
-    for (name, left), right in zip(offloaded.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(left, right), name
+    models.assert_equal(offloaded, plain)
 
 
 def _full(made: Any) -> dict[str, Tensor]:
@@ -364,8 +363,7 @@ def test_exception_in_the_middle_of_a_step(stage: int) -> None:
                 if options and number != 1:
                     _fail_at(3, made, optimizer)
                 made.step(optimizer, lambda: None)
-    for (name, left), right in zip(offloaded.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(left, right), name
+    models.assert_equal(offloaded, plain)
 
 
 def _fail_at(unit: int, made: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -59,23 +59,12 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Model(nn.Module):
-    def __init__(self, norm: Callable[[], nn.Module] = TinyRMSNorm, last: Any = nn.LayerNorm) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(models.VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(norm) for _ in range(3))
-        self.norm = last(WIDTH)
-        self.head = nn.Linear(WIDTH, models.VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocabulary]
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+def _model(norm: Callable[[], nn.Module] = TinyRMSNorm, last: Callable[[int], nn.Module] = nn.LayerNorm) -> nn.Module:
+    return models.Normed(lambda: Block(norm), WIDTH, last)
 
 
-def _by_hand() -> Model:
-    return Model(ByHand, NormByHand)
+def _by_hand() -> nn.Module:
+    return _model(ByHand, NormByHand)
 
 
 def _is_wide(name: str) -> bool:
@@ -107,7 +96,7 @@ class Trained(models.Module):
     """What its parameters and norms are in the middle of a fit, and in a checkpoint of it."""
 
     def __init__(self) -> None:
-        super().__init__(Model, lr=0.5)
+        super().__init__(_model, lr=0.5)
         self.found: dict[str, Any] = {}
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -158,7 +147,7 @@ def test_islands_in_windows_and_checkpoints(stage: int, options: dict[str, Any])
     """Blocks that run again in the backward; two backwards with one reduction; modules by class and by name. Of two
     equal blocks one has an island and the other has none, so one graph cannot serve both."""
     torch.manual_seed(0)
-    model, twin = Model(), _by_hand().to(models.device())
+    model, twin = _model(), _by_hand().to(models.device())
     twin.load_state_dict(model.state_dict())
     options = {**options, "activation_checkpointing": "blocks", "copy_engine": False, "param_dtype": BF16}
     named = [TinyRMSNorm, "norm"]
@@ -173,7 +162,7 @@ def test_islands_in_windows_and_checkpoints(stage: int, options: dict[str, Any])
             engine.step(optimizer, lambda: None)
     _reference(twin, [[0, 1], [2, 3]], BF16, 0.5)
     assert models.deviation(model, twin) < 1e-6
-    one, mixed = Model(), Model()
+    one, mixed = _model(), _model()
     mixed.layers[1].norm = ByHand()
     mixed.load_state_dict(one.state_dict())
     with engines.engine(one, stage, fp32_modules="layers.1.norm", **options) as engine:
@@ -202,7 +191,7 @@ def test_what_matches_nothing_raises(ranks: Ranks) -> None:
 
 
 def test_what_is_an_island() -> None:
-    model = Model()
+    model = _model()
     assert find_islands(model, ["norms"], BF16).modules == ("layers.0.norm", "layers.1.norm", "layers.2.norm", "norm")
     assert (
         find_islands(model, ["TinyRMSNorm", nn.LayerNorm], FP16).modules == find_islands(model, ["norms"], FP16).modules
@@ -225,7 +214,7 @@ def test_what_is_an_island() -> None:
 def test_the_plan_counts_them() -> None:
     """Gathered parameters and gradients of norms have four bytes, and so have their activations."""
     with torch.device("meta"):
-        model = Model()
+        model = _model()
     tokens = torch.randint(0, models.VOCABULARY, (4, 6))
 
     def plan(modules: Any) -> Any:

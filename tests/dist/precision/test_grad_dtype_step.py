@@ -17,7 +17,7 @@ from lightning_zerocompile.optim.supported import ELEMENTWISE, PER_PARAMETER
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.support import engines, models
 from tests.support.harness import on_ranks
-from tests.support.precisions import BF16, FP32, RAW, RawWhole
+from tests.support.precisions import BF16, FP32, RAW, RawWhole, same
 
 KINDS = sorted(ELEMENTWISE | PER_PARAMETER, key=lambda kind: kind.__name__)
 PAIRS: list[Any] = [(FP32, BF16), (BF16, None)]
@@ -95,10 +95,6 @@ def _state(optimizer: Optimizer) -> list[Tensor]:
     return [_full(value) if isinstance(value, DTensor) else value.clone() for value in values]
 
 
-def _equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 def _step(engine: Any, parameters: list[Any], grads: list[Tensor], kind: Any, by_engine: bool) -> list[str]:
     """Two steps on `grads`, which are bound: as torch's own, or an error by name that changes nothing."""
     problems = []
@@ -117,11 +113,11 @@ def _step(engine: Any, parameters: list[Any], grads: list[Tensor], kind: Any, by
     if expected is None:
         if any(word not in raised for word in ("model.layers.0.raw", name, "grad_dtype", str(BF16))):
             problems.append(f"the error is: {raised!r}")
-        if not _equal(_state(optimizer), state) or not _equal(after, before):
+        if not same(_state(optimizer), state) or not same(after, before):
             problems.append("something was updated before the error")
     elif raised:
         problems.append(f"torch takes it, here: {raised}")
-    elif not _equal(after, expected):
+    elif not same(after, expected):
         problems.append(f"{after} are not {expected}")
     return [f"{name} {'engine.step' if by_engine else 'step'}: {problem}" for problem in problems]
 

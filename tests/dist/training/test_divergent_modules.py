@@ -17,7 +17,7 @@ from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models
 from tests.support.harness import Ranks, Worlds, on_ranks
 from tests.support.models import Routed
-from tests.support.parity import MODEL
+from tests.support.parity import AOT, EAGER, MODEL, assert_trains_like_ddp
 
 
 def _other_units() -> None:
@@ -180,44 +180,18 @@ def test_ranks_with_more_forwards_raise(all_worlds: Worlds, where: str, tmp_path
 ROUTES = [[[0, 1, 2], [2, 0]], [[3], [1, 3]], [[], [0, 1, 2, 3]], [[3, 2, 1, 0], [0, 1, 2, 3]], [[1], []]]  # step, rank
 
 
-@pytest.mark.parametrize("scope", ["eager", "blocks"])
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "blocks"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_ranks_may_drop_different_layers(stage: int, scope: str) -> None:
+def test_ranks_may_drop_different_layers(stage: int, options: dict[str, Any]) -> None:
     """Stages 1 and 2 as they are; stage 3 keeps the layers gathered and shards the rest."""
-    model, twin = Routed(), Routed()
-    twin.load_state_dict(model.state_dict())
-    data = models.Batches(models.rank())
+    how = {"loss": engines.routed_loss, "data": models.routed_batches(ROUTES), "steps": len(ROUTES)}
     keep = ("layers",) if stage == 3 else ()
-    options = {"compile": scope if scope != "eager" else False, "keep_gathered": keep}
-    with engines.engine(model, stage, **options) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
-        for number, routes in enumerate(ROUTES):
-            model.route = routes[models.rank()]
-            engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
-        sharded = engine.runtime.core.resident_units()
-        gathers = engine.runtime.stats().gathers
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
-    for number, routes in enumerate(ROUTES):
-        optimizer.zero_grad()
-        for rank in range(models.world()):
-            twin.route = routes[rank]
-            (engines.token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
-        optimizer.step()
-    assert models.deviation(model, twin) <= 1e-6 and gathers > 0
-    assert sharded == []
-
-
-def _unknown_name() -> str:
-    try:
-        engines.make_engine(Routed(), 3, compile=False, keep_gathered=("layers", "vision"))
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    trained = assert_trains_like_ddp(Routed(), stage, **how, **options, keep_gathered=keep)
+    assert trained.stats.gathers > 0 and trained.resident == []
 
 
 @on_ranks(2)
 def test_unknown_name() -> None:
-    message = _unknown_name()
-    assert "`vision`" in message and "embedding, layers, head" in message
+    with pytest.raises(ValueError, match=r"`vision`.*embedding, layers, head"):
+        engines.make_engine(Routed(), 3, compile=False, keep_gathered=("layers", "vision"))

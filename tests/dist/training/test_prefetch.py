@@ -9,35 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import engines, models
-from tests.support.harness import Ranks, on_ranks
+from tests.support.harness import on_ranks
 
 WIDTH = 40
 
 
-class Normed(nn.Module):
-    """Blocks, a norm that is far smaller than they are, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(models.VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(models.Block(WIDTH) for _ in range(3))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, models.VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocabulary]
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
 def _ahead(compile: Any, prefetch: int) -> list[list[str]]:
-    """The units that are gathered while each block computes, in the third step's forward."""
-    model, data = Normed(), models.Batches(models.rank())
+    """The units that are gathered while each block computes, in the third step's forward. A norm, which is far smaller
+    than they are, and a head follow the blocks."""
+    model, data = models.Normed(lambda: models.Block(WIDTH), WIDTH, nn.LayerNorm), models.Batches(models.rank())
     seen: list[list[str]] = []
     with engines.engine(model, 3, compile=compile, prefetch=prefetch, unit_bytes=1) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         for layer in model.layers:
             layer.register_forward_hook(lambda *_: seen.append(sorted(engine.runtime.core.resident_units())))
         for _ in range(3):
@@ -58,12 +41,12 @@ def test_a_small_unit_does_not_count(compile: Any) -> None:
     ]
 
 
-def test_distance(ranks: Ranks) -> None:
-    for seen in ranks.run(_ahead, False, 2):
-        assert seen[0] == ["layers.0", "layers.1", "layers.2"]
-        assert seen[1] == ["head.weight", "layers.1", "layers.2", "norm.bias", "norm.weight"]
-    for seen in ranks.run(_ahead, False, 0):
-        assert seen == [["layers.0"], ["layers.1"], ["layers.2"]]
+@on_ranks(2)
+def test_distance() -> None:
+    seen = _ahead(False, 2)
+    assert seen[0] == ["layers.0", "layers.1", "layers.2"]
+    assert seen[1] == ["head.weight", "layers.1", "layers.2", "norm.bias", "norm.weight"]
+    assert _ahead(False, 0) == [["layers.0"], ["layers.1"], ["layers.2"]]
 
 
 class Stack(nn.Module):
@@ -77,9 +60,10 @@ class Stack(nn.Module):
         return x
 
 
-def _turn(prefetch: int) -> tuple[list[list[str]], list[int], float]:
-    """What is there between forward and backward, the gathers of each step, and how far from DDP it ends."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize("prefetch", [0, 1])
+@on_ranks(2)
+def test_what_backward_begins_with_stays(prefetch: int) -> None:
+    """The forward's last unit is the backward's first: known from the first step on, it is not gathered twice."""
     model, twin = (models.Whole(Stack()).to(models.device()) for _ in range(2))
     twin.load_state_dict(model.state_dict())
     inputs = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(models.world())]
@@ -101,13 +85,6 @@ def _turn(prefetch: int) -> tuple[list[list[str]], list[int], float]:
                 (twin(x.to(models.device())).square().mean() / models.world()).backward()
             plain.step()
             plain.zero_grad()
-    return between, gathers, models.deviation(model, twin)
-
-
-def test_what_backward_begins_with_stays(ranks: Ranks) -> None:
-    """The forward's last unit is the backward's first: known from the first step on, it is not gathered twice."""
-    last = ["model.layers.2.weight"]
-    for between, gathers, worst in ranks.run(_turn, 1):
-        assert between == [[], last, last, last] and gathers == [5, 4, 4, 4] and worst <= 1e-6
-    for between, gathers, worst in ranks.run(_turn, 0):
-        assert between == [[]] * 4 and gathers == [5] * 4 and worst <= 1e-6
+    last = ["model.layers.2.weight"] if prefetch else []
+    assert between == [[], last, last, last] and gathers == ([5, 4, 4, 4] if prefetch else [5] * 4)
+    assert models.deviation(model, twin) <= 1e-6

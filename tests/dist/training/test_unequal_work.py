@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zerocompile import CommunicationError, ZeroCompileStrategy
 from tests.support import engines, models
 from tests.support.harness import Ranks, Worlds, on_ranks
 from tests.support.models import Routed
-from tests.support.parity import AOT, EAGER
+from tests.support.parity import AOT, EAGER, reference
 
 LONG = pytest.mark.long
 ROUTES = [  # by step and rank: layers, in order
@@ -27,21 +28,6 @@ ROUTES = [  # by step and rank: layers, in order
     [[3, 2, 1, 0], [0, 1, 2, 3], [], [3, 0]],
     [[1], [], [2, 3, 2, 3], [0, 1]],
 ]
-
-
-def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.5)
-
-
-def _reference(twin: Routed) -> None:
-    """What DDP with `find_unused_parameters` computes."""
-    optimizer = _optimizer(twin.to(models.device()))
-    for number, routes in enumerate(ROUTES):
-        optimizer.zero_grad()
-        for rank in range(models.world()):
-            twin.route = routes[rank]
-            (engines.token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -60,14 +46,13 @@ def test_ranks_use_different_layers(world: int, options: dict[str, Any]) -> None
     compared no gather with each other: each made others' gathers where it had none."""
     rank, data = models.rank(), models.Batches(models.rank())
     model, twin = models.pair(Routed)
-    _reference(twin)
+    routed = models.routed_batches(ROUTES)
+    reference(twin, len(ROUTES), engines.routed_loss, routed)  # what DDP with `find_unused_parameters` computes
     with engines.engine(model, 3, **options) as engine:
-        optimizer = _optimizer(model)
-        engine.attach_optimizers([optimizer])
-        for number, routes in enumerate(ROUTES):
-            model.route = routes[rank]
+        optimizer = engines.sgd(engine, model)
+        for part in routed(rank):
             with engine.training_step(), engine.unequal():
-                engines.backward(engine, engines.token_loss(model, data[number]))
+                engines.backward(engine, engines.routed_loss(model, part))
             optimizer.step()
             optimizer.zero_grad()
         results = []
@@ -129,15 +114,14 @@ def test_training_steps_of_the_trainer(kind: type[models.Module], options: dict[
     module, twin = models.pair(kind)
     work = "batches" if kind is Tower else "all"
     record = models.train(module, ZeroCompileStrategy(3, unequal_work=work, **options), steps=len(ROUTES))
-    optimizer = _optimizer(twin)
-    for number, routes in enumerate(ROUTES):
-        optimizer.zero_grad()
-        for rank in range(models.world()):
-            twin.model.route = routes[rank]
-            (twin.loss(models.Batches(rank)[number]) / models.world()).backward()
-        if kind is Tower:
-            torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
-        optimizer.step()
+    optimizer = twin.configure_optimizers()
+
+    def clip(*_: Any) -> None:
+        clip_grad_norm_(twin.parameters(), 0.1)
+
+    if kind is Tower:
+        optimizer.register_step_pre_hook(clip)
+    reference(twin.model, len(ROUTES), engines.routed_loss, models.routed_batches(ROUTES), optimizer)
     assert models.deviation(module, twin) <= 1e-6
     assert record.stats.served > 0 == record.stats.prefetched
 
