@@ -45,8 +45,7 @@ def _trained(stage: int, scope: Any, copy_engine: bool) -> tuple[nn.Module, int,
     torch.manual_seed(0)
     model, data = Net(), models.Batches(models.rank())
     with engines.engine(model, stage, compile=scope, copy_engine=copy_engine) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.1)
         for number in range(40):  # many gathers and reductions in flight, without a pause of the host
             engine.model.zero_grad()
             with engine.training_step():

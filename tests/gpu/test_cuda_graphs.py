@@ -46,8 +46,7 @@ def _trained(stage: int, compile: Any, how: str) -> tuple[float, int, Counter[st
     counters.clear()
     calls: Counter[str] = Counter()
     with engines.engine(model, stage, compile=compile, **GRAPHS) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         for step in range(STEPS):
             profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             with profiler if step == STEPS - 1 else contextlib.nullcontext():
@@ -116,8 +115,7 @@ def _ordered(stage: int) -> tuple[int, int, list[str]]:
         torch._inductor.config.patch(force_disable_caches=True),
         engines.engine(model, stage, compile="model", prefetch=1, **GRAPHS | {"unit_bytes": 1}) as engine,
     ):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.01)
 
         def train() -> None:
             for _ in range(STEPS):
@@ -164,8 +162,7 @@ class Fitted(models.Module):
 
 def _fitted(stage: int) -> tuple[float, float, list[float], list[float]]:
     """The deviation, the logged mean of the losses, these, and those of DDP."""
-    module, twin = Fitted(), Fitted()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(Fitted)
     strategy = ZeroCompileStrategy(stage=stage, compile="model", mode="reduce-overhead", dynamic=False)
     trainer = models.make_trainer(strategy, max_epochs=1, limit_train_batches=5)
     trainer.fit(module, models.Batches(models.rank()), models.Batches(models.rank(), 2))

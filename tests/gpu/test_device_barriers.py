@@ -22,8 +22,7 @@ def _wait_alone() -> tuple[list[Any], float]:
     """What the device of rank 1 stands in, and for how many seconds it stands there after it was to go on."""
     model, data = models.ByteModel(), models.Batches(models.rank())
     engine = engines.make_engine(model, 1, compile=False, copy_engine=True, unit_bytes=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine.attach_optimizers([optimizer])
+    optimizer = engines.sgd(engine, model, lr=0.1)
     for number in range(3):
         with engine.training_step():
             engines.backward(engine, engines.token_loss(model, data[number]))

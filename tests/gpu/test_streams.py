@@ -97,8 +97,7 @@ class Heads(nn.Module):
 
 def _synchronized(stage: int, scope: Any) -> tuple[float, float]:
     torch.manual_seed(0)
-    model, twin = Heads(), Heads()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(Heads)
     start = Heads()
     start.load_state_dict(model.state_dict())
     ddp = DistributedDataParallel(
@@ -213,8 +212,7 @@ def test_reductions_that_outlive_the_backward(ranks: Ranks, reads: str, forward:
 def _asserting(copy_engine: bool) -> None:
     model = nn.Sequential(nn.Embedding(8, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     with engines.engine(model, 3, compile=False, copy_engine=copy_engine, timeout=TIMEOUT) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.1)
         for step in range(3):
             tokens = torch.randint(0, 8, (4, 16), device=models.device()) + 8 * (step == 2)
             engines.step(engine, optimizer, lambda tokens=tokens: model(tokens).square().mean())

@@ -84,8 +84,7 @@ def _trained(stage: int, scope: Any, held: str, window: bool) -> tuple[float, fl
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
     model.streams, model.held = [torch.cuda.Stream(), torch.cuda.Stream()], held
     with engines.engine(model, stage, compile=scope, backend="aot_eager", timeout=timedelta(seconds=60)) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.1)
         for step in range(STEPS):
             with engine.training_step():
                 if window:

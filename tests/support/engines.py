@@ -129,7 +129,8 @@ def accumulate(engine: Any, model: nn.Module, batch: Tensor) -> None:
         backward(engine, token_loss(model, batch))
 
 
-def sgd(engine: Any, model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+def sgd(engine: Any, model: nn.Module, lr: float = 0.5) -> Any:
+    """An optimizer that the engine steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     engine.attach_optimizers([optimizer])
     return optimizer

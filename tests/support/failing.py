@@ -35,8 +35,7 @@ def expect_error(body: Any, *args: Any) -> str:
 def works() -> None:
     """A fresh module trains as if nothing had happened."""
     torch.manual_seed(0)  # a model that differed has drawn more numbers
-    module, twin = models.Module(), models.Module()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(models.Module)
     models.make_trainer(ZeroCompileStrategy(compile=False), max_steps=2).fit(module, models.Batches(models.rank()))
     models.reference(twin, 2)
     assert models.deviation(module, twin) < 1e-6

@@ -30,8 +30,7 @@ def engine(model: nn.Module, stage: int = 3, dtype: torch.dtype = BF16, **option
     config = Config(stage=stage, **({"backend": "aot_eager", "copy_engine": False} | options))
     backend = torch.distributed.get_backend()
     with engines.closing(Engine(model, engines.place(), config, None, backend, dtype)) as made:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-        made.attach_optimizers([optimizer])
+        optimizer = engines.sgd(made, model, lr=0.2)
         made.optimizer = optimizer  # type: ignore[attr-defined]
         if mixed and models.rank() == 1:
             stop_compiling(made)

@@ -52,15 +52,14 @@ def grads(model: nn.Module) -> list[Tensor | None]:
 @contextlib.contextmanager
 def pair(stage: int, make: Callable[[], nn.Module] = small, **options: Any) -> Iterator[tuple[Engine, nn.Module, Any]]:
     """A sharded model, its twin and its optimizer; the model is never made whole, which would communicate."""
-    model, twin = make(), make()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(make)
     engine = engines.make_engine(
         model, stage, **({"compile": False, "timeout": timedelta(seconds=10), "keep_gradients": True} | options)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     engine.attach_optimizers([optimizer])
     try:
-        yield engine, twin.to(models.device()), optimizer
+        yield engine, twin, optimizer
     finally:
         engine.abandon()
 

@@ -118,8 +118,7 @@ def test_resume_equals_an_uninterrupted_run(
 ) -> None:
     """Weights, moments, loops, schedule, buffers and losses are equal to the bit."""
     folder = str(tmp_path)
-    module, twin = Saved(), Saved()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(Saved)
     whole, resumed = Moments(), Moments()
     ours = ZeroCompileStrategy(stage=stage, **options)
     _fit(module, stage, 4, strategy=ours, callbacks=[whole], precision=precision)

@@ -72,8 +72,7 @@ def _trains_from(folder: Path, tied: bool, stage: int, compile: Any) -> tuple[fl
     ):
         engine = engines.make_engine(model, stage, compile=compile)
     with engines.closing(engine):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         for number in range(3):
             batch = models.Batches(models.rank())[number]
             engines.step(engine, optimizer, lambda batch=batch: engines.token_loss(_Logits(model), batch))

@@ -208,8 +208,7 @@ def _short_of_memory() -> Iterator[None]:
 def _trains(engine: Any, model: nn.Sequential, x: Tensor) -> None:
     """One step of SGD is that of plain torch."""
     start = {name: full_value(p).clone() for name, p in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine.attach_optimizers([optimizer])
+    optimizer = engines.sgd(engine, model)
     engines.step(engine, optimizer, lambda: model(x)[..., :SIDE].square().mean())
     twin = copy.deepcopy(_plain(model)).to(x.device)
     twin.load_state_dict(start)
@@ -276,8 +275,7 @@ def test_rule_17_reductions_out_of_memory(stage: int) -> None:
     model = nn.Sequential(nn.Embedding(MANY + 1, SIDE), nn.Linear(SIDE, SIDE))
     x = torch.arange(3)
     with engines.engine(model, stage, compile=False, unit_bytes=1, defer_grad_sync=True) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         with engine.accumulation(), engine.training_step():
             engines.backward(engine, model(x).square().mean())
         with _short_of_memory():

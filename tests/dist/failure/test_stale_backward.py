@@ -95,8 +95,7 @@ def _message(name: str, stage: int, scope: Any) -> str:
     torch._dynamo.reset()
     model = models.ByteModel()
     engine = engines.make_engine(model, stage, compile=scope)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine.attach_optimizers([optimizer])
+    optimizer = engines.sgd(engine, model)
 
     def step() -> None:
         optimizer.step()
@@ -198,8 +197,7 @@ def test_what_torch_allows_works(name: str) -> None:
             model = models.ByteModel()
             model.load_state_dict(source.state_dict())
             with engines.engine(model, stage, compile=scope) as engine:
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-                engine.attach_optimizers([optimizer])
+                optimizer = engines.sgd(engine, model)
 
                 def step(optimizer: Any = optimizer) -> None:
                     optimizer.step()

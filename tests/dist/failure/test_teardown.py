@@ -306,8 +306,7 @@ def test_a_module_that_stays_sharded_says_so(ranks: Ranks, stage: int) -> None:
 
 
 def _refused_first(what: str) -> None:
-    module, twin = models.Module(), models.Module()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(models.Module)
     if what == "copy engine":
         with pytest.raises(ValueError, match="no copy engines"):
             failing.fit(module, failing.strategy(copy_engine=True))
@@ -349,8 +348,7 @@ def test_a_refusal_leaves_the_module_as_it_was() -> None:
 @on_ranks(2)
 def test_another_strategy_takes_a_sharded_module() -> None:
     """What `unshard_after_fit=False` has left is fitted by other strategies, in any order."""
-    module, twin = models.Module(), models.Module()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(models.Module)
     data = models.Batches(models.rank(), 1)
     trainers = [failing.fit(module, failing.strategy(stage=stage, unshard_after_fit=False)) for stage in (3, 2)]
     trainers[0].validate(module, data, verbose=False)  # back to the first

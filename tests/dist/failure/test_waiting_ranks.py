@@ -134,8 +134,7 @@ def test_requests_in_a_steady_state(stage: int) -> None:
         counts.append(0)
         model, data = models.ByteModel(), models.Batches(models.rank())
         with engines.engine(model, stage) as engine:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            engine.attach_optimizers([optimizer])
+            optimizer = engines.sgd(engine, model)
             for number in range(6):
                 counts.append(0)
                 engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))

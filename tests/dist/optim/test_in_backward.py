@@ -63,8 +63,7 @@ def test_units_are_updated_beside_the_backward(stage: int, scope: Any) -> None:
     with engines.engine(model, stage, optimizer_in_backward=True, **COMPILED[scope]) as engine:
         core, masters = engine.runtime.core, {s.name: s for s in engine.runtime.sharded_parameters}
         model.look = lambda: (engine.runtime.updated_in_backward, masters["layers.2.up.weight"].local.sum().item())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         for number in range(3):
             before = masters["layers.2.up.weight"].local.sum().item()
             counted = engine.runtime.updated_in_backward
@@ -148,8 +147,7 @@ def test_numbers_are_those_of_the_ordinary_step(name: str) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_a_window_updates_where_it_closes(stage: int) -> None:
-    model, plain = models.ByteModel(), models.ByteModel()
-    plain.load_state_dict(model.state_dict())
+    model, plain = models.pair(models.ByteModel)
     data = models.Batches(models.rank())
     for one, in_backward in ((model, True), (plain, False)):
         strategy_options = {"optimizer_in_backward": in_backward, **EAGER}
@@ -292,8 +290,7 @@ def test_a_second_backward_raises() -> None:
     model, data = models.ByteModel(), models.Batches(models.rank())
     twin = copy.deepcopy(model)
     with engines.engine(model, 3, optimizer_in_backward=True, **EAGER) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         with engine.training_step():
             engines.backward(engine, engines.token_loss(model, data[0]))
             with pytest.raises(RuntimeError, match="the backward has used the gradients"):
@@ -326,8 +323,7 @@ def test_a_backward_that_raises_half_way(stage: int) -> None:
     """The model is updated in part: every further step says so, until the optimizer's state is loaded."""
     model, data = FailsLate(), models.Batches(models.rank())
     with engines.engine(model, stage, optimizer_in_backward=True, **EAGER) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         model.fails = False
         engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
         kept = {s.name: s.local.clone() for s in engine.runtime.sharded_parameters}
@@ -359,8 +355,7 @@ def test_a_backward_that_raises_before_any_update_changes_nothing() -> None:
     model, data = models.ByteModel(), models.Batches(models.rank())
     twin = copy.deepcopy(model)
     with engines.engine(model, 3, optimizer_in_backward=True, **EAGER) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         with engine.training_step():
             loss = engines.FailsInBackward.apply(engines.token_loss(model, data[0]))
             with pytest.raises(ValueError, match="on purpose"):

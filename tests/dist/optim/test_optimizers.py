@@ -185,8 +185,7 @@ def test_what_is_reduced_last_is_updated_last() -> None:
 def _late_unit(late: str, kind: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> float:
     """One unit is trained from the second step on, so it has a state when the other units have another one."""
     torch.manual_seed(0)
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(models.ByteModel)
     twin.to(engines.place())
     with engines.engine(model, 2, compile=False, unit_bytes=1) as engine:
         optimizer = kind(model.parameters(), **arguments)

@@ -79,8 +79,7 @@ def test_a_read_makes_one(stage: int) -> None:
     model, twin = _twins()
     results: dict[str, Any] = {}
     with engines.engine(model, stage, **EAGER) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.3)
         parameters = list(model.parameters())
         _backward(engine, model, 0)
         engines.mean_backward(twin, 0)
@@ -178,8 +177,7 @@ def test_what_waits_is_not_taken_for_one() -> None:
     """A step that keeps gradients leaves alone what a frozen parameter's rank has summed and not reduced."""
     model, twin = _twins()
     with engines.engine(model, 1, keep_gradients=True, **EAGER) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.0)
         parameter, reference = next(model.parameters()), next(twin.parameters())
         with engine.accumulation():
             _backward(engine, model, 0)

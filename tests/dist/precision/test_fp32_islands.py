@@ -152,8 +152,7 @@ def test_islands_in_windows_and_checkpoints(stage: int, options: dict[str, Any])
     options = {**options, "activation_checkpointing": "blocks", "copy_engine": False, "param_dtype": BF16}
     named = [TinyRMSNorm, "norm"]
     with engines.engine(model, stage, fp32_modules=named, **options) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         for numbers in [[0, 1], [2, 3]]:
             with engine.training_step(), engine.windows.open("auto", None, None):
                 for number in numbers:

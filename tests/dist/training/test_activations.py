@@ -65,8 +65,7 @@ def _train(model: nn.Module, stage: int, **options: Any) -> tuple[nn.Module, int
     model, saved = copy.deepcopy(model), [0]
     torch.manual_seed(5 + models.rank())
     with engines.engine(model, stage, **options) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.1)
         core, storages = engine.runtime.core, dict[int, int]()
 
         def pack(tensor: Tensor) -> Any:

@@ -149,7 +149,7 @@ def test_rule_11_eager_write_in_forward(how: str, stage: int) -> None:
         optimizer = engines.sgd(engine, model)
         for number in range(3):
             engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
     for number in range(3):
         optimizer.zero_grad()
         engines.token_loss(twin, data[number]).backward()

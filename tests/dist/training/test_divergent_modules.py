@@ -43,8 +43,7 @@ def _known_routes() -> None:
     """All ranks have gone both ways together; then they part."""
     model, data = Routed(), models.Batches(models.rank())
     with engines.engine(model, 3, compile=False) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.1)
         for route in ([0, 1], [0, 2], [0, 1], [0, 2], [0, 1 + models.rank()]):
             model.route = route
             engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
@@ -99,8 +98,7 @@ def _compared() -> list[int]:
     model.route = [0, 1, 2, 3]
     counts = []
     with engines.compiled_here(models.rank() == 0), engines.engine(model, 3) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.1)
         exchange, calls = engine.runtime.messages.exchange, []
 
         def counted(topic: str, *message: Any) -> Any:

@@ -26,9 +26,7 @@ class Once(nn.Module):
 
 
 def _alone(stage: int, **options: Any) -> tuple[float, list[str]]:
-    model, twin = Once(), Once()
-    twin.load_state_dict(model.state_dict())
-    twin.to(models.device())
+    model, twin = models.pair(Once)
     for rank in range(models.world()):
         twin.moe.rank = rank
         (engines.token_loss(twin, models.Batches(rank)[0]) / models.world()).backward()
@@ -37,8 +35,7 @@ def _alone(stage: int, **options: Any) -> tuple[float, list[str]]:
         if p.grad is not None:
             p.data.sub_(p.grad, alpha=0.5)
     with engines.engine(model, stage, compile=False, unit_bytes=1, **options) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         with engine.training_step():
             engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[0]))
         none = [name for name, p in model.named_parameters() if p.grad is None]
@@ -104,8 +101,7 @@ def test_no_collective_while_compiling(scope: Any) -> None:
                 moved.append(collectives() - before)
 
         patch.setattr(torch._dynamo.convert_frame, "_compile", spy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         for number in range(2):
             batch = models.Batches(models.rank())[number][:, : 3 + number]
             engines.step(engine, optimizer, lambda batch=batch: engines.token_loss(model, batch))

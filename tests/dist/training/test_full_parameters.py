@@ -50,8 +50,7 @@ def _inside(stage: int, scope: Any) -> list[str]:
             problems.append(f"stage {stage} {scope}: {what}")
 
     with engines.engine(model, stage, compile=scope) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         with engine.full_parameters(model, writeback=False) as values:
             _write(values)
             engine.apply_writes()  # as a checkpoint does
@@ -126,8 +125,7 @@ class SavesInside(L.Callback):
 @on_ranks(2)
 def test_a_checkpoint_saved_inside(stage: int, writeback: bool) -> None:
     """It holds what the parameters were when the context was entered."""
-    module, twin = models.Module(), models.Module()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(models.Module)
     callback = SavesInside(writeback)
     models.train(module, ZeroCompileStrategy(stage=stage, backend="aot_eager"), 2, callbacks=[callback])
     models.reference(twin, 1)

@@ -179,8 +179,7 @@ def _traffic(stage: int, accumulate: int, compile: Any) -> dict[str, int]:
     model = models.ByteModel()
     data = models.Batches(models.rank())
     with engines.engine(model, stage, compile=compile, copy_engine=False) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.1)
 
         def step(number: int) -> None:
             for micro in range(accumulate):
@@ -389,8 +388,7 @@ class Mutation(L.Callback):
 @on_ranks(2)
 def test_parity_notices_a_mutation(kind: str, stage: int) -> None:
     """A wrong divisor, a rank or a unit that does not contribute: the parity check fails on every rank."""
-    module, twin = models.Module(), models.Module()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(models.Module)
     mutation = Mutation(kind)
     strategy = ZeroCompileStrategy(stage=stage, backend="aot_eager")
     models.train(module, strategy, steps=3, callbacks=[mutation])

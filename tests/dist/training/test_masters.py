@@ -202,8 +202,7 @@ def test_works_as_under_ddp(name: str) -> None:
 def test_post_accumulate_hooks_see_the_reduced_gradient(stage: int, early: bool) -> None:
     """They run once a backward with the mean over ranks in `grad`, whether registered before sharding or after."""
     # ``early``: registered before the model is sharded. One hook is removed after the second step.
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(models.ByteModel)
     handles = _hooked(model) if early else []
     calls: list[bool] = []
     data = models.Batches(models.rank())
@@ -216,7 +215,7 @@ def test_post_accumulate_hooks_see_the_reduced_gradient(stage: int, early: bool)
             if number == 2:
                 handles[0].remove()
             engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=LR)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
     for number in range(STEPS):
         for batches in (models.Batches(r) for r in range(models.world())):
             (engines.token_loss(twin, batches[number]) / models.world()).backward()
@@ -232,8 +231,7 @@ def test_post_accumulate_hooks_see_the_reduced_gradient(stage: int, early: bool)
 @on_ranks(2)
 def test_optimizer_in_backward(stage: int) -> None:
     """Each parameter has an optimizer of its own, which steps in the hook."""
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(models.ByteModel)
     data = models.Batches(models.rank())
     with engines.engine(model, stage, compile=False) as engine:
         optimizers = {p: torch.optim.SGD([p], lr=LR) for p in model.parameters()}
@@ -391,8 +389,7 @@ def test_hook_from_before_sharding() -> None:
 @on_ranks(2)
 def test_create_graph_without_compilation(stage: int) -> None:
     """A gradient penalty with compile=False."""
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(models.ByteModel)
     case = Works(_create_graph)
     _reference(case, twin)
     _train(case, model, stage, False)
@@ -404,8 +401,7 @@ def test_create_graph_without_compilation(stage: int) -> None:
 def test_torch_func_on_full_parameters(stage: int, scope: Any) -> None:
     """What the error names does work, also where the runtime's own hooks are on."""
     # Per-sample gradients of the sharded model by `torch.func`, inside a training step.
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(models.ByteModel)
     batch = models.Batches(models.rank())[0]
 
     def gradients(module: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -95,8 +95,7 @@ def test_units_that_stay() -> None:
 @pytest.mark.parametrize("budget", ["auto", 1])
 @on_ranks(2)
 def test_in_a_trainer(budget: Any) -> None:
-    module, twin = models.Module(), models.Module()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(models.Module)
     strategy = ZeroCompileStrategy(stage=3, compile=False, memory_budget=budget, unshard_after_fit=False)
     models.train(module, strategy, 5)
     left = strategy.engine.runtime.used_units()

@@ -67,9 +67,7 @@ def test_numbers_are_whole(stage: int) -> None:
     found = []
     for compiled in (False, "blocks"):
         torch.manual_seed(0)
-        model, twin = models.ByteModel(), models.ByteModel()
-        twin.load_state_dict(model.state_dict())
-        twin.to(models.device())
+        model, twin = models.pair(models.ByteModel)
         with engines.engine(model, stage, compile=compiled) as engine:
             with engine.training_step():
                 engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[0]))

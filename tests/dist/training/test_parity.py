@@ -69,8 +69,7 @@ CELLS = [
 def test_sgd_equals_ddp(mode: str, stage: int, world: int, accumulate: int) -> None:
     """Five steps: parameters and losses, and that the path which the cell names is the one that ran."""
     tolerance = 5e-6 if mode == "inductor" else 1e-6  # Inductor reorders sums
-    module, twin = models.Module(), models.Module()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(models.Module)
     strategy = ZeroCompileStrategy(stage=stage, **MODES[mode])
     counters.clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, error_on_recompile=False):

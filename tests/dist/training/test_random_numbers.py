@@ -56,9 +56,7 @@ def test_random_numbers_are_those_of_ddp(name: str) -> None:
     problems = []
     for stage, scope in CELLS:
         torch._dynamo.reset()
-        model, twin = models.ByteModel(), models.ByteModel()
-        twin.load_state_dict(model.state_dict())
-        twin.to(models.device())
+        model, twin = models.pair(models.ByteModel)
         torch.manual_seed(3)
         RANDOM[name](twin)
         after = torch.rand(1).item()

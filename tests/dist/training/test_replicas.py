@@ -79,8 +79,7 @@ def test_windows_accumulation_and_clipping(stage: int, options: dict[str, Any]) 
     twin = copy.deepcopy(model)
     own = models.Batches(models.rank())
     with engines.engine(model, stage, replicas=2, **options) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         with engine.training_step():
             before = engine.runtime.stats().reductions
             with engine.windows.open("auto", None, None):
@@ -133,8 +132,7 @@ def test_what_one_rank_alone_uses_is_reduced_by_all() -> None:
         return batches
 
     with engines.engine(model, 2, replicas=2, **EAGER) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         for batch in data(models.rank()):
             engines.step(engine, optimizer, lambda batch=batch: engines.token_loss(model, batch))  # type: ignore[misc]
     reference(twin, 3, data=data)
@@ -225,8 +223,7 @@ def test_a_mesh_in_which_replicas_are_of_ranks_that_alternate() -> None:
     with engines.engine(model, 3, device_mesh=mesh, **EAGER) as engine:
         group = dist.get_process_group_ranks(engine.runtime.mesh.get_group())
         assert group == [models.rank() % 2, models.rank() % 2 + 2]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         for number in range(3):
             engines.step(engine, optimizer, lambda: engines.token_loss(model, models.Batches(models.rank())[number]))  # noqa: B023
         assert " on 4 ranks in 2 replicas, " in start_line(engine, [optimizer])

@@ -148,7 +148,7 @@ def test_rule_04_generated_code_keeps_buffers() -> None:
                 engines.step(engine, optimizer, lambda x=mine: _square_loss(model, x))
 
         _, codes = run_and_get_code(train)
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
     for batches in data:
         optimizer.zero_grad()
         for x in batches:

@@ -128,8 +128,7 @@ def test_trains_as_plain_torch(name: str, long: bool) -> None:
         model, data = Whole(name), models.Batches(models.rank())
         model.load_state_dict(state)
         with engines.engine(model, stage, compile=scope) as engine:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            engine.attach_optimizers([optimizer])
+            optimizer = engines.sgd(engine, model, lr=0.1)
             for number in range(STEPS):
                 engines.step(engine, optimizer, lambda number=number, model=model, data=data: model(data[number]))
             stats = engine.runtime.stats()

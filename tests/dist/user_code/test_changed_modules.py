@@ -245,8 +245,7 @@ class SavesInTheMiddle(models.Module):
 @on_ranks(2)
 def test_model_pruning_prunes_as_under_ddp(stage: int, mode: str, lottery: bool, tmp_path: Path) -> None:
     """The model, and the checkpoint in the middle, whose masks are applied and whose names are the first ones."""
-    ours, theirs = SavesInTheMiddle(), SavesInTheMiddle()
-    theirs.load_state_dict(ours.state_dict())
+    ours, theirs = models.pair(SavesInTheMiddle)
     ours.path, theirs.path = str(tmp_path / "ours.ckpt"), str(tmp_path / "theirs.ckpt")
     names = set(ours.state_dict())
     _fitted(theirs, "ddp", lottery, tmp_path / "last.ckpt")
@@ -293,8 +292,7 @@ def _epochs(module: Any, strategy: Any, epochs: int, path: Any = None, **argumen
 @on_ranks(2)
 def test_changes_where_gathers_move_bfloat16(stage: int, mode: str) -> None:
     """After two epochs the ranks have agreed which parameters are gathered as their casts."""
-    source, ours = Changes(), Changes()
-    ours.load_state_dict(source.state_dict())
+    source, ours = models.pair(Changes)
     whole = copy.deepcopy(source)
     _epochs(ours, ZeroCompileStrategy(stage, **MODES[mode]), 4, precision="bf16-mixed")
     optimizer = whole.configure_optimizers()

@@ -52,8 +52,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 @on_ranks(2)
 def test_it_trains_as_fabric_s_ddp(stage: int, mode: str) -> None:
     """The optimizer is made before the set-up at odd stages, and after it at even ones."""
-    ours, theirs = models.ByteModel(), models.ByteModel()
-    theirs.load_state_dict(ours.state_dict())
+    ours, theirs = models.pair(models.ByteModel)
     ddp = _fabric("ddp")
     clip = {"max_norm": 0.05} if mode == "eager" else {"clip_val": 0.01}
     expected = _loop(ddp, *ddp.setup(theirs, _sgd(theirs)), **clip)
@@ -110,8 +109,7 @@ def test_what_does_not_work_says_what_to_do() -> None:
 
 @on_ranks(2)
 def test_a_part_that_the_user_compiled_is_compiled_by_the_strategy() -> None:
-    ours, theirs = models.ByteModel(), models.ByteModel()
-    theirs.load_state_dict(ours.state_dict())
+    ours, theirs = models.pair(models.ByteModel)
     ddp = _fabric("ddp")
     _loop(ddp, *ddp.setup(theirs, _sgd(theirs)))
     head: Any = torch.compile(ours.head, backend="aot_eager")

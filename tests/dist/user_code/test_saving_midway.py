@@ -37,8 +37,7 @@ def test_inside_state_dict_has_full_values(stage: int, options: dict[str, Any]) 
     model.shift.data = model.shift.data.double()
     twin = copy.deepcopy(model)
     with engines.engine(model, stage, **options) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         own = models.Batches(models.rank())
         engines.step(engine, optimizer, lambda: engines.token_loss(model, own[0]))
         reference(twin, 1)
@@ -67,8 +66,7 @@ def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
     model = models.ByteModel()
     own = models.Batches(models.rank())
     with engines.engine(model, stage, timeout=timedelta(minutes=2), **EAGER) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         engines.step(engine, optimizer, lambda: engines.token_loss(model, own[0]))
         if models.rank() == 0:
             start = time.monotonic()

@@ -74,8 +74,7 @@ def test_what_cannot_be_said_ends_no_run() -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise ArithmeticError("on purpose")
 
-    module, twin = models.Module(), models.Module()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(models.Module)
     strategy = ZeroCompileStrategy(3, **EAGER)
     trainer = models.make_trainer(strategy, max_steps=2)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned, models.heard() as heard:

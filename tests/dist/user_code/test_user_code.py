@@ -80,9 +80,7 @@ def test_gradients_of_values_read_again_raise() -> None:
 
 def _used_value(stage: int) -> float:
     """A gradient with respect to the very value that was used is the local one, as under DDP."""
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
-    twin.to(models.device())
+    model, twin = models.pair(models.ByteModel)
     x = torch.ones(2, 10, device=models.device())
 
     def gradient(model: nn.Module) -> Tensor:
@@ -151,8 +149,7 @@ def test_gradient_that_ignores_the_incoming_one() -> None:
             plain.step()
             plain.zero_grad()
         with engines.engine(model, stage, compile=scope) as engine:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            engine.attach_optimizers([optimizer])
+            optimizer = engines.sgd(engine, model, lr=0.01)
             for number in range(3):
                 with engine.training_step():
                     engines.backward(engine, model(data[2 * number + models.rank()]))
@@ -183,8 +180,7 @@ class Twice(models.Module):
 @on_ranks(2)
 def test_optimizer_of_attributes(stage: int) -> None:
     """`SGD([self.head.weight])` trains the parameter; one that is given twice is refused, as torch does."""
-    module, twin = OfAttributes(), OfAttributes()
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(OfAttributes)
     models.train(module, ZeroCompileStrategy(stage=stage, backend="aot_eager"), 3)
     models.reference(twin, 3)
     with pytest.raises(RuntimeError) as raised:
@@ -345,8 +341,7 @@ def test_transforms_of_sharded_parameters_raise() -> None:
 @on_ranks(2)
 def test_a_bare_forward_between_steps(scope: Any) -> None:
     """Under `torch.no_grad()` outside of any step: at most its last units stay gathered, and none in the next step."""
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(models.ByteModel)
     data = models.Batches(0)
     with engines.engine(model, 3, compile=scope) as engine:
         optimizer = _sgd(engine, model.parameters())
@@ -358,7 +353,7 @@ def test_a_bare_forward_between_steps(scope: Any) -> None:
             between = max(between, len(engine.runtime.core.resident_units()))
             with engine.training_step():
                 resident += engine.runtime.core.resident_units()
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
     for number in range(2):
         optimizer.zero_grad()
         engines.token_loss(twin, data[number]).backward()

@@ -15,8 +15,8 @@ from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.support import engines, models
-from tests.support.harness import Ranks, on_ranks
-from tests.support.parity import ENDS, STAGES
+from tests.support.harness import on_ranks
+from tests.support.parity import ENDS, STAGES, mean_backward, reference
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
@@ -55,8 +55,7 @@ def _windows(stage: int, mode: str, gather: str) -> dict[str, Any]:
     micros = [list(range(10 * k, 10 * k + count)) for k, count in enumerate(counts)]
     seen, held = [], []
     with engines.engine(model, stage, copy_engine=False, **MODES[mode]) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         for numbers in micros:
             profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
             before = engine.runtime.stats().reductions
@@ -109,49 +108,41 @@ def _filled(engine: Engine, limit: int, units: list[int]) -> int:
     return runs
 
 
-def _runs(stage: int, limit: int) -> tuple[float, tuple[int, int], tuple[int, int]]:
-    """A step in which up to ``limit`` bytes are reduced, and gathered, together: how many reductions and gathers there
-    are where all units are reduced and gathered at once, and how many are expected."""
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
-    data = models.Batches(models.rank())
-    with engines.engine(model, stage, compile=False, copy_engine=False) as engine:
-        engine.runtime.core.set_merge_bytes(limit)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
-        before = engine.runtime.stats()
-        with engine.training_step(), engine.windows.open("window", None, None):
-            held = engine.runtime.stats()
-            _backwards(engine, data, [0, 1])
-        window = engine.runtime.stats()
-        optimizer.step()
-        after = engine.runtime.stats()
-        used = [unit for unit, _ in engine.runtime.units_in_order()]
-        gathers = held.gathers - before.gathers if stage == 3 else after.gathers - window.gathers
-        expected = _filled(engine, limit, used[::-1]), _filled(engine, limit, sorted(used) if stage == 3 else used)
-        found = window.reductions - 1, gathers  # the 0-dim parameter has a reduction of its own
-    engines.window_reference(twin, [[0, 1]])
-    return models.deviation(model, twin), found, expected
-
-
 @STAGES
-def test_small_units_share_collectives(ranks: Ranks, stage: int) -> None:
-    counts = []
+@on_ranks(2)
+def test_small_units_share_collectives(stage: int) -> None:
+    """A step in which up to `limit` bytes are reduced, and gathered, together, where all units are at once."""
+    counts, data = [], models.Batches(models.rank())
     for limit in (0, 4000, 2**26):
-        for deviation, found, expected in ranks.run(_runs, stage, limit):
-            assert deviation <= 1e-6 and found == expected, (limit, found)
-        counts.append(found)
+        model, twin = models.pair(models.ByteModel)
+        with engines.engine(model, stage, compile=False, copy_engine=False) as engine:
+            engine.runtime.core.set_merge_bytes(limit)
+            optimizer = engines.sgd(engine, model)
+            before = engine.runtime.stats()
+            with engine.training_step(), engine.windows.open("window", None, None):
+                held = engine.runtime.stats()
+                _backwards(engine, data, [0, 1])
+            window = engine.runtime.stats()
+            optimizer.step()
+            after = engine.runtime.stats()
+            used = [unit for unit, _ in engine.runtime.units_in_order()]
+            gathers = held.gathers - before.gathers if stage == 3 else after.gathers - window.gathers
+            expected = _filled(engine, limit, used[::-1]), _filled(engine, limit, sorted(used) if stage == 3 else used)
+            counts.append((window.reductions - 1, gathers))  # the 0-dim parameter has a reduction of its own
+        assert counts[-1] == expected, limit
+        engines.window_reference(twin, [[0, 1]])
+        assert models.deviation(model, twin) <= 1e-6
     for each, some, one in zip(*counts, strict=True):
         assert UNITS == each > some > one == 1
 
 
-def test_gather_at_each_use(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_gather_at_each_use() -> None:
     """`gather="use"` trains the same and gathers in each backward; "auto" decides for "step" where memory allows."""
-    use, auto = ranks.run(_windows, 3, "eager", "use"), ranks.run(_windows, 3, "eager", "auto")
-    for result in use + auto:
-        assert result["deviation"] <= 1e-6
-    assert use[0]["seen"][3]["gathers"] > 4 * use[0]["seen"][0]["gathers"] > 0
-    assert [seen["gathers"] for seen in auto[0]["seen"]] == [1] * 5
+    use, auto = (_windows(3, "eager", gather) for gather in ("use", "auto"))
+    assert max(use["deviation"], auto["deviation"]) <= 1e-6
+    assert use["seen"][3]["gathers"] > 4 * use["seen"][0]["gathers"] > 0
+    assert [seen["gathers"] for seen in auto["seen"]] == [1] * 5
 
 
 @STAGES
@@ -188,25 +179,21 @@ def test_exact_sums_are_equal_to_the_bit(stage: int) -> None:
 @on_ranks(2)
 def test_ranks_may_run_different_numbers_of_backwards(stage: int) -> None:
     """Rank 0 runs three backwards in the window, the others one; two windows."""
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(models.ByteModel)
     mine = models.Batches(models.rank())
     counts = [3 if r == 0 else 1 for r in range(models.world())]
     with engines.compiled_here(models.rank() == 0), engines.engine(model, stage) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         for start in (0, 10):
             with engine.training_step(), engine.windows.open("window", None, None):
                 for number in range(start, start + counts[models.rank()]):
                     engines.token_loss(model, mine[number]).backward()
             optimizer.step()
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
-    for start in (0, 10):
-        optimizer.zero_grad()
-        for rank, count in enumerate(counts):
-            for number in range(start, start + count):
-                (engines.token_loss(twin, models.Batches(rank)[number]) / models.world()).backward()
-        optimizer.step()
+
+    def windows(rank: int) -> list[list[Tensor]]:
+        return [[models.Batches(rank)[start + number] for number in range(counts[rank])] for start in (0, 10)]
+
+    reference(twin, 2, lambda module, batches: sum(engines.token_loss(module, batch) for batch in batches), windows)
     assert models.deviation(model, twin) <= 1e-6
 
 
@@ -228,8 +215,7 @@ class Sometimes(nn.Module):
 @STAGES
 @on_ranks(2)
 def test_unused_frozen_and_one_sided_parameters(stage: int) -> None:
-    model, twin = Sometimes(), Sometimes()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(Sometimes)
     x = torch.randn(3, 4).to(models.device())
     engine = engines.make_engine(model, stage, compile=False, keep_gradients=True)
     try:
@@ -239,9 +225,8 @@ def test_unused_frozen_and_one_sided_parameters(stage: int) -> None:
         grads = {n: None if p.grad is None else full_value(p.grad) for n, p in model.named_parameters()}
     finally:
         engine.abandon()
-    for rank in range(models.world()):
-        for late in (False, True):
-            (twin.to(models.device())(x, rank, late).square().mean() / models.world()).backward()
+    for late in (False, True):
+        mean_backward(lambda rank, late=late: twin(x, rank, late).square().mean())  # type: ignore[misc]
     expected = {n: p.grad for n, p in twin.named_parameters()}
     worst = max((grads[n] - g).abs().max().item() for n, g in expected.items() if g is not None)
     assert worst <= 1e-6 and all((grads[n] is None) == (g is None) for n, g in expected.items())
@@ -325,47 +310,37 @@ class Accumulates(models.Module):
             optimizer.zero_grad()
 
 
-def _accumulates(stage: int, how: str, defer_grad_sync: bool) -> tuple[float, list[int]]:
-    module, twin = Accumulates(how), models.ByteModel()
-    twin.load_state_dict(module.model.state_dict())
-    strategy = ZeroCompileStrategy(stage=stage, compile=False, defer_grad_sync=defer_grad_sync)
-    models.train(module, strategy, steps=2)
-    engines.window_reference(twin, [[0, 1], [2, 3]])
-    return models.deviation(module.model, twin), module.reductions
-
-
 @STAGES
 @pytest.mark.parametrize("how", ["block", "toggle"])
-def test_accumulation_reduces_as_rarely_as_the_stage_allows(ranks: Ranks, stage: int, how: str) -> None:
+@pytest.mark.parametrize("defer_grad_sync", [False, True])
+@on_ranks(2)
+def test_accumulation_reduces_as_rarely_as_the_stage_allows(stage: int, how: str, defer_grad_sync: bool) -> None:
+    module, twin = Accumulates(how), models.ByteModel()
+    twin.load_state_dict(module.model.state_dict())
+    models.train(module, ZeroCompileStrategy(stage, compile=False, defer_grad_sync=defer_grad_sync), steps=2)
+    engines.window_reference(twin, [[0, 1], [2, 3]])
+    assert models.deviation(module.model, twin) <= 1e-6
     once = UNITS + 1  # the 0-dim parameter has a collective of its own
-    for defer_grad_sync in (False, True):
-        for deviation, reductions in ranks.run(_accumulates, stage, how, defer_grad_sync):
-            assert deviation <= 1e-6
-            local = stage == 1 or defer_grad_sync
-            assert reductions == [0 if local else once, once] * 2
+    assert module.reductions == [0 if stage == 1 or defer_grad_sync else once, once] * 2
 
 
 @ENDS
 @on_ranks(2)
 def test_several_forwards_and_one_backward(stage: int) -> None:
     """Two forwards, one backward of their product, inside and outside a window; before it a backward that stays."""
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(models.ByteModel)
     data = models.Batches(models.rank())
     with engines.engine(model, stage) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model)
         with engine.training_step():
             engines.backward(engine, engines.token_loss(model, data[0]) * engines.token_loss(model, data[1]))
             for number in (2, 4):  # two windows in one step add up
                 with engine.windows.open("auto", None, None):
                     (engines.token_loss(model, data[number]) * engines.token_loss(model, data[number + 1])).backward()
         optimizer.step()
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.5)
-    for rank in range(models.world()):
-        batches = models.Batches(rank)
-        for number in (0, 2, 4):
-            loss = engines.token_loss(twin, batches[number]) * engines.token_loss(twin, batches[number + 1])
-            (loss / models.world()).backward()
-    optimizer.step()
+
+    def loss(module: nn.Module, of: models.Batches) -> Any:
+        return sum(engines.token_loss(module, of[n]) * engines.token_loss(module, of[n + 1]) for n in (0, 2, 4))
+
+    reference(twin, 1, loss, lambda rank: [models.Batches(rank)])
     assert models.deviation(model, twin) <= 1e-6

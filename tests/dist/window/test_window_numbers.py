@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,8 @@ from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.engine import Engine
 from tests.support import engines, models, twins
 from tests.support.architectures import SquareModel
-from tests.support.harness import Ranks, on_ranks
+from tests.support.harness import on_ranks
+from tests.support.parity import mean_backward
 
 COUNTS = (1, 2, 4, 8)
 
@@ -67,52 +69,41 @@ def _backwards(engine: Engine, count: int) -> None:
 
 def _expected(twin: nn.Module, count: int) -> None:
     twin.zero_grad()
-    for rank in range(models.world()):
-        for number in range(count):
-            (_sum(twin, rank, number) / models.world()).backward()
-
-
-def _exact(stage: int, compile: Any) -> tuple[list[tuple[int, int | None]], list[int], list[int]]:
-    """The windows that are not equal to the bit, graphs after a step and after all, bytes of sums in fp32 and bf16."""
-    wrong, compiled = [], []
-    with twins.pair(stage, _whole, compile=compile) as (engine, twin, optimizer):
-        with engine.training_step():
-            _backwards(engine, 1)
-        optimizer.zero_grad()
-        compiled.append(engine.regions.stats.forward + engine.regions.stats.backward)
-        for max_bytes in (None, 0):
-            for count in COUNTS:
-                with engine.training_step(), engine.windows.open("auto", max_bytes, None):
-                    _backwards(engine, count)
-                _expected(twin, count)
-                if twins.grad_deviation(engine, twin) != 0:
-                    wrong.append((count, max_bytes))
-                optimizer.zero_grad()
-                with engine.training_step():  # one without a window
-                    _backwards(engine, 1)
-                optimizer.zero_grad()
-        compiled.append(engine.regions.stats.forward + engine.regions.stats.backward)
-    held = []
-    with twins.pair(stage, _half, compile=compile, master_dtype=None) as (engine, twin, optimizer):
-        for dtype in (torch.float32, None):
-            with engine.training_step(), engine.windows.open("auto", None, dtype):
-                _backwards(engine, 2)
-                held.append(engine.runtime.core.deferred_bytes())
-            _expected(twin, 2)
-            if twins.grad_deviation(engine, twin) != 0:
-                wrong.append((2, None))
-            optimizer.zero_grad()
-    return wrong, compiled, held
+    for number in range(count):
+        mean_backward(lambda rank, number=number: _sum(twin, rank, number))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("compile", [False, "blocks", "model"])
-def test_windows_are_equal_to_the_bit_and_compile_nothing(ranks: Ranks, compile: Any, long: bool) -> None:
+@on_ranks(2)
+def test_windows_are_equal_to_the_bit_and_compile_nothing(compile: Any, long: bool) -> None:
     """Against plain torch's sums, for any number of backwards, bounded or not; windows share the graphs outside."""
     for stage in (1, 2, 3) if long or not compile else (3,) if compile == "blocks" else (2,):
-        for wrong, compiled, held in ranks.run(_exact, stage, compile):
-            assert wrong == [] and compiled[0] == compiled[1], stage
-            assert (compiled[0] > 0) is bool(compile)
-            assert held == [4 * 32, 2 * 32]
+        with twins.pair(stage, _whole, compile=compile) as (engine, twin, optimizer):
+
+            def one(engine: Engine = engine, optimizer: Any = optimizer) -> int:
+                """A backward without a window; the graphs after it."""
+                with engine.training_step():
+                    _backwards(engine, 1)
+                optimizer.zero_grad()
+                return engine.regions.stats.forward + engine.regions.stats.backward
+
+            graphs = one()
+            assert (graphs > 0) is bool(compile)
+            for max_bytes, count in itertools.product((None, 0), COUNTS):
+                with engine.training_step(), engine.windows.open("auto", max_bytes, None):
+                    _backwards(engine, count)
+                _expected(twin, count)
+                assert twins.grad_deviation(engine, twin) == 0, (stage, count, max_bytes)
+                optimizer.zero_grad()
+                assert one() == graphs, (stage, count, max_bytes)
+        with twins.pair(stage, _half, compile=compile, master_dtype=None) as (engine, twin, optimizer):
+            for dtype, held in ((torch.float32, 4 * 32), (None, 2 * 32)):
+                with engine.training_step(), engine.windows.open("auto", None, dtype):
+                    _backwards(engine, 2)
+                    assert engine.runtime.core.deferred_bytes() == held
+                _expected(twin, 2)
+                assert twins.grad_deviation(engine, twin) == 0, (stage, dtype)
+                optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("compile", [False, "blocks"])
@@ -191,8 +182,7 @@ def test_a_function_that_calls_backward_in_its_forward(stage: int, window: bool)
             loss = Cached.apply(anchor, engine.model, [0, 1], models.rank())  # type: ignore[no-untyped-call]
             engines.backward(engine, loss + twins.loss(engine.model, twins.mine(2)))
         twins.gradients(twin, twins.on_all(0, 1, 2))
-        result = twins.grad_deviation(engine, twin)
-    assert result <= 1e-6
+        assert twins.grad_deviation(engine, twin) <= 1e-6
 
 
 # ---- Inductor ----
@@ -206,16 +196,14 @@ def _inductor(cpp_wrapper: bool = False) -> tuple[float, list[int], list[str]]:
     """
     from torch._inductor.utils import run_and_get_code
 
-    model, twin = SquareModel(), SquareModel()
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(SquareModel)
     data = torch.randn(2, 3, models.world(), 20, 20).to(models.device())  # [windows, backwards, ranks, rows, width]
     options = {"cpp_wrapper": True} if cpp_wrapper else {}
     with (
         torch._inductor.config.patch(force_disable_caches=True),
         engines.engine(model, 3, backend="inductor", compile="model", options=options) as engine,
     ):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine.attach_optimizers([optimizer])
+        optimizer = engines.sgd(engine, model, lr=0.1)
         gathers = []
 
         def train() -> None:
@@ -231,7 +219,7 @@ def _inductor(cpp_wrapper: bool = False) -> tuple[float, list[int], list[str]]:
                 optimizer.step()
 
         _, codes = run_and_get_code(train)
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for batches in data:
         optimizer.zero_grad()
         for x in batches.flatten(0, 1):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.support import engines, models
-from tests.support.harness import Ranks, on_ranks
-from tests.support.parity import STAGES
+from tests.support.harness import on_ranks
+from tests.support.parity import STAGES, mean_backward
 
 WIDTH = 6
 
@@ -46,9 +46,7 @@ class Layers(nn.Module):
 @on_ranks(2)
 def test_gradients_that_share_memory(stage: int, compile: Any) -> None:
     """A sum is made in place only in memory that is one parameter's."""
-    # How far the sums of a window are from autograd's, and how many gradients came from graphs.
-    model, twin = models.Whole(Layers()), models.Whole(Layers()).to(models.device())
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(lambda: models.Whole(Layers()))
 
     def loss(module: nn.Module, rank: int, number: int) -> Tensor:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * rank + number))
@@ -63,9 +61,8 @@ def test_gradients_that_share_memory(stage: int, compile: Any) -> None:
         delivered = engine.runtime.stats().graph_reductions
     finally:
         engine.abandon()
-    for rank in range(models.world()):
-        for number in range(4):
-            (loss(twin, rank, number) / models.world()).backward()
+    for number in range(4):
+        mean_backward(lambda rank, number=number: loss(twin, rank, number))  # type: ignore[misc]
     worst = max((found[n] - p.grad).abs().max().item() for n, p in twin.named_parameters())
     assert worst <= 1e-5 and delivered == (4 * 4 if compile else 0)
 
@@ -73,34 +70,27 @@ def test_gradients_that_share_memory(stage: int, compile: Any) -> None:
 # ---- limits and dtypes ----
 
 
-def _bounded(stage: int, max_bytes: int) -> tuple[float, int, list[int]]:
-    model, twin = models.ByteModel(), models.ByteModel()
-    twin.load_state_dict(model.state_dict())
-    data, held = models.Batches(models.rank()), []
-    with engines.engine(model, stage) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine.attach_optimizers([optimizer])
-        with engine.training_step(), engine.windows.open("auto", max_bytes, None):
-            for number in range(4):
-                loss = engines.token_loss(model, data[number]) / 4
-                with engine.backward(loss):
-                    loss.backward()
-                held.append(engine.runtime.core.deferred_bytes())
-        scatters = engine.runtime.stats().reductions
-        optimizer.step()
-    engines.window_reference(twin, [[0, 1, 2, 3]])
-    return models.deviation(model, twin), scatters, held
-
-
 @STAGES
-def test_max_bytes_reduces_the_largest_units_early(ranks: Ranks, stage: int) -> None:
+@on_ranks(2)
+def test_max_bytes_reduces_the_largest_units_early(stage: int) -> None:
     full = 2 * 4 + 2 * 520 + 3 * (40 + 40 + 840 + 84 + 840)
-    unbounded = ranks.run(_bounded, stage, full)[0]
-    assert unbounded[2] == [full] * 4
-    for deviation, reductions, held in ranks.run(_bounded, stage, 3000):
-        assert deviation <= 1e-6
-        assert max(held) <= 3000 and min(held) > 0
-        assert reductions > unbounded[1]
+    found = []
+    for max_bytes in (full, 3000):
+        model, twin = models.pair(models.ByteModel)
+        data, held = models.Batches(models.rank()), []
+        with engines.engine(model, stage) as engine:
+            optimizer = engines.sgd(engine, model)
+            with engine.training_step(), engine.windows.open("auto", max_bytes, None):
+                for number in range(4):
+                    engines.backward(engine, engines.token_loss(model, data[number]) / 4)
+                    held.append(engine.runtime.core.deferred_bytes())
+            found.append((held, engine.runtime.stats().reductions))
+            optimizer.step()
+        engines.window_reference(twin, [[0, 1, 2, 3]])
+        assert models.deviation(model, twin) <= 1e-6
+    (all_held, at_the_end), (held, early) = found
+    assert all_held == [full] * 4 and early > at_the_end
+    assert max(held) <= 3000 and min(held) > 0
 
 
 class Scaled(nn.Module):
@@ -126,9 +116,10 @@ def _summed(dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> floa
         engine.abandon()
 
 
-def test_accumulate_dtype(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_accumulate_dtype() -> None:
     """256 + 7 x 1: bf16 drops each 1; fp32 keeps them, and communication in bf16 rounds the sum once."""
     fp32 = torch.float32
-    assert ranks.run(_summed, None, None)[0] == 256.0
-    assert ranks.run(_summed, fp32, None)[0] == 264.0
-    assert ranks.run(_summed, fp32, fp32)[0] == 263.0
+    assert _summed(None, None) == 256.0
+    assert _summed(fp32, None) == 264.0
+    assert _summed(fp32, fp32) == 263.0

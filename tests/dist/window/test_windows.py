@@ -25,38 +25,33 @@ def _fail(grad: Tensor) -> None:
     raise ArithmeticError("in backward")
 
 
-def _failing(how: str, stage: int) -> tuple[str, int, float]:
-    """Rank 0 fails in a window; both ranks catch, drop, and take a plain step."""
-    first, message = models.rank() == 0, "no error"
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("swallowed", "texts"), [(False, ("on rank 0", "failed inside")), (True, ("incomplete", "incomplete"))]
+)
+@on_ranks(2, timeout=40)
+def test_a_window_that_fails_on_one_rank_is_dropped_on_all(swallowed: bool, texts: tuple[str, str], stage: int) -> None:
+    """Rank 0 raises in it, or swallows the error of a backward: all raise, and the next step is right."""
     with twins.pair(stage) as (engine, twin, optimizer):
-        try:
-            with engine.training_step(), engine.windows.open("window", None, None):
-                twins.loss(engine.model, twins.mine(8)).backward()
-                if first and how == "raises":
+        with (
+            pytest.raises((ArithmeticError, RuntimeError), match=texts[models.rank()]),
+            engine.training_step(),
+            engine.windows.open("window", None, None),
+        ):
+            twins.loss(engine.model, twins.mine(8)).backward()
+            if models.rank() == 0:
+                if not swallowed:
                     raise ArithmeticError("on rank 0")
-                if first and how == "swallowed":
-                    with contextlib.suppress(ArithmeticError):
-                        y = engine.model(twins.mine(9))
-                        y.register_hook(_fail)
-                        engines.backward(engine, y.sum())
-        except (ArithmeticError, RuntimeError) as error:
-            message = str(error)
-        held = engine.runtime.core.deferred_bytes()
+                y = engine.model(twins.mine(9))
+                y.register_hook(_fail)
+                with contextlib.suppress(ArithmeticError):
+                    engines.backward(engine, y.sum())
+        assert engine.runtime.core.deferred_bytes() == 0
         optimizer.zero_grad()
         engines.step(engine, optimizer, lambda: twins.loss(engine.model, twins.mine(0)))
         twins.gradients(twin, twins.on_all(0))
         torch.optim.SGD(twin.parameters(), lr=twins.LR).step()
-        return message, held, twins.deviation(engine, twin)
-
-
-def test_a_window_that_fails_on_one_rank_is_dropped_on_all(ranks: Ranks) -> None:
-    """Raised inside it, or in a backward whose error was swallowed: all raise, and the next step is right."""
-    for how, texts in (("raises", ("on rank 0", "failed inside")), ("swallowed", ("incomplete", "incomplete"))):
-        for stage in STAGES:
-            found = ranks.run(_failing, how, stage, timeout=40)
-            for (message, held, deviation), text in zip(found, texts, strict=True):
-                assert text in message, (how, stage, message)
-                assert held == 0 and deviation <= 1e-6, (how, stage)
+        assert twins.deviation(engine, twin) <= 1e-6
 
 
 @pytest.mark.parametrize("counts", ((0, 1), (1, 0), (0, 0)))
@@ -69,8 +64,7 @@ def test_a_rank_without_a_backward_in_the_first_window(counts: tuple[int, int], 
             for number in range(counts[models.rank()]):
                 twins.loss(engine.model, twins.mine(number)).backward()
         twins.gradients(twin, {rank: list(range(count)) for rank, count in enumerate(counts)})
-        result = twins.grad_deviation(engine, twin)
-    assert result <= 1e-6
+        assert twins.grad_deviation(engine, twin) <= 1e-6
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -119,37 +113,25 @@ def test_what_is_reduced_early_is_summed_in_the_windows_dtype(dtype: torch.dtype
     assert values == [expected] * 2 and dtypes == [torch.bfloat16] * 2
 
 
-def _frozen_inside() -> str:
-    with twins.pair(1) as (engine, _, _), engine.training_step():
-        try:
-            with engine.windows.open("auto", None, None):
-                twins.loss(engine.model, twins.mine(0)).backward()
-                engine.model[0].weight.requires_grad_(False)
-        except RuntimeError as error:
-            return f"{error}, {engine.runtime.core.deferred_bytes()} bytes"
-    return "no error"
-
-
 @on_ranks(2)
 def test_a_parameter_frozen_inside_a_window() -> None:
-    message = _frozen_inside()
-    assert "`0.weight` was frozen" in message and "0 bytes" in message
-
-
-def _around(stage: int) -> str:
-    with twins.pair(stage) as (engine, _, _):
-        try:
-            with engine.accumulation(), engine.windows.open("auto", None, None):
-                return "no error"
-        except RuntimeError as error:
-            return str(error)
+    with twins.pair(1) as (engine, _, _), engine.training_step():
+        with pytest.raises(RuntimeError, match=r"`0\.weight` was frozen"), engine.windows.open("auto", None, None):
+            twins.loss(engine.model, twins.mine(0)).backward()
+            engine.model[0].weight.requires_grad_(False)
+        assert engine.runtime.core.deferred_bytes() == 0
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_a_window_inside_an_accumulation_is_an_error_at_every_stage(stage: int) -> None:
-    message = _around(stage)
-    assert "inside an accumulation" in message, stage
+    with (
+        twins.pair(stage) as (engine, _, _),
+        pytest.raises(RuntimeError, match="inside an accumulation"),
+        engine.accumulation(),
+        engine.windows.open("auto", None, None),
+    ):
+        pass
 
 
 # ---- held windows ----
@@ -159,8 +141,7 @@ def _routes() -> int:
     """Ranks take different ways in a held window, then the same way outside."""
     model, data = Routed(), models.Batches(models.rank())
     engine = engines.make_engine(model, 3, compile=False, timeout=timedelta(seconds=10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine.attach_optimizers([optimizer])
+    optimizer = engines.sgd(engine, model, lr=0.1)
     try:
         for route in ([0, 1], [0, 2], [0, 3]):  # the ways are known
             model.route = route
