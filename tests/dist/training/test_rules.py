@@ -17,15 +17,17 @@ from torch._dynamo.utils import counters
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models, parity
 from tests.support.architectures import SquareModel
-from tests.support.harness import Ranks, Worlds, on_ranks
+from tests.support.harness import Worlds, on_ranks
 from tests.support.parity import SCOPES, STAGES
 
 # ---- rule 2 ----
 
 
-def _toggle(stage: int) -> dict[str, Any]:
-    model = models.ByteModel()
-    data = models.Batches(models.rank())
+@STAGES
+@on_ranks(2)
+def test_rule_02_getter_and_requires_grad(stage: int) -> None:
+    """The getter is never a root frame; a `requires_grad` toggled inside a step counts from the next forward on."""
+    model, data = models.ByteModel(), models.Batches(models.rank())
     frames: list[str] = []
     compile_frame = torch._dynamo.convert_frame._compile
 
@@ -33,31 +35,19 @@ def _toggle(stage: int) -> dict[str, Any]:
         frames.append(code.co_name)
         return compile_frame(code, *args, **kwargs)
 
-    weights = [p for n, p in model.named_parameters() if "layers.1.up" in n]
     with pytest.MonkeyPatch.context() as patch, engines.engine(model, stage) as engine:
         patch.setattr(torch._dynamo.convert_frame, "_compile", spy)
         masters = [p for n, p in model.named_parameters() if "layers.1.up" in n]
-        seen = []
         with engine.training_step():
             for wanted in (True, False, True):
                 for master in masters:
                     master.requires_grad_(wanted)
-                loss = engines.token_loss(model, data[0])
-                engines.backward(engine, loss)
-                seen.append([master.grad is not None for master in masters])
+                engines.backward(engine, engines.token_loss(model, data[0]))
+                assert [master.grad is not None for master in masters] == [wanted] * 2
                 for parameter in model.parameters():
                     parameter.grad = None
-        reductions = engine.runtime.stats().graph_reductions
-    return {"frames": frames, "seen": seen, "reductions": reductions, "weights": len(weights)}
-
-
-@STAGES
-def test_rule_02_getter_and_requires_grad(ranks: Ranks, stage: int) -> None:
-    """The getter is never a root frame; a `requires_grad` toggled inside a step counts from the next forward on."""
-    for seen in ranks.run(_toggle, stage):
-        assert seen["frames"] and set(seen["frames"]) == {"forward_in_training"}
-        assert seen["seen"] == [[True, True], [False, False], [True, True]]
-        assert seen["reductions"] == 15 + 13 + 15 and seen["weights"] == 2
+        assert engine.runtime.stats().graph_reductions == 15 + 13 + 15
+    assert set(frames) == {"forward_in_training"}
 
 
 # ---- rule 3 ----
@@ -86,12 +76,13 @@ def _saved(stage: int, scope: Any) -> tuple[list[tuple[int, ...]], int]:
 
 @STAGES
 @pytest.mark.parametrize("scope", ["blocks", "model"])
-def test_rule_03_no_full_weight_is_saved(ranks: Ranks, stage: int, scope: Any) -> None:
+@on_ranks(2)
+def test_rule_03_no_full_weight_is_saved(stage: int, scope: Any) -> None:
     """Compiled graphs save no weight of a block for backward, transposed or not; eager code would."""
-    for held, graph_uses in ranks.run(_saved, stage, scope):
-        assert held == [] and graph_uses > 0
+    held, graph_uses = _saved(stage, scope)
+    assert held == [] and graph_uses > 0
     if stage == 3:  # the probe sees a weight that is saved: eager, outside the runtime's own hooks
-        assert ranks.run(_saved, stage, False)[0][0] != []
+        assert _saved(stage, False)[0] != []
 
 
 # ---- rule 4 ----
@@ -148,12 +139,7 @@ def test_rule_04_generated_code_keeps_buffers() -> None:
                 engines.step(engine, optimizer, lambda x=mine: _square_loss(model, x))
 
         _, codes = run_and_get_code(train)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
-    for batches in data:
-        optimizer.zero_grad()
-        for x in batches:
-            (_square_loss(twin, x) / models.world()).backward()
-        optimizer.step()
+    parity.reference(twin, 2, _square_loss, lambda rank: data[:, rank])
     text = "\n".join(codes)
     assert "reduce_fence_" in text and "release_" in text and "gather_unit" in text
     found = [_reused(code) for code in codes]
@@ -303,9 +289,10 @@ def _attribute_reads(reads: int) -> tuple[int, int]:
     return stats.gathers, stats.eager_reads
 
 
-def test_rule_12_reads_do_not_gather(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_rule_12_reads_do_not_gather() -> None:
     """Twenty reads of a weight's attributes in a block communicate no more than one."""
-    few, many = ranks.run(_attribute_reads, 1)[0], ranks.run(_attribute_reads, 20)[0]
+    few, many = _attribute_reads(1), _attribute_reads(20)
     assert few[0] == many[0] == 5  # three blocks forward, two again backward: the last one is still gathered
     assert many[1] == few[1] + 3 * 19 * 2
 

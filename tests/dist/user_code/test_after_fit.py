@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import models
-from tests.support.harness import Ranks
+from tests.support.harness import on_ranks
+from tests.support.parity import AOT, EAGER
 
-MODES: dict[str, dict[str, Any]] = {"eager": {"compile": False}, "compiled": {"backend": "aot_eager"}}
-CELLS = [(stage, mode) for stage in (1, 2, 3) for mode in MODES]
+CELLS = [pytest.param(stage, how, id=f"{stage}-{how['compile']}") for stage in (1, 2, 3) for how in (EAGER, AOT)]
 
 
 # ---- dtypes ----
@@ -48,24 +48,15 @@ def _described(module: nn.Module) -> dict[str, Any]:
     return {name: (p.dtype, p.grad_dtype, p.requires_grad) for name, p in module.named_parameters()}
 
 
-def _dtypes(stage: int, mode: str) -> tuple[dict[str, Any], dict[str, Any], bool, float]:
+@pytest.mark.parametrize(("stage", "options"), CELLS)
+@on_ranks(2)
+def test_parameters_have_their_dtypes_again(stage: int, options: dict[str, Any]) -> None:
     module = Half()
-    before = _described(module)
-    start = copy.deepcopy(module)
-    models.train(module, ZeroCompileStrategy(stage, **MODES[mode]), steps=2)
-    frozen = all(
-        torch.equal(a, b)
-        for a, b in zip(start.model.layers[0].parameters(), module.model.layers[0].parameters(), strict=True)  # type: ignore
-    )
-    after = _described(module)
-    models.train(module, ZeroCompileStrategy(stage, **MODES[mode]), steps=1)  # such a module can be fitted again
-    return before, after, frozen, models.deviation(start, module)
-
-
-@pytest.mark.parametrize(("stage", "mode"), CELLS)
-def test_parameters_have_their_dtypes_again(ranks: Ranks, stage: int, mode: str) -> None:
-    for before, after, frozen, moved in ranks.run(_dtypes, stage, mode):
-        assert after == before and frozen and moved > 0
+    before, start = _described(module), copy.deepcopy(module)
+    models.train(module, ZeroCompileStrategy(stage, **options), steps=2)
+    assert _described(module) == before and models.deviation(start, module) > 0
+    models.assert_equal(start.model.layers[0], module.model.layers[0])  # type: ignore[index, union-attr]
+    models.train(module, ZeroCompileStrategy(stage, **options), steps=1)  # such a module can be fitted again
 
 
 # ---- inputs ----
@@ -102,26 +93,17 @@ def _data() -> Any:
     return torch.utils.data.DataLoader([torch.randn(4, 3, 6, generator=generator) for _ in range(2)], batch_size=None)  # type: ignore
 
 
-def _casts(stage: int, mode: str) -> tuple[list[Any], int, str]:
-    module = Regression()
-    options = MODES[mode] | {"param_dtype": "bfloat16"}
-    models.make_trainer(ZeroCompileStrategy(stage, **options), max_epochs=1).fit(module, _data())  # type: ignore
-    left = sum(len(inner._forward_pre_hooks) for inner in module.modules())
-    try:
-        strategy = ZeroCompileStrategy(stage, cast_forward_inputs=False, **options)
-        models.make_trainer(strategy, max_epochs=1).fit(Regression(), _data())  # type: ignore
-    except RuntimeError as error:
-        return module.seen, left, str(error)
-    return module.seen, left, ""
-
-
-@pytest.mark.parametrize(("stage", "mode"), CELLS)
-def test_param_dtype_casts_what_modules_are_passed(ranks: Ranks, stage: int, mode: str) -> None:
+@pytest.mark.parametrize(("stage", "options"), CELLS)
+@on_ranks(2)
+def test_param_dtype_casts_what_modules_are_passed(stage: int, options: dict[str, Any]) -> None:
     """As FSDP2 does: the module, its children and blocks; not the batch, whose targets the loss reads."""
-    low = (torch.bfloat16, torch.bfloat16)
-    for seen, left, error in ranks.run(_casts, stage, mode):
-        assert seen == [torch.float32, low] * 2 and left == 0
-        assert "same dtype" in error and "`cast_forward_inputs=False`" in error
+    module, options = Regression(), options | {"param_dtype": "bfloat16"}
+    models.make_trainer(ZeroCompileStrategy(stage, **options), max_epochs=1).fit(module, _data())
+    assert module.seen == [torch.float32, (torch.bfloat16, torch.bfloat16)] * 2
+    assert sum(len(inner._forward_pre_hooks) for inner in module.modules()) == 0
+    strategy = ZeroCompileStrategy(stage, cast_forward_inputs=False, **options)
+    with pytest.raises(RuntimeError, match=r"(?s)same dtype.*`cast_forward_inputs=False`"):
+        models.make_trainer(strategy, max_epochs=1).fit(Regression(), _data())
 
 
 # ---- statistics ----
@@ -137,27 +119,22 @@ class Fails(models.Module):
         raise ValueError("on purpose")
 
 
-def _statistics(stage: int) -> list[Any]:
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@on_ranks(2, timeout=240)
+def test_statistics_outlive_the_fit(stage: int) -> None:
     strategy, callback = ZeroCompileStrategy(stage, backend="inductor"), AtTheEnd()
-    none_yet = [hasattr(strategy, name) for name in ("stats", "compile_stats", "eager_reads")]
-    found = []
+    assert not any(hasattr(strategy, name) for name in ("stats", "compile_stats", "eager_reads"))
     for _ in range(2):  # the second time from a warm compile cache
         torch._dynamo.reset()
         strategy = ZeroCompileStrategy(stage, backend="inductor")
         record = models.train(models.Module(), strategy, steps=2, callbacks=[callback])
         assert (strategy.stats.backwards, strategy.compile_stats) == (2, record.compiled)
         assert callback.stats == strategy.stats and sum(r.reads for r in strategy.eager_reads.values()) > 0
-        found.append((record.compiled.dynamo_graphs, record.compiled.forward, record.compiled.backward))
-    failing = ZeroCompileStrategy(stage, **MODES["compiled"])
+        assert (record.compiled.dynamo_graphs, record.compiled.forward, record.compiled.backward) == (1, 1, 1)
+    failing = ZeroCompileStrategy(stage, **AOT)
     with pytest.raises(ValueError, match="on purpose"):
         models.train(Fails(), failing)
-    return [none_yet, *found, failing.stats.backwards]
-
-
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
-def test_statistics_outlive_the_fit(ranks: Ranks, stage: int) -> None:
-    for none_yet, cold, warm, failed in ranks.run(_statistics, stage, timeout=240):
-        assert none_yet == [False, False, False] and cold == warm == (1, 1, 1) and failed == 1
+    assert failing.stats.backwards == 1
 
 
 # ---- what is refused by name ----
@@ -173,13 +150,9 @@ class Noisy(models.Module):
             p.grad.add_(torch.randn_like(p.grad) if self.right else torch.randn(p.shape))  # type: ignore
 
 
-def _refused(stage: int, mode: str) -> None:
-    strategy = ZeroCompileStrategy(stage, **MODES[mode])
+@pytest.mark.parametrize(("stage", "options"), CELLS)
+@on_ranks(2)
+def test_what_does_not_work_is_refused_with_the_remedy(stage: int, options: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)DTensor.*randn_like\(p.grad\)"):
-        models.train(Noisy(right=False), strategy)
-    models.train(Noisy(right=True), ZeroCompileStrategy(stage, **MODES[mode]))
-
-
-def test_what_does_not_work_is_refused_with_the_remedy(ranks: Ranks) -> None:
-    for stage, mode in CELLS:
-        ranks.run(_refused, stage, mode)
+        models.train(Noisy(right=False), ZeroCompileStrategy(stage, **options))
+    models.train(Noisy(right=True), ZeroCompileStrategy(stage, **options))
