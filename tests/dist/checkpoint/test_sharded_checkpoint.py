@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.support import checkpoints, models
 from tests.support.checkpoints import Look, Saved
-from tests.support.harness import Ranks, on_ranks
+from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
 
 # ---- resume ----
@@ -81,8 +81,10 @@ class TwoOptimizers(models.Module):
         return torch.optim.SGD([head], lr=0.1, momentum=0.9), OwnAdamW(groups)
 
 
-def _contents(folder: str) -> dict[str, Any]:
-    path = Path(folder, "a.ckpt")
+@on_ranks(2)
+def test_contents_of_a_directory(tmp_path: Path) -> None:
+    """One file a rank, the rest and the checksums; the model's own keys; two optimizers by parameter names."""
+    path = tmp_path / "a.ckpt"
     module, look, again = TwoOptimizers(), Look("end"), Look("start")
     checkpoints.fit(module, checkpoints.strategy("sharded", 3, **AOT), callbacks=[look]).save_checkpoint(path)
     checkpoints.fit(TwoOptimizers(), checkpoints.strategy("full", 2), 2, str(path), callbacks=[again])
@@ -90,36 +92,26 @@ def _contents(folder: str) -> dict[str, Any]:
     expected = [f".weights.local{number}" for number in range(3)] if models.rank() > 0 else []  # rank 0's are saved
     assert sorted(differences) == expected, differences
     checkpoints.fit(Saved(), checkpoints.strategy("sharded", 1)).save_checkpoint(
-        f"{folder}/weights.ckpt", weights_only=True
+        tmp_path / "weights.ckpt", weights_only=True
     )
     if models.rank() > 0:
-        return {}
-    return {
-        "files": sorted(file.name for file in path.iterdir()),
-        "beside": sorted(os.listdir(folder)),
-        "checkpoint": _load_distributed_checkpoint(path),
-        "weights": _load_distributed_checkpoint(Path(folder, "weights.ckpt")),
-    }
-
-
-def test_contents_of_a_directory(ranks: Ranks, tmp_path: Path) -> None:
-    """One file a rank, the rest and the checksums; the model's own keys; two optimizers by parameter names."""
-    found = ranks.run(_contents, str(tmp_path))[0]
-    assert found["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json", "meta.pt"]
-    assert found["beside"] == ["a.ckpt", "weights.ckpt"]
+        return
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json", "meta.pt"]
+    assert sorted(os.listdir(path)) == files and sorted(os.listdir(tmp_path)) == ["a.ckpt", "weights.ckpt"]
+    saved, weights = (_load_distributed_checkpoint(one) for one in (path, tmp_path / "weights.ckpt"))
     names = list(TwoOptimizers().state_dict())
-    assert sorted(found["checkpoint"]["model"]) == sorted(names)
-    first, second = found["checkpoint"]["optimizer_0"], found["checkpoint"]["optimizer_1"]
+    assert sorted(saved["model"]) == sorted(names)
+    first, second = saved["optimizer_0"], saved["optimizer_1"]
     assert first["state"].keys() == {"model.head.weight"} and first["param_groups"][0]["momentum"] == 0.9
     assert {n for group in second["param_groups"] for n in group["params"]} == {
         name for name in names if not name.startswith("local") and name != "model.head.weight"
     }
-    assert all((found["checkpoint"]["model"][f"local{number}"] == 1).all() for number in range(3))  # rank 0's
+    assert all((saved["model"][f"local{number}"] == 1).all() for number in range(3))  # rank 0's
     assert "model.embedding.weight" not in second["state"]  # frozen: it is held, and has no state
     entry = second["state"]["model.layers.0.up.weight"]
     assert entry["exp_avg"].shape == (21, 10) and entry["step"].shape == () and entry["step"] == 4
-    assert not any(key.startswith("optimizer") or key == "lr_schedulers" for key in found["weights"])
-    assert found["weights"]["hyper_parameters"] == {"lr": 1e-2}
+    assert not any(key.startswith("optimizer") or key == "lr_schedulers" for key in weights)
+    assert weights["hyper_parameters"] == {"lr": 1e-2}
 
 
 # ---- ModelCheckpoint ----

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_zerocompile.runtime import build
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.support import engines, models
-from tests.support.harness import Ranks, on_ranks
+from tests.support.harness import on_ranks
 
 SIDE = 4
 MANY = 2**22  # rows: 64 MiB of float32
@@ -232,8 +232,12 @@ def _plain(model: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(*kinds)
 
 
-def _gathers(scope: Any) -> None:
-    torch._dynamo.reset()
+@pytest.mark.parametrize("scope", [False, "model"])
+@on_ranks(2)
+def test_rule_17_gathers_out_of_memory(scope: Any) -> None:
+    """Nothing stays lent, held, entered or gathered after one of several gathers could not be started."""
+    if models.device() != "cpu":
+        pytest.skip("the limit is on the process's memory")
     model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Linear(SIDE, MANY, bias=False))
     x = torch.randn(2, SIDE, generator=torch.Generator().manual_seed(0))
     with engines.engine(model, 3, compile=scope, unit_bytes=1) as engine:
@@ -255,14 +259,6 @@ def _gathers(scope: Any) -> None:
         assert core.resident_units() == []
         assert core.stats().resident_bytes == 0
         _trains(engine, model, x)
-
-
-def test_rule_17_gathers_out_of_memory(ranks: Ranks) -> None:
-    """Nothing stays lent, held, entered or gathered after one of several gathers could not be started."""
-    if ranks.device != "cpu":
-        pytest.skip("the limit is on the process's memory")
-    for scope in (False, "model"):
-        ranks.run(_gathers, scope)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])

@@ -65,7 +65,8 @@ def _train(
     return seen, momenta
 
 
-def _trained(stage: int, options: dict[str, Any]) -> tuple[list[tuple[int, ...]], float, float]:
+def _trained(stage: int, options: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Trains as plain Muon does. The matrices that this rank has orthogonalised."""
     torch.manual_seed(0)
     model = models.ByteModel()
     twin, start = copy.deepcopy(model).to(models.device()), copy.deepcopy(model)
@@ -75,7 +76,8 @@ def _trained(stage: int, options: dict[str, Any]) -> tuple[list[tuple[int, ...]]
         twin.zero_grad()
         engines.mean_backward(twin, number)
         optimizer.step()
-    return seen, models.deviation(model, twin), models.deviation(twin, start)
+    assert models.deviation(model, twin) <= 1e-6 and models.deviation(twin, start) > 1e-2
+    return seen
 
 
 CELLS = [(1, AOT), pytest.param(2, EAGER, marks=pytest.mark.long), (3, EAGER), (3, AOT)]
@@ -83,12 +85,9 @@ CELLS = [(1, AOT), pytest.param(2, EAGER, marks=pytest.mark.long), (3, EAGER), (
 
 @pytest.mark.parametrize(("stage", "options"), CELLS)
 def test_each_matrix_is_one_rank_s_work(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
-    by_rank = ranks.run(_trained, stage, options)
-    sizes = sorted(tuple(p.shape) for p in _matrices(models.ByteModel()))
-    assert sorted(size for seen, _, _ in by_rank for size in seen) == sizes
-    for seen, deviation, moved in by_rank:
-        assert 0 < len(seen) < len(sizes)
-        assert deviation <= 1e-6 and moved > 1e-2
+    first, second = ranks.run(_trained, stage, options)
+    assert first and second
+    assert sorted(first + second) == sorted(tuple(p.shape) for p in _matrices(models.ByteModel()))
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])

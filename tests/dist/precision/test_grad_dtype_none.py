@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.support import engines, models
-from tests.support.harness import Ranks, on_ranks
+from tests.support.harness import on_ranks
 from tests.support.precisions import BF16, FP16, FP32
 
 Plan = list[list[tuple[torch.dtype, float] | None]]  # by backward, by rank: the raw gradient; None: the rank has none
@@ -134,37 +134,32 @@ CASES: dict[str, tuple[Plan, dict[str, Any], str, list[tuple[torch.dtype, float]
 }
 
 
-def _case(name: str, stage: int, scope: Any) -> list[str]:
+CELLS = [(1, False), (3, False), (2, "blocks")]
+LONG = [pytest.param(*cell, marks=pytest.mark.long) for cell in ((2, False), (1, "blocks"), (3, "blocks"))]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("stage", "scope"), [*CELLS, *LONG])
+@on_ranks(2, timeout=60)
+def test_ranks_agree(name: str, stage: int, scope: Any) -> None:
+    """Value, dtype and bytes on the wire, when ranks differ in who has a gradient and in which dtype."""
     plan, options, window, expected = CASES[name]
     seen, reduced = _grads(plan, stage, window, options, scope)
-    problems = []
     for number, (grads, wanted) in enumerate(zip(seen, expected, strict=True)):
         for parameter in ("layers.0.weight", "layers.0.scalar"):
             grad = grads[parameter]
             if wanted is None or grad is None:
-                right = wanted is None and grad is None
+                assert wanted is None and grad is None, (number, parameter)
             else:
-                right = grad.dtype == wanted[0] and bool((grad == torch.tensor(wanted[1]).to(wanted[0])).all())
-            if not right:
-                problems.append(f"stage {stage} {scope}, backward {number}: {parameter} is {grad}, not {wanted}")
+                assert grad.dtype == wanted[0], (number, parameter)
+                assert (grad == torch.tensor(wanted[1]).to(wanted[0])).all(), (number, parameter)
     if window in ("bounded", "fp32") or (window == "kept" and options == {}):  # not what `grad` is in
-        return problems
+        return
     wire = options.get("reduce_dtype", FP32)
     # per backward and block: weight [3 -> 4, 2] and scalar in the agreed dtype, bias [3 -> 4] in the wire's
     sizes = [2 * (9 * options.get("reduce_dtype", w[0]).itemsize + 4 * wire.itemsize) for w in expected if w]
     sizes += [2 * (9 * BF16.itemsize + 4 * wire.itemsize) for w in expected if w is None]
-    if reduced != sum(sizes):
-        problems.append(f"stage {stage} {scope}: reduced {reduced} bytes, not {sum(sizes)}")
-    return problems
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_agree(ranks: Ranks, name: str, long: bool) -> None:
-    """Value, dtype and bytes on the wire, when ranks differ in who has a gradient and in which dtype."""
-    cells: list[Any] = [(1, False), (3, False), (2, "blocks")]
-    for stage, scope in cells + [(2, False), (1, "blocks"), (3, "blocks")] * long:
-        for problems in ranks.run(_case, name, stage, scope, timeout=60):
-            assert problems == [], "\n".join(problems)
+    assert reduced == sum(sizes)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.support import engines, graph_breaks, models
 from tests.support.harness import Ranks, on_ranks
+from tests.support.parity import reference
 
 
 class Once(nn.Module):
@@ -25,31 +26,30 @@ class Once(nn.Module):
         return self.head(self.moe(self.front(tokens)))  # type: ignore[no-any-return]
 
 
-def _alone(stage: int, **options: Any) -> tuple[float, list[str]]:
+def _alone(stage: int, **options: Any) -> None:
     model, twin = models.pair(Once)
-    for rank in range(models.world()):
+
+    def loss(_: Any, rank: int) -> Tensor:
         twin.moe.rank = rank
-        (engines.token_loss(twin, models.Batches(rank)[0]) / models.world()).backward()
+        return engines.token_loss(twin, models.Batches(rank)[0])
+
+    reference(twin, 1, loss, lambda rank: [rank])
     unused = [name for name, p in twin.named_parameters() if p.grad is None]
-    for p in twin.parameters():
-        if p.grad is not None:
-            p.data.sub_(p.grad, alpha=0.5)
     with engines.engine(model, stage, compile=False, unit_bytes=1, **options) as engine:
         optimizer = engines.sgd(engine, model)
         with engine.training_step():
             engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[0]))
         none = [name for name, p in model.named_parameters() if p.grad is None]
         optimizer.step()
-    assert none == unused
-    return models.deviation(model, twin), none
+    assert none == unused == ["moe.experts.3.weight", "moe.experts.3.bias"]
+    assert models.deviation(model, twin) <= 1e-6
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {}), (3, {"keep_gathered": ("moe.experts",)})])
-def test_experts_outside_of_blocks(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_experts_outside_of_blocks(stage: int, options: dict[str, Any]) -> None:
     """An expert without tokens keeps `grad=None`; one that a single rank uses is trained by it."""
-    for deviation, none in ranks.run(_alone, stage, **options):
-        assert deviation <= 1e-6
-        assert none == ["moe.experts.3.weight", "moe.experts.3.bias"]
+    _alone(stage, **options)
 
 
 def test_experts_outside_of_blocks_raise_at_stage_3(ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models
-from tests.support.harness import Ranks, on_ranks
+from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
 
 
@@ -132,22 +132,6 @@ class _Trainable(models.Module):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-def _finetunes(stage: int, kind: str, folder: Path) -> tuple[set[torch.dtype], set[torch.dtype], float]:
-    torch.manual_seed(1)
-    module = _Trainable().to(torch.bfloat16)  # under "bf16-true" parameters that are float32 stay so
-    strategy = ZeroCompileStrategy(stage=stage, compile=False, state_dict_type=kind)
-    seen: list[set[torch.dtype]] = []
-
-    class Notes(_Unfreezes):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            seen.append({parameter.dtype for parameter in pl_module.model.layers.parameters()})
-            trainer.save_checkpoint(folder / f"{kind}{len(seen)}")
-
-    before = copy.deepcopy(module.model.layers).to(torch.bfloat16)
-    models.fit_epochs(module, strategy, 2, precision="bf16-true", callbacks=[Notes()])
-    return seen[0], seen[1], models.deviation(module.model.layers, before)
-
-
 @pytest.mark.parametrize(
     ("stage", "kind"),
     [
@@ -157,10 +141,22 @@ def _finetunes(stage: int, kind: str, folder: Path) -> tuple[set[torch.dtype], s
         pytest.param(3, "full", marks=pytest.mark.long),
     ],
 )
-def test_finetuning_callback(ranks: Ranks, tmp_path: Path, stage: int, kind: str) -> None:
-    for first, second, moved in ranks.run(_finetunes, stage, kind, tmp_path):
-        assert (first, second) == ({torch.bfloat16}, {torch.float32})
-        assert moved > 1e-3
+@on_ranks(2)
+def test_finetuning_callback(tmp_path: Path, stage: int, kind: str) -> None:
+    torch.manual_seed(1)
+    module = _Trainable().to(torch.bfloat16)  # under "bf16-true" parameters that are float32 stay so
+    strategy = ZeroCompileStrategy(stage=stage, compile=False, state_dict_type=kind)
+    seen: list[set[torch.dtype]] = []
+
+    class Notes(_Unfreezes):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append({parameter.dtype for parameter in pl_module.model.layers.parameters()})
+            trainer.save_checkpoint(tmp_path / f"{kind}{len(seen)}")
+
+    before = copy.deepcopy(module.model.layers).to(torch.bfloat16)
+    models.fit_epochs(module, strategy, 2, precision="bf16-true", callbacks=[Notes()])
+    assert seen == [{torch.bfloat16}, {torch.float32}]
+    assert models.deviation(module.model.layers, before) > 1e-3
     if kind == "full":
         for number, dtype in ((1, torch.bfloat16), (2, torch.float32)):
             state = torch.load(tmp_path / f"full{number}", weights_only=True)["state_dict"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import architectures, models
-from tests.support.harness import Ranks
+from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
 
 RARE = ("batchnorms", "recurrent", "weightnorms")  # inference is theirs as training is
@@ -35,9 +35,16 @@ class Validates(architectures.Net):
         return architectures.Floats(models.rank())
 
 
-def _validate(architecture: str, stage: int, options: dict[str, Any], inference_mode: bool) -> float:
+@pytest.mark.parametrize(("stage", "options"), [(3, EAGER), (3, AOT), pytest.param(1, EAGER, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "architecture",
+    ["attention", *(pytest.param(a, marks=pytest.mark.long) for a in ("transformer", *RARE))],
+)
+@on_ranks(2)
+def test_inference_equals_plain_module(architecture: str, stage: int, options: dict[str, Any]) -> None:
+    """Validation (the fast path of attention included) computes what the plain module computes, in either mode."""
     module = Validates(architectures.ARCHITECTURES[architecture])
-    arguments: dict[str, Any] = {"inference_mode": inference_mode, "val_check_interval": 1}
+    arguments: dict[str, Any] = {"inference_mode": stage == 3, "val_check_interval": 1}
     arguments |= {"num_sanity_val_steps": 1, "limit_val_batches": 1}
     architectures.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=2, limit_train_batches=2, **arguments)
     assert module.validations == 3  # the sanity check and one after each step
@@ -45,15 +52,4 @@ def _validate(architecture: str, stage: int, options: dict[str, Any], inference_
     module.to(models.device()).eval()
     with torch.no_grad():
         expected = module.model(architectures.Floats(models.rank())[0].to(models.device())).cpu()
-    return max((output - expected).abs().max().item() for output in (module.outputs, module.with_grad))
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    ["attention", *(pytest.param(a, marks=pytest.mark.long) for a in ("transformer", *RARE))],
-)
-def test_inference_equals_plain_module(ranks: Ranks, architecture: str, long: bool) -> None:
-    """Validation (the fast path of attention included) computes what the plain module computes, in either mode."""
-    for stage, options in ((3, EAGER), (3, AOT), *[(1, EAGER)] * long):
-        for deviation in ranks.run(_validate, architecture, stage, options, stage == 3):
-            assert deviation <= 1e-6, (stage, options)
+    assert max((output - expected).abs().max() for output in (module.outputs, module.with_grad)) <= 1e-6

@@ -19,7 +19,7 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from tests.support import engines, models
 from tests.support.alive import Partitions
-from tests.support.harness import Ranks, on_ranks
+from tests.support.harness import on_ranks
 from tests.support.memory import Formula, Stack
 
 CELLS: list[tuple[int, Any]] = [(1, "blocks"), (3, False), (3, "blocks")]
@@ -161,8 +161,12 @@ def test_bytes_of_an_accumulation(long: bool) -> None:
     assert problems == [], "\n".join(problems)
 
 
-def _parts(stage: int) -> dict[str, int]:
-    """Bytes of what one step makes of a stack of blocks in bfloat16."""
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_memory_formula(stage: int) -> None:
+    """The parts of the formula that the GPU test predicts memory with, against the bytes of what one step makes of a
+    stack of blocks in bfloat16."""
+    formula = Formula(stage, models.world(), 8, 4)
     held = Stack(8, 4, held=(0, 1))
     config = Config(stage=stage, compile=False)
     made = Engine(held, engines.place(), config, torch.bfloat16, torch.distributed.get_backend())
@@ -176,19 +180,8 @@ def _parts(stage: int) -> dict[str, int]:
         partition = Partitions(parameters).note()
         engine.step(optimizer, lambda: None)
         states = [s for p in parameters for n, s in optimizer.state[p].items() if n != "step"]
-        return {
-            "masters": sum(p.to_local().nbytes for p in parameters),
-            "states": sum(s.to_local().nbytes for s in states),
-            "partition": partition,
-            "resident": engine.runtime.stats().resident_bytes,
-            "unit": sum(grad.nbytes for grad in held.hold) // 2,
-        }
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_memory_formula(ranks: Ranks, stage: int) -> None:
-    """The parts of the formula that the GPU test predicts memory with, against the tensors themselves."""
-    for seen in ranks.run(_parts, stage):
-        formula = Formula(stage, ranks.world, 8, 4)
-        assert seen == {name: getattr(formula, name) for name in seen}
-        assert formula.behind_backward - formula.between_steps == seen["partition"]
+        assert formula.masters == sum(p.to_local().nbytes for p in parameters)
+        assert formula.states == sum(s.to_local().nbytes for s in states)
+        assert formula.partition == formula.behind_backward - formula.between_steps == partition
+        assert formula.resident == engine.runtime.stats().resident_bytes
+        assert formula.unit == sum(grad.nbytes for grad in held.hold) // 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models
-from tests.support.harness import Ranks, on_ranks
+from tests.support.harness import on_ranks
 from tests.support.parity import CELLS
 
 
@@ -78,7 +78,9 @@ def test_gradients_of_values_read_again_raise() -> None:
             assert all(text in messages[name] for text in texts), f"{cell} {name}: {messages[name]}"
 
 
-def _used_value(stage: int) -> float:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_gradient_of_the_value_that_was_used(stage: int) -> None:
     """A gradient with respect to the very value that was used is the local one, as under DDP."""
     model, twin = models.pair(models.ByteModel)
     x = torch.ones(2, 10, device=models.device())
@@ -94,12 +96,7 @@ def _used_value(stage: int) -> float:
     expected = gradient(twin)
     with engines.engine(model, stage, compile=False) as engine, engine.training_step():
         seen = gradient(model)
-    return (seen - expected).abs().max().item()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_gradient_of_the_value_that_was_used(ranks: Ranks, stage: int) -> None:
-    assert max(ranks.run(_used_value, stage)) == 0.0
+    assert torch.equal(seen, expected)
 
 
 # ---- a gradient that the forward alone decides ----
