@@ -6,21 +6,24 @@ The runtime in csrc/ calls these functions: see [Note: order of reductions], [No
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_zerocompile.ranks.messages import CommunicationError, Messages
+from lightning_zerocompile.ranks.messages import CommunicationError, Late, Messages
 from lightning_zerocompile.ranks.waits import REMEDY
 
 _ON_ITS_WAY = timedelta(seconds=30)  # how much later than this rank another one may come to the read of a number
 _PAUSE = 0.01  # seconds
 _LOOK = timedelta(seconds=0.5)  # how often a rank that waits looks whether the other has gone elsewhere
+_ALIKE = "alike"
 _EACH = 4  # so many gathers at one place outside of steps are compared; of the later ones every power of two
 
 
@@ -66,9 +69,9 @@ class Consistency:
     def gather(self, sequence: int, unit: str) -> str:
         """Compares gather number ``sequence`` on all ranks. Returns what is wrong; "": all gather the same unit."""
         mine, topic = dist.get_rank(), f"gather/{sequence}"
-        heard = self._messages.exchange(topic, unit, f"gather number {sequence}, of unit `{unit}`")
+        heard = self._messages.exchange_numbered(topic, 0, unit, f"gather number {sequence}, of unit `{unit}`")
         if self._compared:  # every rank that has come to this comparison has read the last one
-            self._messages.forget(self._compared)
+            self._messages.forget(self._compared, 0)
         self._compared = topic
         for rank, theirs in heard.items():
             if theirs is None:
@@ -132,12 +135,12 @@ class Consistency:
             self._used = (series, number)
             self._messages.tell_numbered(series, number, used)
             return used
-        heard = self._messages.ask_numbered(series, number, what=f"the end of backward number {exchange}")
-        for rank, theirs in heard.items():
-            if theirs is None:
-                raise self._messages.silent(rank, f"has ended backward number {exchange}")
-            used = "".join(map(max, used, theirs))
-        return used
+        what = f"the end of backward number {exchange}"
+
+        def late(rank: int) -> CommunicationError:
+            return self._messages.silent(rank, f"has ended backward number {exchange}")
+
+        return self._messages.join_numbered(series, number, used, _largest_letters, what, late)
 
     def read(self, what: str, within: timedelta) -> None:
         """Compares the ranks where each reads a number of a sharded tensor, before the read communicates.
@@ -159,8 +162,8 @@ class Consistency:
         try:
             while True:
                 heard = self._messages.ask_numbered("read", number, within=_LOOK)
-                missing = [rank for rank, theirs in heard.items() if not theirs]
-                others = [(rank, f"asks for {theirs}") for rank, theirs in heard.items() if theirs and theirs != what]
+                missing = [rank for rank, theirs in heard.items() if theirs is None]
+                others = [(r, f"asks for {theirs}") for r, theirs in heard.items() if theirs not in (None, what)]
                 if others or not missing:
                     met = True
                     break
@@ -179,7 +182,7 @@ class Consistency:
             if met:
                 self._reads += 1  # on all ranks: each hears what the others ask for
             else:  # a rank that comes later must not think that this one still waits
-                self._messages.tell_numbered("read", number, "")
+                self._messages.take_back("read", number)
         if others:
             raise RuntimeError(
                 f"zerocompile: rank {mine} asks for {what}{self._messages.where()}, which needs all ranks, but rank "
@@ -253,7 +256,7 @@ class Consistency:
         """
         series, number = self._used
         found = None
-        for rank in ranks:
+        for rank in self._messages.some(ranks):
             if self._messages.heard_now(series, number + 1, rank) is not None:
                 found = rank, "has ended another backward"
         first = self._messages.marked("mark", self._marks)
@@ -267,6 +270,83 @@ class Consistency:
         if found is None or self._messages.heard_now(topic, message, found[0]):
             return None
         return found
+
+
+def _largest_letters(used: Mapping[int, str]) -> str:
+    return "".join(map(max, *used.values())) if len(used) > 1 else next(iter(used.values()))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two ranks that should be alike and are not.
+
+    Attributes:
+        first, other: the ranks; no rank before ``other`` differs from one before it.
+        names: of what differs, in order.
+        values: of both ranks, by name.
+    """
+
+    first: int
+    other: int
+    names: tuple[str, ...]
+    values: tuple[Mapping[str, object], Mapping[str, object]]
+
+    def __str__(self) -> str:
+        one, two = ({name: of.get(name, "not there") for name in self.names} for of in self.values)
+        return "; ".join(
+            f"{name} is {one[name]} on rank {self.first} but {two[name]} on rank {self.other}" for name in self.names
+        )
+
+
+def first_difference(
+    messages: Messages, topic: str, mine: Mapping[str, object], what: str, late: Late, part: int = 0
+) -> Difference | None:
+    """Compares values on all ranks; alike on all of them. The ranks exchange digests, and all values if these differ.
+
+    Args:
+        messages: the ranks' conversation.
+        topic: of nothing else; all ranks come to it equally often.
+        mine: this rank's values, by name; plain ones, as JSON has them.
+        what: is compared, for messages of ranks that wait.
+        late: makes the error about a rank that does not come in time.
+        part: only ranks of one part need to be alike.
+
+    Raises:
+        CommunicationError: another rank does not come here.
+    """
+    number, text = messages.next_number(topic), json.dumps(mine)
+    digest = json.dumps([part, hashlib.sha256(text.encode()).hexdigest()])
+    messages.tell_numbered(topic, number, digest)
+    if messages.join_numbered(topic, number, digest, _alike_in_parts, what, late) == _ALIKE:
+        return None
+    all_values: dict[int, str] = {}
+    for rank, theirs in messages.exchange(f"{topic}/differ", json.dumps([part, mine]), what).items():
+        if theirs is None:
+            raise late(rank)
+        all_values[rank] = theirs
+    return _first_difference({rank: json.loads(theirs) for rank, theirs in all_values.items()})
+
+
+def _alike_in_parts(digests: Mapping[int, str]) -> str:
+    said = [json.loads(one) for one in digests.values()]
+    return _ALIKE if len({part for part, _ in said}) == len({(part, one) for part, one in said}) else "different"
+
+
+def _first_difference(everyone: Mapping[int, tuple[int, Mapping[str, object]]]) -> Difference | None:
+    first_of: dict[int, int] = {}
+    for rank, (part, values) in everyone.items():
+        first = first_of.setdefault(part, rank)
+        reference = everyone[first][1]
+        missing = object()
+        names = [n for n in dict.fromkeys([*reference, *values]) if reference.get(n, missing) != values.get(n, missing)]
+        if names:
+            return Difference(first, rank, tuple(names), (reference, values))
+    return None
+
+
+def differences_between(everyone: Sequence[Mapping[str, object]]) -> Difference | None:
+    """The first difference of what ranks, in order, have told in another way."""
+    return _first_difference({rank: (0, values) for rank, values in enumerate(everyone)})
 
 
 class Reads:

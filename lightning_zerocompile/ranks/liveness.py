@@ -11,6 +11,7 @@ wait ends at ``timeout``.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -24,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from lightning_zerocompile.ranks.relay import by_message, by_rank
 from lightning_zerocompile.ranks.waits import Jury, explain_knot
 
 DIED = "its process has died"
@@ -32,6 +34,8 @@ _FOUND_WITHIN = 10.0  # seconds in which the first rank must be reached; only th
 _LINE = 4096  # bytes that are read from a connection at a time
 _SEND_WITHIN = 1.0  # seconds
 _LEFT = "left "  # begins a line in which a rank says why it ends
+_NEWS = "news "  # begins a line in which the first rank says which ranks are gone
+_TOGETHER = 50  # milliseconds; see [Note: news]
 _LOOK = 1000  # milliseconds: how often the threads look when nobody says anything
 
 
@@ -197,6 +201,75 @@ class _Lines:
         self._rests.pop(number, None)
 
 
+@dataclass
+class _News:
+    """What the first rank has to say to all others.
+
+    [Note: news] At the end of a run all ranks say that they end. If each of these words were passed on to each rank by
+    itself, that would be as many as the square of their number. So what comes within a moment is said together, and
+    ranks of which the same is said are named by ranges.
+
+    Attributes:
+        gone, left: as in :class:`_Heard`.
+    """
+
+    gone: dict[int, str] = field(default_factory=dict)
+    left: dict[int, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.gone or self.left)
+
+    def add(self, news: _News) -> None:
+        self.gone |= news.gone
+        self.left |= news.left
+
+    def line(self) -> str:
+        return f"{_NEWS}{json.dumps([by_message(dict(sorted(said.items()))) for said in (self.gone, self.left)])}\n"
+
+    @classmethod
+    def of(cls, line: str) -> _News:
+        """What :meth:`line` was made of."""
+        return cls(*(by_rank(said) for said in json.loads(line.removeprefix(_NEWS))))
+
+
+class _Connections:
+    """What a thread polls: connections to other ranks, and what else can be read."""
+
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        self._sockets, self._poller = sockets, select.poll()
+        self._by_number: dict[int, socket.socket] = {}
+        self.rank_of: dict[socket.socket, int | None] = {}  # of connections; None: it has not said who it is
+
+    def watch(self, one: socket.socket) -> None:
+        self._by_number[one.fileno()] = one
+        self._poller.register(one.fileno(), select.POLLIN)
+
+    def follow(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        _keep_alive(connection)
+        self.rank_of[connection] = None
+        self._sockets.append(connection)
+        self.watch(connection)
+
+    def unwatch(self, one: socket.socket) -> None:
+        """No more is read from it; closes it, unless :meth:`Liveness.close_sockets` will."""
+        self._poller.unregister(one.fileno())
+        del self._by_number[one.fileno()]
+        if self.rank_of.pop(one, -1) != -1:
+            self._sockets.remove(one)
+            one.close()
+
+    def ready(self, within: float) -> list[socket.socket]:
+        """What can be read now, after at most so many milliseconds."""
+        return [self._by_number[number] for number, _ in self._poller.poll(within)]
+
+    def tell(self, line: str) -> None:
+        """Says a line to all ranks that are connected."""
+        for connection, rank in self.rank_of.items():
+            if rank is not None:
+                _send(connection, line)
+
+
 def _serve(
     listener: socket.socket,
     tokens: Sequence[str],
@@ -207,16 +280,14 @@ def _serve(
     sample: Callable[[], str | None],
 ) -> None:
     """The first rank's thread. A process that connects with the token is another rank, and gone if it disconnects."""
-    rank_of: dict[socket.socket, int | None] = {}
     first, expected, gone = ranks[0], set(ranks[1:]), heard.gone
     jury, lines, judged = Jury(ranks), _Lines(), time.monotonic()
-    poller = select.poll()
-    by_number = {one.fileno(): one for one in (listener, woken)}
-    for number in by_number:
-        poller.register(number, select.POLLIN)
-    told: list[str] = []
+    connections = _Connections(sockets)
+    for one in (listener, woken):
+        connections.watch(one)
+    so_far, news, told = _News(), _News(), 0.0  # all that was said; what is still to be said; when that was done last
     while True:
-        events = poller.poll(_LOOK)
+        ready = connections.ready(_TOGETHER if news else _LOOK)
         if time.monotonic() - judged >= _LOOK / 1000:
             judged = time.monotonic()
             own = sample()
@@ -226,46 +297,35 @@ def _serve(
             text = explain_knot(stuck) if stuck else ""
             if first in stuck:
                 heard.knot = stuck[first], text
-            for connection, theirs in rank_of.items():
+            for connection, theirs in connections.rank_of.items():
                 if theirs is not None and theirs in stuck:
                     _send(connection, f"knot {json.dumps([stuck[theirs], text])}\n")
-        for number, _ in events:
-            one = by_number[number]
+        closed = False
+        for one in ready:
             if one is woken:
-                for line in lines.of(number, _read(one) or ""):
-                    if line == "closed":
-                        for connection in rank_of:
-                            with suppress(OSError):
-                                connection.send(b"closed\n")
-                        return
+                for line in lines.of(one.fileno(), _read(one) or ""):
+                    closed = closed or line == "closed"
                     if line.startswith(_LEFT):
-                        told.append(_left_line(first, line))
-                        for connection in rank_of:
-                            _send(connection, told[-1])
-                        continue
-                    jury.hear(first, line)
+                        news.left[first] = json.loads(line.removeprefix(_LEFT))
+                    elif not closed:
+                        jury.hear(first, line)
                 continue
             if one is listener:
-                with suppress(OSError):  # too many files are open: the end of that rank will not be noticed
-                    connection, _address = listener.accept()
-                    connection.setblocking(False)
-                    _keep_alive(connection)
-                    by_number[connection.fileno()] = connection
-                    rank_of[connection] = None
-                    sockets.append(connection)
-                    poller.register(connection.fileno(), select.POLLIN)
+                try:
+                    connections.follow(listener.accept()[0])
+                except OSError as error:
+                    if error.errno in (errno.EMFILE, errno.ENFILE):  # the end of further ranks will not be noticed
+                        connections.unwatch(listener)
                 continue
-            said, rank = _read(one), rank_of[one]
+            said, rank, number = _read(one), connections.rank_of[one], one.fileno()
             if said is not None and rank is None:
                 name, _, given = said.strip().partition(" ")
                 if given == tokens[0] and name.isdigit() and int(name) in expected:
-                    rank_of[one] = int(name)
+                    connections.rank_of[one] = int(name)
                     expected.discard(int(name))
-                    for line in [f"{tokens[1]}\n", *told]:
-                        _send(one, line)
+                    _send(one, f"{tokens[1]}\n{so_far.line()}")
                     if not expected:  # nobody else has business here
-                        poller.unregister(listener.fileno())
-                        del by_number[listener.fileno()]
+                        connections.unwatch(listener)
                         listener.close()
                     continue
                 said = None
@@ -276,31 +336,20 @@ def _serve(
                     if line.startswith("{"):
                         jury.hear(rank, line)
                     if line.startswith(_LEFT):
-                        told.append(_left_line(rank, line))
-                        heard.left[rank] = json.loads(line.removeprefix(_LEFT))
-                        for connection in rank_of:
-                            _send(connection, told[-1])
+                        news.left[rank] = heard.left[rank] = json.loads(line.removeprefix(_LEFT))
                 if not ended:
                     continue
-            elif said == "":
-                continue
             lines.forget(number)
-            poller.unregister(number)
-            del by_number[number], rank_of[one]
-            sockets.remove(one)
-            one.close()
-            if rank is None:
-                continue
-            gone[rank] = CLOSED if said is not None else DIED
-            told.append(f"{rank} {gone[rank]}\n")
-            for connection in rank_of:
-                with suppress(OSError):
-                    connection.send(told[-1].encode())
-
-
-def _left_line(rank: int, line: str) -> str:
-    """What the first rank passes on to the others when ``rank`` has said ``line``."""
-    return f"{_LEFT}{json.dumps([rank, json.loads(line.removeprefix(_LEFT))])}\n"
+            connections.unwatch(one)
+            if rank is not None:
+                news.gone[rank] = gone[rank] = CLOSED if said is not None else DIED
+        if news and (closed or time.monotonic() - told >= _TOGETHER / 1000):
+            connections.tell(news.line())
+            so_far.add(news)
+            news, told = _News(), time.monotonic()
+        if closed:
+            connections.tell("closed\n")
+            return
 
 
 def _send(connection: socket.socket, text: str) -> None:
@@ -329,47 +378,39 @@ def _follow(
         return
     sockets.append(connection)
     lines, gone, looked = _Lines(), heard.gone, time.monotonic()
-    followed = True  # the first rank is there; after its end this thread still looks at its own rank
-    poller = select.poll()
-    poller.register(connection.fileno(), select.POLLIN)
-    poller.register(woken.fileno(), select.POLLIN)
+    watched = _Connections(sockets)
+    for one in (connection, woken):
+        watched.watch(one)
     while True:
-        ready = [number for number, _ in poller.poll(_LOOK)]
+        ready = watched.ready(_LOOK)
         to_say = []
         if time.monotonic() - looked >= _LOOK / 1000:
             looked, own = time.monotonic(), sample()
             to_say = [] if own is None else [own]
-        if woken.fileno() in ready:
+        if woken in ready:
             to_say += lines.of(woken.fileno(), _read(woken) or "")
         for line in to_say:
             with suppress(OSError):
                 connection.sendall(f"{line}\n".encode())
             if line == "closed":
                 return
-        if not followed or connection.fileno() not in ready:
+        if connection not in ready:  # or it is not watched any more, and this thread looks at its own rank only
             continue
         said = _read(connection)
-        if said is None:
-            gone.setdefault(first, DIED)
-            followed = False
-            poller.unregister(connection.fileno())
-            continue
-        for line in lines.of(connection.fileno(), said):
+        for line in [] if said is None else lines.of(connection.fileno(), said):
             if line == "closed":
-                gone[first] = CLOSED
-                followed = False
-                poller.unregister(connection.fileno())
+                gone[first], said = CLOSED, None
                 break
-            if line.startswith(_LEFT):
-                theirs, reason = json.loads(line.removeprefix(_LEFT))
-                heard.left[theirs] = reason
-                continue
+            if line.startswith(_NEWS):
+                news = _News.of(line)
+                heard.left |= news.left
+                gone |= news.gone
             if line.startswith("knot "):
                 mine, text = json.loads(line.removeprefix("knot "))
                 heard.knot = mine, text
-                continue
-            rank, _, why = line.partition(" ")
-            gone[int(rank)] = why
+        if said is None:
+            gone.setdefault(first, DIED)
+            watched.unwatch(connection)
 
 
 def _connect(hosts: Sequence[str], port: int, word: str, answer: str) -> socket.socket | None:

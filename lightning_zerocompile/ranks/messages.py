@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -23,21 +24,40 @@ import torch.distributed as dist
 
 from lightning_zerocompile.ranks.abort import START_ANEW, end_groups
 from lightning_zerocompile.ranks.liveness import CLOSED, Liveness
+from lightning_zerocompile.ranks.relay import Join, Relay, by_message, by_rank, firsts
 from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, StandingThread, Wait
 
 # How many messages of a series stay in the store. A rank is never that far ahead of another: a device queues about a
 # thousand kernels at most, and a collective that waits for a slower rank holds up all kernels that are queued after it.
 SERIES = 256
+Late = Callable[[int], "CommunicationError"]
 HAS_LEFT = "which has ended:"  # is in every error of a rank that waits for a rank that is gone
 _NONE = "zerocompile/none"  # the store's answer if there is no message; no message is equal to it
 _STANDS = "stands"  # the topic under which a rank says where it stands, on devices
+_JOINED = "joined"  # in the place of a rank: the answer that one rank has made of all messages
 _LEFT = "left"  # the topic under which a rank says why it has ended
-_FEW = 3  # up to so many ranks are asked one by one: asking all of them together takes three requests
+_FEW = 3  # up to so many others are asked one by one, by each rank; of more one rank joins the answers
 _LOOK = 1.0  # seconds: how often a rank that waits looks whether the other has ended
-_MANY = 64  # ranks that are asked at one look at most
+_MANY = 16  # ranks that are asked at one look at most
 _STILL = 3  # looks that must find the main thread in one place before this rank's groups are ended from outside
-# Seconds: at first a rank asks again at once, since even a short sleep takes long; after that it sleeps in between.
-_SPIN, _PAUSE = 2e-3, 5e-3
+# Seconds: at first a rank asks again at once, since even a short sleep takes long; after that it sleeps in between, the
+# longer the more ranks there are, so that the store is not asked more often by more ranks.
+_SPIN, _PAUSE, _PAUSE_OF_RANK = 2e-3, 5e-3, 1e-4
+
+
+@dataclass
+class _Asked:
+    """What was heard of one numbered message.
+
+    Attributes:
+        heard: messages that this rank has read by itself, by rank.
+        missing: ranks whose message was not there when this rank has asked for it.
+        joined: the answer that another rank has left; ``None``: there was none.
+    """
+
+    heard: dict[int, str] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    joined: str | None = None
 
 
 class CommunicationError(RuntimeError):
@@ -83,6 +103,7 @@ class Messages:
         self._mine = dist.get_rank()
         self.others = [rank for rank in self._ranks if rank != self._mine]
         self._name, self._timeout, self._few = name, timeout, _FEW
+        self._pause = max(_PAUSE, _PAUSE_OF_RANK * len(self._ranks))
         self._liveness: Liveness | None = None
         self._direct = DirectCollectives()
         self._still = StandingThread()
@@ -131,14 +152,17 @@ class Messages:
     def reasons(self, within: timedelta) -> dict[int, str | None]:
         """Why the others have ended, by global rank; ``None``: nothing was heard of that rank in time."""
         deadline = time.monotonic() + within.total_seconds()
-        return {rank: self._reason(rank, deadline) for rank in self.others}
+        known = {} if self._liveness is None else self._liveness.left()
+        return {rank: self._reason(rank, deadline, known.get(rank)) for rank in self.others}
 
-    def _reason(self, rank: int, deadline: float) -> str | None:
+    def _reason(self, rank: int, deadline: float, known: str | None) -> str | None:
+        if known is not None and len(self.others) > _MANY:  # many ranks do not ask the store for each other's
+            return known
         while (reason := self._look(self._key(_LEFT, rank))) == _NONE:
             gone = self._gone(rank)
             if gone is not None or time.monotonic() >= deadline:
                 return gone
-            time.sleep(_PAUSE)
+            time.sleep(self._pause)
         return reason
 
     def _gone(self, rank: int) -> str | None:
@@ -305,9 +329,16 @@ class Messages:
         """Leaves ``message`` for whoever asks; never blocks on another rank."""
         self._store().set(self._key(topic, self._mine), message)
 
-    def forget(self, topic: str) -> None:
-        """Removes this rank's message; all ranks must have read it."""
-        self._store().delete_key(self._key(topic, self._mine))
+    def forget(self, topic: str, number: int) -> None:
+        """Removes this rank's message ``number``; all ranks must have read it."""
+        slot = f"{topic}/{number % SERIES}"
+        self._store().delete_key(self._key(slot, self._mine))
+        if self._mine == self._ranks[0] and len(self.others) > self._few:
+            self._store().delete_key(self._key(slot, _JOINED))
+
+    def take_back(self, topic: str, number: int) -> None:
+        """From here on this rank's message ``number`` counts as not sent."""
+        self.tell(f"{topic}/{number % SERIES}", "")
 
     def ask(self, topic: str, rank: int, what: str = "") -> str | None:
         """The message of the global ``rank``; ``None`` if none came in time. ``what`` is what is asked, for errors.
@@ -330,7 +361,7 @@ class Messages:
                     if (last := self._look(key)) != _NONE:  # the rank has sent this message before it ended
                         return last
                     raise self._lost(rank, reason)
-            _rest(now - start)
+            self._rest(now - start)
         return message
 
     def _look(self, key: str) -> str:
@@ -346,8 +377,42 @@ class Messages:
     def exchange_numbered(self, topic: str, number: int, message: str, what: str = "") -> dict[int, str | None]:
         """Sends message ``number``; returns every rank's by global rank, None where it did not come in time."""
         self.tell_numbered(topic, number, message)
-        heard = self.ask_numbered(topic, number, what=what)
-        return {rank: message if rank == self._mine else heard[rank] for rank in self._ranks}
+        heard: dict[int, str | None] = {self._mine: message}
+        heard |= self.ask_numbered(topic, number, what=what)
+        return {rank: heard[rank] for rank in self._ranks if rank in heard}
+
+    def join_numbered(self, topic: str, number: int, message: str, join: Join, what: str, late: Late) -> str:
+        """What ``join`` makes of all ranks' messages ``number``; this rank has sent its own, ``message``.
+
+        It costs a rank as many requests, and as many bytes, whatever the number of ranks: see [Note: relay].
+
+        Args:
+            topic, number: of the message.
+            message: this rank's.
+            join: makes the answer, on one of the ranks.
+            what: what is asked, for errors.
+            late: makes the error about a rank whose message did not come in time.
+
+        Raises:
+            CommunicationError: a rank has ended, or did not send its message in time.
+        """
+        asked = self._ask(topic, number, self._timeout, what, join)
+        if asked.missing:
+            raise late(asked.missing[0])
+        if asked.joined is not None:
+            return asked.joined
+        heard = asked.heard | {self._mine: message}
+        return join({rank: heard[rank] for rank in self._ranks})
+
+    def different(self, topic: str, number: int, message: str, what: str, late: Late) -> dict[str, int]:
+        """Sends message ``number``; returns all ranks' different messages, each with the first rank that has sent it.
+
+        Raises:
+            CommunicationError: as :meth:`join_numbered`.
+        """
+        self.tell_numbered(topic, number, message)
+        answer: dict[str, int] = json.loads(self.join_numbered(topic, number, message, firsts, what, late))
+        return answer
 
     def heard_now(self, topic: str, number: int, rank: int) -> str | None:
         """A rank's message ``number`` if it is there already; never blocks on that rank."""
@@ -359,50 +424,102 @@ class Messages:
     ) -> dict[int, str | None]:
         """The others' messages ``number`` by global rank; ``None`` where one did not come ``within`` that time.
 
+        Of many ranks those are left out of which this rank does not know whether their message has come; then at least
+        one is there with ``None``.
+
         ``within``: by default the timeout.
 
         Raises:
             CommunicationError: a rank has ended meanwhile; the error says why.
         """
-        heard: dict[int, str | None] = {}
-        waiting = self.others
+        asked = self._ask(topic, number, within or self._timeout, what, by_message)
+        if asked.joined is not None:
+            return {rank: theirs for rank, theirs in by_rank(asked.joined).items() if rank != self._mine}
+        known = {*asked.heard, *asked.missing}
+        return {rank: asked.heard.get(rank) for rank in self.others if rank in known}
+
+    def _ask(self, topic: str, number: int, within: timedelta, what: str, join: Join) -> _Asked:
+        slot = f"{topic}/{number % SERIES}"
+        relay = None
+        if len(self.others) > self._few:
+            relay = Relay(self._store(), self._key(slot, _JOINED), number, self._mine)
+        joins = relay is None or relay.joins  # this rank reads all messages
+        asked, waiting = _Asked(), self.others
         start = looked = time.monotonic()
-        limit = (within or self._timeout).total_seconds()
+        limit = within.total_seconds()
         ended: dict[int, str] = {}
+        together = 1  # messages that are asked for at once: twice as many each time that all of them were there
         while True:
+            if relay is not None and not joins and (answer := relay.look()) is not None:
+                asked.joined, asked.missing = answer, []
+                return asked
             now = time.monotonic()
             late = now - start >= limit
             looks = late or bool(ended) or now - looked >= _LOOK
-            answers = self._read([self._key(f"{topic}/{number % SERIES}", rank) for rank in waiting], each=looks)
-            for rank, answer in zip(waiting, answers, strict=True):
-                seen, _, message = answer.partition(":")
-                if seen == str(number):  # else it is an older message: the rank has not come to this number
-                    heard[rank] = message
-            waiting = [rank for rank in waiting if rank not in heard]
-            for rank in waiting:
+            if looks:
+                first = [*ended, *(relay.missing if relay is not None and not joins else ())]
+                order = [rank for rank in dict.fromkeys([*first, *waiting]) if rank in waiting]
+                asked.missing = self._hear_each(slot, number, order, asked.heard, all_of_them=joins)
+                going_on = False
+            elif joins:
+                wanted = waiting[:together]
+                answers = self._read([self._key(slot, rank) for rank in wanted])
+                asked.heard |= _sent(number, dict(zip(wanted, answers, strict=True)))
+                going_on = all(rank in asked.heard for rank in wanted)
+                together = 2 * together if going_on else 1
+            waiting = [rank for rank in waiting if rank not in asked.heard]
+            for rank in asked.missing if looks else ():
                 if rank in ended:  # and it has not sent this message before
                     raise self._lost(rank, ended[rank])
-            if not waiting or late:
-                return {rank: heard.get(rank) for rank in self.others}
+            if not waiting:
+                asked.missing = []
+                if relay is not None and joins:
+                    own = _sent(number, {self._mine: self._look(self._key(slot, self._mine))})
+                    told = asked.heard | own
+                    if own:
+                        relay.leave(join({rank: told[rank] for rank in self._ranks}))
+                return asked
+            if late:
+                return asked
             if looks:
                 looked = now
                 self.check()
-                self.waits(what or f"an exchange of `{topic}`", "message", number, waiting)
-                ended = {rank: reason for rank in self.some(waiting) if (reason := self._end_of(rank)) is not None}
-            _rest(now - start)
+                self.waits(what or f"an exchange of `{topic}`", "message", number, asked.missing[:_MANY])
+                if relay is not None and joins:
+                    relay.misses(asked.missing)
+                ended = {r: reason for r in self.some(asked.missing) if (reason := self._end_of(r)) is not None}
+            if not (joins and going_on):
+                self._rest(now - start)
 
-    def _read(self, keys: list[str], each: bool) -> list[str]:
+    def _hear_each(
+        self, slot: str, number: int, ranks: Sequence[int], heard: dict[int, str], all_of_them: bool
+    ) -> list[int]:
+        """Asks for messages one by one, up to a few that are not there unless ``all_of_them``. Returns their ranks."""
+        missing: list[int] = []
+        for rank in ranks:
+            sent = _sent(number, {rank: self._look(self._key(slot, rank))})
+            heard |= sent
+            if not sent:
+                missing.append(rank)
+            if len(missing) >= _MANY and not all_of_them:
+                break
+        return missing
+
+    def _read(self, keys: list[str]) -> list[str]:
         """The store's messages for the keys, ``_NONE`` where there is none.
 
         More than a few keys are asked for together, in three requests, and count as missing until all have a message.
-        With ``each`` every key is asked for by itself.
         """
         store = self._store()
-        if each or len(keys) <= self._few or not store.has_extended_api():
+        if len(keys) <= self._few or not store.has_extended_api():
             return [self._look(key) for key in keys]
         if not store.check(keys):
             return [_NONE] * len(keys)
         return [value.decode() for value in store.multi_get(keys)]
+
+    def _rest(self, waited: float) -> None:
+        if waited > _SPIN:
+            time.sleep(min(self._pause, waited / 4))
 
     def next_number(self, topic: str) -> int:
         """How often this rank has come to ``topic``, this time included."""
@@ -466,7 +583,7 @@ class Messages:
                 ended = next(((rank, reason) for rank, reason in gone if reason is not None), None)
                 if ended is not None:
                     continue  # it may have decided before it ended
-            _rest(now - start)
+            self._rest(now - start)
         return said
 
     def of_first(self, topic: str, message: str, doing: str) -> str:
@@ -484,17 +601,11 @@ class Messages:
         return theirs
 
     def exchange(self, topic: str, message: str, what: str = "") -> dict[int, str | None]:
-        """Every rank's message by global rank. It stops at the first that is not there in time: its entry is None."""
-        self.tell(topic, message)
-        heard: dict[int, str | None] = {}
-        for rank in self._ranks:
-            heard[rank] = message if rank == self._mine else self.ask(topic, rank, what)
-            if heard[rank] is None:
-                break
-        return heard
+        """Every rank's message by global rank, as :meth:`exchange_numbered` where all ranks come equally often."""
+        return self.exchange_numbered(topic, self.next_number(topic), message, what)
 
     def hear_all(self, topic: str, message: str, doing: str) -> dict[int, str]:
-        """:meth:`exchange` where no rank's message may be missing.
+        """:meth:`exchange` where no rank's message may be missing, all by global rank in rising order.
 
         Raises:
             CommunicationError: a message did not come in time; ``doing`` says what this rank has done, as in
@@ -517,7 +628,7 @@ class Messages:
             "or does not run the same step."
         )
 
-    def _key(self, topic: str, rank: int) -> str:
+    def _key(self, topic: str, rank: int | str) -> str:
         return f"zerocompile/{self._name}/{topic}/{rank}"
 
     @staticmethod
@@ -525,6 +636,7 @@ class Messages:
         return dist.distributed_c10d._get_default_store()
 
 
-def _rest(waited: float) -> None:
-    if waited > _SPIN:
-        time.sleep(min(_PAUSE, waited / 4))
+def _sent(number: int, answers: Mapping[int, str]) -> dict[int, str]:
+    """Those of the store's answers, by rank, that are messages ``number``; the others are older ones, or none."""
+    parts = {rank: answer.partition(":") for rank, answer in answers.items()}
+    return {rank: message for rank, (seen, _, message) in parts.items() if seen == str(number)}

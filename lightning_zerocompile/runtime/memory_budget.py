@@ -13,8 +13,9 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,10 @@ def smallest_share(free: Collection[tuple[str, int]]) -> int:
     return min(size // max(1, ranks[host]) for host, size in free)
 
 
+def _smallest_share(heard: Mapping[int, str]) -> str:
+    return str(smallest_share([json.loads(message) for message in heard.values()]))
+
+
 class MemoryBudget:
     """Decides once which units stay gathered, see [Note: memory budget].
 
@@ -127,8 +132,10 @@ class MemoryBudget:
         runtime = self._runtime
         budget = runtime.config.memory_budget
         free = ("", budget) if isinstance(budget, int) else free_memory(runtime.device)
-        heard = runtime.messages.hear_all("budget", json.dumps(free), _DOING)
-        share = smallest_share([json.loads(message) for message in heard.values()])
+        late = partial(runtime.messages.silent, doing=_DOING)
+        message, what = json.dumps(free), "what is free for units that stay gathered"
+        runtime.messages.tell_numbered("budget", 0, message)
+        share = int(runtime.messages.join_numbered("budget", 0, message, _smallest_share, what, late))
         if not isinstance(budget, int):
             share = int(_SHARE_OF_FREE_MEMORY * share)
         mine = json.dumps(choose(self._candidates(), share))

@@ -12,8 +12,9 @@ that waits inside the window for a rank that has failed in it. With parameters g
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Literal
 
 import torch
@@ -197,13 +198,15 @@ class Windows:
         if self._world == 1:
             return
         what = f"the end of window {self._number} of `coalesce_grad_reduction`"
-        for rank, message in self._messages.exchange_numbered(_TOPIC, self._number, json.dumps(mine), what).items():
-            if message is None:
-                raise CommunicationError(
-                    f"zerocompile: rank {dist.get_rank()} is at {what}, but rank {rank} has not come to it within "
-                    f"{self._runtime.config.timeout}. Every rank must open the window in the same step; rank {rank} "
-                    "did not, died or hangs."
-                )
+
+        def late(rank: int) -> CommunicationError:
+            return CommunicationError(
+                f"zerocompile: rank {dist.get_rank()} is at {what}, but rank {rank} has not come to it within "
+                f"{self._runtime.config.timeout}. Every rank must open the window in the same step; rank {rank} did "
+                "not, died or hangs."
+            )
+
+        for message, rank in self._messages.different(_TOPIC, self._number, json.dumps(mine), what, late).items():
             theirs = json.loads(message)
             if "error" in theirs:
                 raise self._failed(rank, theirs["error"])
@@ -225,11 +228,18 @@ class Windows:
         """Whether a held window fits on every rank; asked once, in the first window."""
         mine = [self._runtime.held_window_bytes(sum_dtype), *free_memory(self._runtime.device)]
         doing = "has opened its first window of `coalesce_grad_reduction`, as every rank must in the same step"
-        heard = self._messages.hear_all("fits", json.dumps(mine), doing)
-        all_ranks = [json.loads(message) for message in heard.values()]
-        share = smallest_share([(host, size) for _, host, size in all_ranks])
-        needed: int = max(one for one, _, _ in all_ranks)
-        fits = needed <= _SHARE_OF_FREE_MEMORY * share
+        late = partial(self._messages.silent, doing=doing)
+        number, message = self._messages.next_number("fits"), json.dumps(mine)
+        self._messages.tell_numbered("fits", number, message)
+        what = "what is free for a window"
+        needed, share = json.loads(self._messages.join_numbered("fits", number, message, _room, what, late))
+        fits: bool = needed <= _SHARE_OF_FREE_MEMORY * share
         if not fits:
             rank_zero_warn(_TOO_LARGE.format(needed / 2**30, share / 2**30))
         return fits
+
+
+def _room(heard: Mapping[int, str]) -> str:
+    """What a window needs on the rank that needs most, and what the rank with the least room has."""
+    ranks = [json.loads(message) for message in heard.values()]
+    return json.dumps([max(one for one, _, _ in ranks), smallest_share([(host, size) for _, host, size in ranks])])

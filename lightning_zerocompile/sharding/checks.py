@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from typing import Any
@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.ranks.consistency import differences_between, first_difference
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.sharding.parameter import FUNCTORCH
 from lightning_zerocompile.sharding.pretrained import SOURCES, source_of
@@ -75,21 +76,24 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
     }
     mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad, loaded.get(n)) for n, p in model.named_parameters()]
     buffers = [(n, tuple(b.shape), str(b.dtype), False, None) for n, b in model.named_buffers()]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (dict(settings), mine + buffers))
-    differences = _differences([theirs for theirs, _ in everyone])
-    if differences:
+    said = (dict(settings), mine + buffers)
+    digest = hashlib.sha256(repr(said).encode()).hexdigest()
+    digests = _gathered(digest)  # what each rank tells must not grow with the model: there may be a thousand of them
+    alike = digests.count(digest) == len(digests)
+    heard = [said] * len(digests) if alike else _gathered(said)
+    differences = differences_between([theirs for theirs, _ in heard]) if not alike else None
+    if differences is not None:
         raise RuntimeError(
             f"The ranks are set up differently: {differences}. Give every rank the same options and installation."
         )
-    everyone = [theirs for _, theirs in everyone]
-    if not mine and all(theirs == everyone[0] for theirs in everyone):
+    everyone = [theirs for _, theirs in heard]
+    if not mine and alike:
         raise RuntimeError(
             f"{type(model).__name__} has no parameters, so there is nothing to shard or to train. Create its layers "
             "in `__init__` or `configure_model`."
         )
     for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
+        if alike or theirs == everyone[0]:
             continue
         first, other = next(
             pair for pair in zip_longest(everyone[0], theirs, fillvalue="no more") if pair[0] != pair[1]
@@ -101,15 +105,10 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
     check_devices(model)
 
 
-def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
-    """How the first rank that differs from rank 0 differs from it; "": no rank does."""
-    first, missing = everyone[0], "not there"
-    for rank, theirs in enumerate(everyone):
-        names = [name for name in dict.fromkeys([*first, *theirs]) if first.get(name) != theirs.get(name)]
-        if names:
-            pairs = [(name, first.get(name, missing), theirs.get(name, missing)) for name in names]
-            return "; ".join(f"{name} is {one} on rank 0 but {other} on rank {rank}" for name, one, other in pairs)
-    return ""
+def _gathered(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def check_equal_replicas(rows: Mapping[str, torch.Tensor], part: int, messages: Messages) -> None:
@@ -125,24 +124,15 @@ def check_equal_replicas(rows: Mapping[str, torch.Tensor], part: int, messages: 
         RuntimeError: names the first parameter and the two ranks.
     """
     mine = {name: _sum_of_bits(value) for name, value in rows.items()}
-    doing = "has sharded its replica of the model"
-    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    places = [json.loads(text) for text in messages.hear_all("replicas", json.dumps([part, digest]), doing).values()]
-    digests = {(place, one) for place, one in places}
-    if len(digests) == len({place for place, _ in digests}):
-        return
-    heard = messages.hear_all("parameters of replicas", json.dumps(mine), doing)  # all ranks have come here
-    everyone = [json.loads(text) for text in heard.values()]
-    for rank, (place, _) in enumerate(places):
-        first = next(other for other, (theirs, _) in enumerate(places) if theirs == place)
-        names = [name for name in mine if everyone[rank][name] != everyone[first][name]]
-        if names:
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise RuntimeError(
-                f"The replicas differ: ranks {first} and {rank} hold the same rows of parameter `{names[0]}`{others}, "
-                "with other values. Values that no rank has sent to the others come from files: let all hosts see the "
-                "same folder in `load_pretrained`."
-            )
+    late = partial(messages.silent, doing="has sharded its replica of the model")
+    found = first_difference(messages, "replicas", mine, "the comparison of replicas", late, part)
+    if found is not None:
+        others = f" and {len(found.names) - 1} more" if len(found.names) > 1 else ""
+        raise RuntimeError(
+            f"The replicas differ: ranks {found.first} and {found.other} hold the same rows of parameter "
+            f"`{found.names[0]}`{others}, with other values. Values that no rank has sent to the others come from "
+            "files: let all hosts see the same folder in `load_pretrained`."
+        )
 
 
 def _sum_of_bits(value: torch.Tensor) -> int:
@@ -166,20 +156,13 @@ def check_equal_optimizers(
         RuntimeError: names the optimizer, what differs and the rank.
     """
     mine = _described(optimizers, names)
-    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    doing = "has set its optimizers up"
-    heard = messages.exchange_numbered("optimizers", messages.next_number("optimizers"), digest)
-    for rank, theirs in heard.items():
-        if theirs is None:
-            raise messages.silent(rank, doing)
-    if len(set(heard.values())) == 1:
-        return
-    texts = messages.hear_all("optimizers/differ", json.dumps(mine), doing)
-    differences = _differences([json.loads(text) for text in texts.values()])
-    raise RuntimeError(
-        f"The ranks have different optimizers: {differences}. Let `configure_optimizers` return the same on every rank "
-        "(same code path, same configuration; do not depend on the rank)."
-    )
+    late = partial(messages.silent, doing="has set its optimizers up")
+    differences = first_difference(messages, "optimizers", mine, "the comparison of optimizers", late)
+    if differences is not None:
+        raise RuntimeError(
+            f"The ranks have different optimizers: {differences}. Let `configure_optimizers` return the same on every "
+            "rank (same code path, same configuration; do not depend on the rank)."
+        )
 
 
 def _described(optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]) -> dict[str, str]:

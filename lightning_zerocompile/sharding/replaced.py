@@ -16,6 +16,7 @@ knot, see [Note: ranks that wait for each other].
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
+from lightning_zerocompile.ranks.consistency import first_difference
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 from lightning_zerocompile.sharding.layout import over_local, shard_like
 from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of, refuse_hooks
@@ -45,19 +47,20 @@ def check_alike(replaced: Mapping[ShardedParameter, nn.Parameter], messages: Mes
     Raises:
         RuntimeError: names the first parameter, and what is wrong with the new one, or the rank that has another.
     """
-    lines = [_described(sharded, parameter) for sharded, parameter in replaced.items()]
     first = next(iter(replaced)).name
     mine = f"Parameter `{first}` was replaced after the model was sharded on rank {dist.get_rank()}"
+    lines = {sharded.name: _described(sharded, parameter) for sharded, parameter in replaced.items()}
+    late = partial(messages.silent, doing="has come there")
     try:
-        what = f"the replacement of parameter `{first}`"
-        heard = messages.exchange_numbered(_SERIES, messages.next_number(_SERIES), "\n".join(lines), what)
+        found = first_difference(messages, _SERIES, lines, f"the replacement of parameter `{first}`", late)
     except CommunicationError as error:
         raise RuntimeError(f"{mine}, and another rank has not come there: {error} {_REMEDY}") from error
-    for rank, theirs in heard.items():
-        if theirs is None or theirs.split("\n") != lines:
-            other = None if theirs is None else next((t for t in theirs.split("\n") if t not in lines), "fewer")
-            what = "nothing" if theirs is None else f"{other}, and here {lines[0]}"
-            raise RuntimeError(f"{mine}, and rank {rank} has replaced {what}. All ranks must do the same. {_REMEDY}")
+    if found is not None:
+        one, two = (str(values.get(found.names[0], "nothing")) for values in found.values)
+        raise RuntimeError(
+            f"{mine}, and rank {found.first} has replaced `{found.names[0]}` by {one}, rank {found.other} by {two}. "
+            f"All ranks must do the same. {_REMEDY}"
+        )
 
 
 def _described(sharded: ShardedParameter, parameter: nn.Parameter) -> str:

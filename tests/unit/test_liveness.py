@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from lightning_zerocompile.ranks import abort
+from lightning_zerocompile.ranks import abort, liveness
 from lightning_zerocompile.ranks.liveness import CLOSED, Liveness
 
 
@@ -51,3 +51,33 @@ def test_barriers_end_before_communicators(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(abort, "groups_of_devices", lambda: [Group(), Group()])
     abort.end_groups("a reason", [lambda: events.append("barrier")])
     assert events == ["barrier", "communicator", "communicator"]
+
+
+def test_many_ends_are_said_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one by one to each rank: what is said would grow with the square of their number."""
+    many, said, told = 24, [], list[str]()
+    send = liveness._send
+    monkeypatch.setattr(liveness, "_send", lambda one, text: said.append(text) or send(one, text))  # type: ignore[func-returns-value]
+    ranks = list(range(many))
+    all_of_them = [Liveness(ranks, 0, lambda text: told.append(text) or text)]  # type: ignore[func-returns-value]
+    all_of_them += [Liveness(ranks, rank, lambda _: told[0]) for rank in ranks[1:]]
+    first, second, *others = all_of_them
+    try:
+        assert _within(10, lambda: len(said) == many - 1)  # all have come
+        for one in others:
+            one.leave("a reason")
+        for one in others:
+            one.close()
+        expected = dict.fromkeys(ranks[2:], "a reason")
+        assert _within(10, lambda: first.left() == second.left() == expected)
+        expected = dict.fromkeys(ranks[2:], CLOSED)
+        assert _within(10, lambda: _gone(first, ranks[2:]) == _gone(second, ranks[2:]) == expected), _gone(first, ranks)
+        assert second.gone(0) is None and first.gone(1) is None
+        assert len(said) < many - 1 + many * many / 8
+    finally:
+        for one in all_of_them:
+            one.close()
+
+
+def _gone(liveness: Liveness, ranks: list[int]) -> dict[int, str | None]:
+    return {rank: liveness.gone(rank) for rank in ranks}

@@ -99,13 +99,13 @@ def _compared() -> list[int]:
     counts = []
     with engines.compiled_here(models.rank() == 0), engines.engine(model, 3) as engine:
         optimizer = engines.sgd(engine, model, lr=0.1)
-        exchange, calls = engine.runtime.messages.exchange, []
+        exchange, calls = engine.runtime.messages.exchange_numbered, []
 
         def counted(topic: str, *message: Any) -> Any:
             calls.extend([topic] if topic.startswith("gather/") else [])
             return exchange(topic, *message)
 
-        engine.runtime.messages.exchange = counted  # type: ignore[method-assign]
+        engine.runtime.messages.exchange_numbered = counted  # type: ignore[method-assign]
         for _ in range(4):
             engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
             for _ in range(2):

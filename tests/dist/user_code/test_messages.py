@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_zerocompile.ranks.messages import HAS_LEFT, SERIES, Messages
+from lightning_zerocompile.ranks.relay import by_message, by_rank, ranges_of, ranks_of
 from tests.support.harness import Worlds
 
 
@@ -53,12 +55,16 @@ def _series(name: str, few: int) -> tuple[list[dict[int, Any]], Counter[str]]:
 @pytest.mark.parametrize(("world", "few"), [(2, 3), (3, 3), (3, 1)])
 def test_series(worlds: Worlds, world: int, few: int) -> None:
     """Each exchange gives that number's messages, also where older ones are in their place; many ranks' at once."""
+    joined = []
     for rank, (heard, requests) in enumerate(worlds(world).run(_series, f"series {world} {few}", few, timeout=100)):
         last = heard.pop()
         assert heard == [{other: f"{n}:{other}" for other in range(world)} for n in range(SERIES + 3)]
         assert last == {other: str(other) for other in range(world) if other != rank}
-        together = {"has_extended_api": 1, "check": 1, "multi_get": 1}
-        assert requests == (together if few == 1 else {"compare_set": world - 1})
+        joins = requests["set"] == 1  # it leaves the answer, from the others' messages and its own
+        joined.append(joins)
+        if few == 3 or joins:
+            assert requests == ({"compare_set": world - 1} if few == 3 else {"compare_set": world + 1, "set": 1})
+    assert sum(joined) == (few == 1)
 
 
 def _late(name: str, few: int) -> tuple[dict[int, Any], float]:
@@ -76,6 +82,53 @@ def test_who_is_late_and_who_does_not_come(worlds: Worlds, few: int) -> None:
     """A late rank is waited for; of one that does not come in time, and of no other, nothing was heard."""
     heard, seconds = worlds(3).run(_late, f"late {few}", few, timeout=60)[0]
     assert heard == {0: "here", 1: "here", 2: None} and 1.5 < seconds < 10
+
+
+def _goes_elsewhere(name: str) -> tuple[dict[int, Any], float]:
+    """Rank 1 says that it joins the answers, and does not do it."""
+    messages, rank = _messages(name, few=0), dist.get_rank()
+    messages.tell_numbered("topic", 0, str(rank))
+    if rank == 1:
+        messages.forget("topic", 0)
+        assert messages.ask_numbered("topic", 0, within=timedelta(seconds=0.1)).get(1, "") is not None
+        messages.tell_numbered("topic", 0, "again")
+    dist.barrier()
+    start = time.monotonic()
+    heard = {} if rank == 1 else messages.ask_numbered("topic", 0)
+    return heard, time.monotonic() - start
+
+
+def test_a_rank_that_joins_and_goes_elsewhere(worlds: Worlds) -> None:
+    """The others wait for its answer for a second, and then read by themselves."""
+    (zero, seconds), _, (two, _) = worlds(3).run(_goes_elsewhere, "elsewhere", timeout=60)
+    assert zero == {1: "again", 2: "2"} and two == {0: "0", 1: "again"} and 0.9 < seconds < 10
+
+
+def _joins(name: str) -> tuple[str, dict[str, int], dict[int, Any]]:
+    messages, rank = _messages(name, few=0), dist.get_rank()
+    messages.tell_numbered("sum", 3, str(rank))
+    late = partial(messages.silent, doing="tests")
+    told = messages.join_numbered("sum", 3, str(rank), lambda said: str(sum(map(int, said.values()))), "a sum", late)
+    different = messages.different("parity", 0, str(rank % 2), "the parity", late)
+    messages.take_back("sum", 3)
+    dist.barrier()
+    again = messages.ask_numbered("taken", 0, within=timedelta(seconds=0.1)) if rank == 0 else {}
+    return told, different, again
+
+
+def test_joined_answers(worlds: Worlds) -> None:
+    """All ranks get what one has made of all messages; a message that nobody sends is missing on each."""
+    for rank, (told, different, again) in enumerate(worlds(3).run(_joins, "joins", timeout=60)):
+        assert told == "3" and different == {"0": 0, "1": 1}
+        assert again == ({1: None, 2: None} if rank == 0 else {})
+
+
+def test_ranges() -> None:
+    for ranks in ([], [3], [0, 1, 2, 5, 7, 8], list(range(1024))):
+        assert ranks_of(ranges_of(ranks)) == ranks
+    assert ranges_of(range(1024)) == "0-1023"
+    said = {0: "a", 1: "b", 2: "a"}
+    assert by_rank(by_message(said)) == said
 
 
 def _ended(name: str) -> str:
