@@ -37,6 +37,7 @@ _LEFT = "left "  # begins a line in which a rank says why it ends
 _NEWS = "news "  # begins a line in which the first rank says which ranks are gone
 _TOGETHER = 50  # milliseconds; see [Note: news]
 _LOOK = 1000  # milliseconds: how often the threads look when nobody says anything
+_HANG_UP_WITHIN = 2.0  # seconds in which the other end of a connection must have read all
 
 
 @dataclass
@@ -349,6 +350,7 @@ def _serve(
             news, told = _News(), time.monotonic()
         if closed:
             connections.tell("closed\n")
+            _hang_up(list(connections.rank_of))
             return
 
 
@@ -359,6 +361,28 @@ def _send(connection: socket.socket, text: str) -> None:
         connection.sendall(text.encode())
     with suppress(OSError):
         connection.setblocking(False)
+
+
+def _hang_up(connections: Sequence[socket.socket]) -> None:
+    """Ends what this rank says on connections, and waits a moment until the other ends have read it.
+
+    A connection that is closed while something that has arrived on it is unread is reset, and what still waits to be
+    sent on it is lost. A small word waits until the one before it is confirmed. So the word that this rank has ended in
+    order could be lost after another one, and the rank would be taken for a dead one. So this reads until the other end
+    hangs up, too.
+    """
+    poller, by_number = select.poll(), {one.fileno(): one for one in connections}
+    for one in connections:
+        one.setblocking(False)
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_WR)
+        poller.register(one.fileno(), select.POLLIN)
+    deadline = time.monotonic() + _HANG_UP_WITHIN
+    while by_number and (left := deadline - time.monotonic()) > 0:
+        for number, _ in poller.poll(1000 * left):
+            if _read(by_number[number]) is None:
+                poller.unregister(number)
+                del by_number[number]
 
 
 def _follow(
@@ -393,6 +417,7 @@ def _follow(
             with suppress(OSError):
                 connection.sendall(f"{line}\n".encode())
             if line == "closed":
+                _hang_up([connection])
                 return
         if connection not in ready:  # or it is not watched any more, and this thread looks at its own rank only
             continue
@@ -411,6 +436,8 @@ def _follow(
         if said is None:
             gone.setdefault(first, DIED)
             watched.unwatch(connection)
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)  # the first rank may wait for that
 
 
 def _connect(hosts: Sequence[str], port: int, word: str, answer: str) -> socket.socket | None:

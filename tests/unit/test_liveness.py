@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -58,6 +59,7 @@ def test_many_ends_are_said_together(monkeypatch: pytest.MonkeyPatch) -> None:
     many, said, told = 24, [], list[str]()
     send = liveness._send
     monkeypatch.setattr(liveness, "_send", lambda one, text: said.append(text) or send(one, text))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(liveness, "_TOGETHER", 400)  # the ends take longer than 50 ms beside other work
     ranks = list(range(many))
     all_of_them = [Liveness(ranks, 0, lambda text: told.append(text) or text)]  # type: ignore[func-returns-value]
     all_of_them += [Liveness(ranks, rank, lambda _: told[0]) for rank in ranks[1:]]
@@ -77,6 +79,51 @@ def test_many_ends_are_said_together(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         for one in all_of_them:
             one.close()
+
+
+class _Held:
+    """A rank's thread stands in its sample while ``free`` is not set."""
+
+    def __init__(self) -> None:
+        self.free, self.samples, self.stands = threading.Event(), 0, False
+        self.free.set()
+
+    def sample(self) -> None:
+        self.samples += 1
+        self.stands = not self.free.is_set()
+        assert self.free.wait(30)
+
+    def hold(self) -> None:
+        self.free.clear()
+        assert _within(10, lambda: self.stands)
+
+
+@pytest.mark.parametrize("closes", [0, 1])
+def test_an_end_waits_until_it_was_read(monkeypatch: pytest.MonkeyPatch, closes: int) -> None:
+    """The reset of a connection that is closed too early would lose what still waits to be sent on it."""
+    monkeypatch.setattr(liveness, "_LOOK", 20)
+    told: list[str] = []
+    held = [_Held(), _Held()]
+    both = [
+        Liveness([0, 1], 0, lambda text: told.append(text) or text, held[0].sample),  # type: ignore[func-returns-value]
+        Liveness([0, 1], 1, lambda _: told[0], held[1].sample),
+    ]
+    ends, stays = both[closes], both[1 - closes]
+    ending = threading.Thread(target=ends.close)
+    try:
+        assert _within(10, lambda: all(one.samples > 2 for one in held))
+        held[1 - closes].hold()
+        ending.start()
+        ending.join(0.5)
+        assert ending.is_alive()  # it waits until the other one has read that
+        held[1 - closes].free.set()
+        assert _within(10, lambda: stays.gone(closes) is not None)
+        assert stays.gone(closes) == CLOSED
+    finally:
+        for one in held:
+            one.free.set()
+        for rank in both:
+            rank.close()
 
 
 def _gone(liveness: Liveness, ranks: list[int]) -> dict[int, str | None]:
