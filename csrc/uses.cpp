@@ -176,6 +176,7 @@ void Gathers::write_back(const Parameter& p) {
   v.read_eagerly = false;
   if (v.gathered_version != p.version() || v.own.scalar_type() != p.dtype) return;
   const bool on_host = p.host.defined();  // see [Note: masters in host memory]
+  const bool shown = on_host && v.shown_version == p.version();
   const auto& master = on_host ? p.host : p.local;
   for (int64_t write = 0; write < writes; ++write) master.unsafeGetTensorImpl()->bump_version();
   v.value_version += writes;
@@ -186,8 +187,10 @@ void Gathers::write_back(const Parameter& p) {
   at::AutoDispatchBelowADInplaceOrView no_version_change;
   const auto rows = on_host ? p.host.to(registry_.device()) : p.local;
   const auto written = v.own.ne(rows.to(v.own.scalar_type()));
-  master.copy_(at::where(written, v.own.to(rows.scalar_type()), rows));
-  if (on_host) v.shown_version = -1;
+  const auto merged = at::where(written, v.own.to(rows.scalar_type()), rows);
+  master.copy_(merged);
+  if (shown) p.local.copy_(merged);  // so later gathers need not read host memory
+  v.shown_version = shown ? p.version() : -1;
 }
 
 void Gathers::write_back() {

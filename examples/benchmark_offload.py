@@ -4,8 +4,9 @@
 
 A model of 24 blocks (1.89 B parameters), stage 3, bf16-true, fused AdamW, by Lightning's Trainer: without offload, with
 it, with 8 GiB of it that stay on the device, and with updates on the CPU. Seconds are those of the fastest step; the
-peak is that of torch's allocator over the fit. Then the bandwidth of copies between pinned host memory and the device:
-in, out, both at once.
+peak is that of torch's allocator over the fit. Blocks are compiled: what eager blocks have read is compared with the
+masters after each use, and with offload these are in host memory. Then the bandwidth of copies between pinned host
+memory and the device: in, out, both at once.
 
 Without a GPU, tiny: python examples/benchmark_offload.py --tiny
 """
@@ -60,7 +61,7 @@ def train(sizes: tuple[int, int, int], device: str, steps: int, **options: Any) 
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    strategy = ZeroCompileStrategy(stage=3, compile=False, **options)
+    strategy = ZeroCompileStrategy(stage=3, **options)
     trainer = L.Trainer(
         strategy=strategy,
         accelerator=device,

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -202,10 +201,10 @@ class Offload:
         pinned = self._runtime.device.type == "cuda"
         try:
             for slab in slabs:
-                slab.memory = _host_memory(slab.nbytes, huge=pinned)
+                slab.memory = torch.empty(slab.nbytes, dtype=torch.uint8)
                 if pinned and slab.nbytes:
                     pins.append(_pin(slab.memory))
-        except (RuntimeError, OSError) as error:
+        except RuntimeError as error:
             failure = str(error).splitlines()[0]
         doing = "has pinned memory for the optimizers"
         heard = self._runtime.messages.hear_all(f"{topic}/pinned", failure, doing)
@@ -532,20 +531,6 @@ def _raise_version(value: Tensor, other: Tensor) -> None:
     """Gives ``value`` the version of ``other``, so that what was gathered of either is known to be the same."""
     for _ in range(other._version - value._version):
         torch.autograd.graph.increment_version(value)
-
-
-def _host_memory(size: int, huge: bool) -> Tensor:
-    """So many bytes; ``huge``: in huge pages, where the system has them, which a device finds with fewer look-ups.
-
-    Raises:
-        OSError: there is no room.
-    """
-    if size == 0 or not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
-    area = mmap.mmap(-1, size)
-    with contextlib.suppress(OSError):  # a system without them
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=torch.uint8)
 
 
 def _pin(memory: Tensor) -> _Pin:
