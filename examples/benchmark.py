@@ -11,7 +11,7 @@ one sequence per GPU, in a process group of its own. One JSON line per row (null
                 the `bandwidth` (GB/s) of a large all-gather in the same process group
     exposed     seconds of one step in which a communication kernel (or a copy between GPUs) runs and nothing computes
     allocated, reserved   peak GiB over the timed steps, of torch's allocator
-    device                GiB of the whole GPU in use behind them: with NCCL's and mapped buffers and CUDA's own
+    device                GiB of the whole GPU in use after them: with NCCL's and mapped buffers and CUDA's own
     first       seconds from building the model to the end of the first step (compilation included; for the second and
                 later lengths from the beginning of that step); with --cold it starts with an empty compile cache, and
     first_warm  is the same with the cache that this run has left
@@ -82,7 +82,7 @@ def worker(args: argparse.Namespace) -> None:
         write(args, {**describe(args), "numel": system.numel, **meter.result})
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if not args.first_only:  # behind the steps, so that its buffers are in no row's memory
+    if not args.first_only:  # after the steps, so that its buffers are in no row's memory
         write(args, {**describe(args), "bandwidth": bandwidth(device)})
     dist.barrier()
     dist.destroy_process_group()

@@ -164,7 +164,7 @@ def memory_now() -> dict[str, float]:
 
 
 def rounded(seconds: float) -> float:
-    """To four digits behind the point, or to three that count."""
+    """To four digits after the point, or to three that count."""
     return round(seconds, 4) if seconds >= 0.1 else float(f"{seconds:.3g}")
 
 

@@ -35,7 +35,7 @@ class Training(L.LightningModule):
 
 
 class Batches(IterableDataset[Tensor]):
-    """The micro-batches of all rows, one row behind the other, on the CPU."""
+    """The micro-batches of all rows, one row after the other, on the CPU."""
 
     def __init__(self, meters: Sequence[Meter], args: argparse.Namespace) -> None:
         self.meters, self.args = meters, args

@@ -8,7 +8,7 @@ in bf16, N forwards and backwards of 64 rows before one optimizer step. One JSON
     ms           median over the timed steps, of the slowest rank: N forwards and backwards, reductions, optimizer
     bound_ms     N forwards and backwards of the plain module, gradients added up, one reduce-scatter of all of them and
                  the optimizer on one rank's share, each measured alone, in turns with the step, and added
-    by_hand_ms   the same three behind each other, as a step: what the ranks wait for each other is in it
+    by_hand_ms   the same three one after the other, as a step: the time that ranks wait for each other is in it
     own_ms       as bound_ms, with the forwards and backwards of our graphs, in a window that stays open
     peak, window, after    MiB above what is allocated between steps: highest in the step before the optimizer, when the
                  last backward has ended, and when all gradients are reduced

@@ -135,7 +135,7 @@ class ByteLM(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm, and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -75,16 +75,16 @@ def _measured(stage: int, scope: Any) -> dict[str, int]:
         torch.cuda.reset_peak_memory_stats()
         with engine.training_step():
             loss = _loss(engine.model, x)
-            seen["behind forward"] = _allocated() - base
+            seen["after forward"] = _allocated() - base
             seen["gathered"] = engine.runtime.stats().resident_bytes
             with engine.backward(loss):
                 loss.backward()
         del loss
-        seen["behind backward"] = _allocated() - base
+        seen["after backward"] = _allocated() - base
         seen["peak of backward"] = torch.cuda.max_memory_allocated() - base
         torch.cuda.reset_peak_memory_stats()
         engine.step(optimizer, lambda: None)
-        seen["behind step"] = _allocated() - base
+        seen["after step"] = _allocated() - base
         seen["peak of step"] = torch.cuda.max_memory_allocated() - base
     engine.abandon()
     return seen
@@ -103,9 +103,9 @@ def test_bytes_are_as_predicted(worlds: Worlds, stage: int, scope: Any) -> None:
         gathered = seen["gathered"] if stage == 3 else 0  # the backward's first unit is used at once
         assert gathered <= 2 * formula.unit, seen
         pairs = {
-            "behind forward": (seen["behind forward"], formula.behind_forward + gathered),
-            "behind backward": (seen["behind backward"], formula.behind_backward),
-            "behind step": (seen["behind step"], formula.between_steps),
+            "after forward": (seen["after forward"], formula.after_forward + gathered),
+            "after backward": (seen["after backward"], formula.after_backward),
+            "after step": (seen["after step"], formula.between_steps),
             "peak": (max(seen["peak of backward"], seen["peak of step"]), formula.peak),
         }
         for point, (measured, expected) in pairs.items():  # -s shows the table
@@ -118,7 +118,7 @@ HELD = (0, 1)  # the last two blocks of backward
 
 
 def _with_and_without(stage: int) -> tuple[int, int]:
-    """Bytes behind a step in which the partition and the gradients of two blocks were held, and behind another one."""
+    """Bytes after a step in which the partition and the gradients of two blocks were held, and after another one."""
     engine, optimizer, x = _engine(stage, False, HELD)
     seen = []
     for hold in (False, True, False, True):
@@ -147,7 +147,7 @@ def test_what_kept_buffers_would_cost(worlds: Worlds, stage: int) -> None:
 
 
 def _in_backward(stage: int, scope: Any, in_backward: bool) -> dict[str, int]:
-    """Bytes of the last of some steps: behind its backward, its peak, and how many updates its backward made."""
+    """Bytes of the last of some steps: after its backward, its peak, and how many updates its backward made."""
     engine, optimizer, x = _engine(stage, scope, optimizer_in_backward=in_backward)
     base = _allocated()
     for _ in range(4):
@@ -155,11 +155,11 @@ def _in_backward(stage: int, scope: Any, in_backward: bool) -> dict[str, int]:
         counted = engine.runtime.updated_in_backward
         with engine.training_step():
             loss = _loss(engine.model, x)
-            seen = {"behind forward": _allocated() - base}
+            seen = {"after forward": _allocated() - base}
             with engine.backward(loss):
                 loss.backward()
         del loss
-        seen["behind backward"] = _allocated() - base
+        seen["after backward"] = _allocated() - base
         seen["updated"] = engine.runtime.updated_in_backward - counted
         engine.step(optimizer, lambda: None)
         seen["peak"] = torch.cuda.max_memory_allocated() - base
@@ -175,7 +175,7 @@ def test_an_update_in_the_backward_frees_the_gradients(worlds: Worlds, stage: in
     for before, seen in zip(plain, worlds(2).run(_in_backward, stage, scope, True, timeout=300), strict=True):
         assert seen["updated"] >= BLOCKS - 2
         rows = formula.partition // BLOCKS  # three units', and the temporary values of an update
-        bound = seen["behind forward"] + 8 * rows + (5 if stage < 3 else 7) * formula.unit + SLACK
-        assert abs(before["behind backward"] - seen["behind backward"] - formula.partition) <= SLACK, (before, seen)
+        bound = seen["after forward"] + 8 * rows + (5 if stage < 3 else 7) * formula.unit + SLACK
+        assert abs(before["after backward"] - seen["after backward"] - formula.partition) <= SLACK, (before, seen)
         assert seen["peak"] <= bound, (before, seen, formula)
         assert seen["peak"] < before["peak"], (before, seen, formula)

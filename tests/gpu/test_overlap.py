@@ -109,7 +109,7 @@ class Headed(nn.Module):
         return x
 
 
-def _behind_backward(reads: bool) -> list[tuple[float, float]]:
+def _after_backward(reads: bool) -> list[tuple[float, float]]:
     """When each step's last reduction ends, and when its optimizer's first kernel begins."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -145,5 +145,5 @@ def _behind_backward(reads: bool) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("reads", [False, True])
 def test_the_update_begins_before_the_last_reduction_ends(worlds: Worlds, reads: bool) -> None:
     """With the units that are reduced already; not if the user has read all gradients before."""
-    for times in worlds(2).run(_behind_backward, reads, timeout=180):
+    for times in worlds(2).run(_after_backward, reads, timeout=180):
         assert all((update < reduced) is not reads for reduced, update in times), times

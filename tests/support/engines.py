@@ -36,14 +36,14 @@ def place() -> torch.device:
 
 @contextmanager
 def engine(model: nn.Module, stage: int, **options: Any) -> Iterator[Engine]:
-    """:func:`make_engine`; the model is whole again behind it, unless the body raised."""
+    """:func:`make_engine`; the model is whole again after it, unless the body raised."""
     with closing(make_engine(model, stage, **options)) as made:
         yield made
 
 
 @contextmanager
 def closing(made: Engine) -> Iterator[Engine]:
-    """Makes the model of ``made`` whole behind the body, unless it raised."""
+    """Makes the model of ``made`` whole after the body, unless it raised."""
     try:
         yield made
     except BaseException:

@@ -104,11 +104,11 @@ class Formula:
         return self.masters + self.states + self.resident
 
     @property
-    def behind_forward(self) -> int:
+    def after_forward(self) -> int:
         return self.between_steps + self.activations
 
     @property
-    def behind_backward(self) -> int:
+    def after_backward(self) -> int:
         return self.between_steps + self.partition
 
     @property
@@ -117,7 +117,7 @@ class Formula:
 
         It is the highest if a block's activations are small beside its parameters.
         """
-        return self.behind_backward + 2 * self.unit + (2 * self.unit if self.stage == 3 else 0)
+        return self.after_backward + 2 * self.unit + (2 * self.unit if self.stage == 3 else 0)
 
 
 class LiveBytes:

@@ -47,7 +47,7 @@ def _opcheck(name: str, stage: int) -> dict[str, str]:
         arguments = _arguments(engine, name)
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.zerocompile, packet), overload or "default")
-        # the values of a gather are shared with the runtime and the lowered operators exist behind autograd only
+        # the values of a gather are shared with the runtime and the lowered operators exist below autograd only
         checks = ["test_schema", "test_faketensor"]
         checks += ["test_autograd_registration"] if name in ("gather", "gather_cast") else []
         with torch.enable_grad():
@@ -74,7 +74,7 @@ OPERATORS = [
 ]
 
 
-# resident values are not gathered by graphs: at stage 1 they take the value itself, behind wait_
+# resident values are not gathered by graphs: at stage 1 they take the value itself, after wait_
 @pytest.mark.parametrize(
     ("name", "stage"), [(n, s) for n in OPERATORS for s in (1, 3) if s == 3 or not n.startswith("gather_unit")]
 )

@@ -81,7 +81,7 @@ def test_small_values_are_waited_for_with_what_is_used_before(operators: Any) ->
 
 
 def test_up_to_unit_bytes_is_called_together(operators: Any) -> None:
-    """Values that live for one use are gathered together, and released behind the last use of all of them."""
+    """Values that live for one use are gathered together, and released after the last use of all of them."""
     for resident, called in ((True, "wait_"), (False, "gather_unit")):
         graph = Graph(operators)
         for name, size in (("a", BIG), ("b", BIG), ("c", SMALL), ("d", BIG), ("e", HALF)):
@@ -136,7 +136,7 @@ def test_small_gradients_are_handed_over_with_the_next(operators: Any) -> None:
     assert graph.lowered("reduce_unit_") == [["a", "b", "c"], ["d", "e"], ["f"]]
 
 
-def test_no_gradient_is_kept_until_behind_a_collective(operators: Any) -> None:
+def test_no_gradient_is_kept_until_after_a_collective(operators: Any) -> None:
     graph = Graph(operators)
     graph.reduce("a", SMALL)
     graph.reduce("b", SMALL)
@@ -203,7 +203,7 @@ def test_what_nobody_else_reads_needs_no_fence(operators: Any) -> None:
     assert not any(n.target is operators.reduce_fence_.default for n in graph.graph.nodes)
 
 
-def test_a_value_is_released_behind_the_last_use_of_its_parts(operators: Any) -> None:
+def test_a_value_is_released_after_the_last_use_of_its_parts(operators: Any) -> None:
     graph = Graph(operators)
     graph.use("a", BIG, resident=False)
     gathered = graph.results.pop().args[0]

@@ -75,7 +75,7 @@ class Gate:
 
 
 class At(L.Callback):
-    """Calls ``action`` behind a step."""
+    """Calls ``action`` after a step."""
 
     def __init__(self, step: int, action: Callable[[L.Trainer], Any]) -> None:
         self.step, self.action = step, action
@@ -373,7 +373,7 @@ trainer.save_checkpoint(sys.argv[1])
 @pytest.mark.long
 @pytest.mark.parametrize("end", ["succeeds", "raises"])
 def test_the_process_ends_with_its_checkpoint(end: str, tmp_path: Path) -> None:
-    """Python waits for the thread, also behind an exception."""
+    """Python waits for the thread, also after an exception."""
     path = tmp_path / "a.ckpt"
     with two_scripts(SCRIPT, str(path), end) as ranks:
         for rank in ranks:

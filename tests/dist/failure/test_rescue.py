@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_zerocompile.ranks.errors import CommunicationError
 from tests.support import failing, models
-from tests.support.harness import Ranks
+from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
 
 SECONDS = 20  # the timeout; after a failure each rank waits a tenth of it for the others
@@ -62,12 +62,12 @@ def _handlers() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _fails(module: Ends, stage: int, options: dict[str, Any], ours: type[BaseException]) -> float:
-    """Fits; returns the seconds. ``ours``: what comes out of it on the ranks that end by themselves."""
+def _fails(module: Ends, stage: int, options: dict[str, Any], ours: type[BaseException]) -> None:
+    """A fit ends in time. ``ours``: what comes out of it on the ranks that end by themselves."""
     start = time.monotonic()
     with _handlers(), pytest.raises(ours if models.rank() in module.ending else CommunicationError):
         failing.fit(module, failing.strategy(stage, SECONDS, **options), steps=4)
-    return time.monotonic() - start
+    assert time.monotonic() - start < SECONDS / 2
 
 
 def _is_whole(module: nn.Module, twin: nn.Module) -> None:
@@ -76,25 +76,24 @@ def _is_whole(module: nn.Module, twin: nn.Module) -> None:
     assert models.deviation(module, twin) < 1e-6
 
 
-def _alone(stage: int, options: dict[str, Any], where: str) -> float:
+def _alone(stage: int, options: dict[str, Any], where: str) -> None:
     module, twin = Ends(), models.Module()
     twin.load_state_dict(module.state_dict())
     module.where = where
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        seconds = _fails(module, stage, options, Boom)
+        _fails(module, stage, options, Boom)
     apart = [str(warning.message) for warning in said if "parts of different steps" in str(warning.message)]
     if where == "on_before_optimizer_step":  # the other rank has updated its rows meanwhile, or some of them
         assert len(apart) == 1 and re.search(r"rank 1 had made 1 optimizer steps, and rank 0 (1.5|2) ", apart[0]), apart
         assert all(type(p) is nn.Parameter for p in module.parameters())
-        return seconds
+        return
     assert not apart
     _is_whole(module, twin)
     module.ending = ()
     failing.fit(module, failing.strategy(stage, SECONDS, **options), steps=1)
     models.reference(twin, 1)
     assert models.deviation(module, twin) < 1e-6
-    return seconds
 
 
 CELLS = [
@@ -110,11 +109,12 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("stage", "options", "where"), CELLS)
-def test_one_rank_raises_alone(ranks: Ranks, stage: int, options: dict[str, Any], where: str) -> None:
+@on_ranks(2)
+def test_one_rank_raises_alone(stage: int, options: dict[str, Any], where: str) -> None:
     """The other one hears of it in its next wait, comes in time, and both have the module again: never a hang."""
-    if ranks.device == "cuda":
+    if models.device() == "cuda":
         pytest.skip("on several GPUs a module stays sharded after an exception")
-    assert max(ranks.run(_alone, stage, options, where)) < SECONDS / 2
+    _alone(stage, options, where)
 
 
 class Interrupts(Ends):
@@ -129,14 +129,13 @@ class Interrupts(Ends):
             time.sleep(5)
 
 
-def _interrupted(stage: int, options: dict[str, Any], where: str, ending: tuple[int, ...]) -> float:
+def _interrupted(stage: int, options: dict[str, Any], where: str, ending: tuple[int, ...]) -> None:
     module, twin = Interrupts(), models.Module()
     twin.load_state_dict(module.state_dict())
     module.where, module.ending = where, ending
     module.sleeping = (ending[-1],)
-    seconds = _fails(module, stage, options, SystemExit)
+    _fails(module, stage, options, SystemExit)
     _is_whole(module, twin)
-    return seconds
 
 
 @pytest.mark.parametrize("ending", [(0, 1), pytest.param((1,), marks=pytest.mark.long)], ids=["all", "one"])
@@ -149,13 +148,15 @@ def _interrupted(stage: int, options: dict[str, Any], where: str, ending: tuple[
         pytest.param(2, EAGER, "backward", marks=pytest.mark.long),
     ],
 )
-def test_ctrl_c(ranks: Ranks, stage: int, options: dict[str, Any], where: str, ending: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_ctrl_c(stage: int, options: dict[str, Any], where: str, ending: tuple[int, ...]) -> None:
     """A rank that is in a collective when the signal comes is waited for, as far as a tenth of the timeout."""
-    if ranks.device == "cuda":
+    if models.device() == "cuda":
         pytest.skip("on several GPUs a module stays sharded after an exception")
-    assert max(ranks.run(_interrupted, stage, options, where, ending)) < SECONDS / 2
+    _interrupted(stage, options, where, ending)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_ctrl_c_in_one_process(worlds: Any, stage: int) -> None:
-    worlds(1).run(_interrupted, stage, EAGER, "training_step", (0,))
+@on_ranks(1)
+def test_ctrl_c_in_one_process(stage: int) -> None:
+    _interrupted(stage, EAGER, "training_step", (0,))

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models
 from tests.support.harness import on_ranks
+from tests.support.parity import reference
 
 
 class Plain(torch.optim.Optimizer):
@@ -153,12 +154,7 @@ def _fit(module: Any, epochs: int = 4, path: str | None = None, **options: Any) 
 
 def _twin(start: Any) -> Any:
     twin = copy.deepcopy(start).to(models.device())
-    optimizer = twin.configure_optimizers()
-    for _ in range(4):
-        optimizer.zero_grad()
-        for r in range(models.world()):
-            (twin.loss(models.Batches(r)[0]) / models.world()).backward()
-        optimizer.step()
+    reference(twin, [0] * 4, lambda module, batch: module.loss(batch), optimizer=twin.configure_optimizers())
     assert models.deviation(twin, start) > 1e-2
     return twin
 

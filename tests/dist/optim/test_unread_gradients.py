@@ -163,7 +163,7 @@ def test_ways_to_meet_one() -> None:
 
 @on_ranks(2)
 def test_a_failure_leaves_them() -> None:
-    """What was reduced before a failure can be looked at behind it."""
+    """What was reduced before a failure can be looked at after it."""
     model, _ = _twins()
     engine = engines.make_engine(model, 3, **EAGER)
     _backward(engine, model, 0)

@@ -127,7 +127,7 @@ def test_accumulation(long: bool) -> None:
 
 @on_ranks(2, timeout=240)
 def test_reduce_dtype_is_independent() -> None:
-    """`reduce_dtype` is of the communication alone: the gradient has its own dtype before and behind it."""
+    """`reduce_dtype` is of the communication alone: the gradient has its own dtype before and after it."""
     problems = []
     for dtype, grad_dtype, reduce_dtype in ((FP32, "absent", BF16), (BF16, "absent", FP32), (BF16, FP32, BF16)):
         for stage, scope in CELLS:

@@ -110,7 +110,7 @@ ONE, OTHER, BOTH = (FP32, 257.0), (BF16, 4.0), (FP32, 259.0)
 LOW, LITTLE = (BF16, 256.0), (FP32, 1.0)  # their sum needs nine bits
 # name -> max_bytes and accumulate_dtype of the window; None: an accumulation
 WINDOWS: dict[str, Any] = {"local": None, "coalesced": (None, None), "bounded": (0, None), "fp32": (None, FP32)}
-# name -> (plan, options, window, (dtype, value) behind each backward: of the mean over the two ranks)
+# name -> (plan, options, window, (dtype, value) after each backward: of the mean over the two ranks)
 CASES: dict[str, tuple[Plan, dict[str, Any], str, list[tuple[torch.dtype, float] | None]]] = {
     "one rank": ([[ONE, None]], {}, "", [(FP32, 128.5)]),
     "the other rank": ([[None, ONE]], {}, "", [(FP32, 128.5)]),

@@ -69,7 +69,7 @@ def _matrices(model: nn.Module) -> list[Any]:
 
 
 def _torchs(kind: type[Optimizer], values: list[Tensor], grads: list[Tensor]) -> list[Tensor] | None:
-    """Parameters behind two steps of a plain optimizer on the same gradients; None: torch raises."""
+    """Parameters after two steps of a plain optimizer on the same gradients; None: torch raises."""
     leaves = []
     for value, grad in zip(values, grads, strict=True):
         leaf = nn.Parameter(value.clone())

@@ -90,13 +90,13 @@ def _step(engine: Any, model: Any, which: str) -> list[str]:
     engine.steps.skip(optimizer)
     del weight, scalar
     if any(p.grad is not None for p in parameters) or partitions.alive():
-        problems.append(f"{partitions.alive()} gradients alive behind a skipped step")
+        problems.append(f"{partitions.alive()} gradients alive after a skipped step")
     return problems
 
 
 @on_ranks(2, timeout=240)
 def test_overflow_survives_the_cast(long: bool) -> None:
-    """Infinite exactly there, one verdict on all ranks, and the gradients' memory is gone behind a skipped step."""
+    """Infinite exactly there, one verdict on all ranks, and the gradients' memory is gone after a skipped step."""
     cells = CELLS + LONG * long
     dtypes = DTYPES + LONG_DTYPES * long
     problems = []

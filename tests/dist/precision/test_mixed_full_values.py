@@ -86,7 +86,7 @@ def test_full_values_after_the_agreement(cell: Any, tmp_path: Path) -> None:
         model.load_state_dict(masters)
         check("a checkpoint", mixed.differ(mixed.masters(engine), masters))
 
-        mixed.train(engine, 1, first=STEPS + 1)  # behind all this the next unit is foreseen wrongly once
+        mixed.train(engine, 1, first=STEPS + 1)  # after all this the next unit is foreseen wrongly once
         plain = mixed.gathered(engine, lambda: mixed.train(engine, 1, first=STEPS + 2), path)
         check("bytes of a step", plain != AFTER and plain)
         with engine.training_step(), engine.windows.open("window", None, None):

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from lightning_zerocompile.runtime.runtime import EagerReads
 from tests.support import architectures, engines, graph_breaks, models
 from tests.support.harness import on_ranks
-from tests.support.parity import CELLS
+from tests.support.parity import CELLS, reference
 
 STEPS, LR = 3, 0.5
 BOTH = ("blocks", "model")
@@ -284,20 +284,18 @@ def _train_lengths(engine: Any, model: nn.Module) -> list[int]:
 @on_ranks(2)
 def test_lengths_by_rank_and_step(limit: int, long: bool) -> None:
     """Parity, no hang, few compilations; also when one rank is over its recompile limit and the other is not."""
-    # ``limit``: how often rank 1 may compile a frame; behind it the rank runs eagerly.
+    # ``limit``: how often rank 1 may compile a frame; after it the rank runs eagerly.
     cells = CELLS + LONG * long
     source, twin = (
         models.Whole(graph_breaks.Net(graph_breaks.Block)),
         models.Whole(graph_breaks.Net(graph_breaks.Block)),
     )
     twin.load_state_dict(source.state_dict())
-    optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=LR)
-    for number, lengths in enumerate(LENGTHS):
-        optimizer.zero_grad()
-        for rank in range(models.world()):
-            loss = engines.token_loss(twin, models.Batches(rank)[number][:, : lengths[rank] + 1])
-            (loss / models.world()).backward()
-        optimizer.step()
+
+    def data(rank: int) -> list[Tensor]:
+        return [models.Batches(rank)[number][:, : lengths[rank] + 1] for number, lengths in enumerate(LENGTHS)]
+
+    reference(twin, len(LENGTHS), data=data, lr=LR)
     problems = []
     for stage, scope in cells:
         if limit == 1 and (stage, scope) == (3, "model"):

@@ -163,7 +163,7 @@ EXPECTED = {  # (stage, accumulation) -> collectives and bytes of the full value
     (1, 4): {"gathers": 1, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
     (2, 1): {"gathers": 1, "gathered": 6792, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
     (2, 4): {"gathers": 1, "gathered": 6792, "scatters": 20, "reduced": 27168, "allreduces": 4, "allreduced": 16},
-    # Stage 3: forward: the five units, and `first` again for scale and shift, which are read behind the head;
+    # Stage 3: forward: the five units, and `first` again for scale and shift, which are read after the head;
     # backward: head and the three blocks (`first` is still there from the forward's end). Ten gathers a micro-batch.
     (3, 1): {"gathers": 10, "gathered": 13584, "scatters": 5, "reduced": 6792, "allreduces": 1, "allreduced": 4},
     (3, 4): {"gathers": 40, "gathered": 54336, "scatters": 20, "reduced": 27168, "allreduces": 4, "allreduced": 16},
@@ -188,7 +188,7 @@ def _traffic(stage: int, accumulate: int, compile: Any) -> dict[str, int]:
                     loss = engines.token_loss(model, data[number * accumulate + micro]) / accumulate
                     engines.backward(engine, loss)
             optimizer.step()
-            engine.apply_writes()  # what was started behind the optimizer has arrived
+            engine.apply_writes()  # what was started after the optimizer has arrived
 
         for number in range(3):
             step(number)

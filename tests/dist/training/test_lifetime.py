@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from tests.support import engines, models
 from tests.support.alive import Partitions
 from tests.support.harness import on_ranks
-from tests.support.parity import CELLS
+from tests.support.parity import CELLS, reference
 
 LR = 0.5
 LONG: list[tuple[int, Any]] = [(1, False), (2, "blocks"), (3, "model"), (3, "inductor")]
@@ -62,7 +62,7 @@ HOW: dict[str, Callable[..., Any]] = {
 
 @on_ranks(2, timeout=400)
 def test_partition_is_gone(long: bool) -> None:
-    """One exact partition behind the backward, nothing of it behind the step, `zero_grad` or an exception."""
+    """One exact partition after the backward, nothing of it after the step, `zero_grad` or an exception."""
     # The gradient partition and every full gradient are gone, however a step ends: one after the other.
     cells = CELLS + LONG * long
     problems = []
@@ -88,9 +88,9 @@ def test_partition_is_gone(long: bool) -> None:
                     problems.append(f"{stage} {scope}: partition of {size} bytes, shards have {exact}")
                 HOW[how](engine, model, optimizer, data[number])
                 if partitions.alive() or any(p.grad is not None for p in parameters):
-                    problems.append(f"{stage} {scope}: {partitions.alive()} gradients alive behind {how}")
+                    problems.append(f"{stage} {scope}: {partitions.alive()} gradients alive after {how}")
                 if engine.runtime.core.deferred_bytes() or engine.runtime.core.resident_units():
-                    problems.append(f"{stage} {scope}: full values or gradients alive behind {how}")
+                    problems.append(f"{stage} {scope}: full values or gradients alive after {how}")
             problems += _check_route(engine, scope)
     assert problems == [], "\n".join(problems)
 
@@ -182,7 +182,7 @@ def test_some_optimizers_step(long: bool) -> None:
                     optimizers[index].step()
                 kept = [all(p.grad is not None for p in o.param_groups[0]["params"]) for o in optimizers]
                 if kept != [index not in plan for index in range(3)]:
-                    problems.append(f"{stage} {scope}: gradients kept {kept} behind the steps of {plan}")
+                    problems.append(f"{stage} {scope}: gradients kept {kept} after the steps of {plan}")
             problems += _check_route(engine, scope)
         if models.deviation(model, twin) > 2e-6:
             problems.append(f"{stage} {scope}: {models.deviation(model, twin)}")
@@ -199,14 +199,11 @@ def test_recompilation_in_mid_training(long: bool) -> None:
     twin, problems = models.Whole(models.ByteModel()), []
     state = {name: value.clone() for name, value in twin.state_dict().items()}
     lengths = [5, 5, 3, 4, 5, 2, 5]
-    twin.to(models.device())
-    optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
-    for number, length in enumerate(lengths):
-        for rank in range(models.world()):
-            loss = engines.token_loss(twin, models.Batches(rank)[number][:, : length + 1])
-            (loss / models.world()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def data(rank: int) -> list[Tensor]:
+        return [models.Batches(rank)[number][:, : length + 1] for number, length in enumerate(lengths)]
+
+    reference(twin, len(lengths), data=data, lr=LR)
     for stage, scope in [cell for cell in cells if cell[1]]:
         torch._dynamo.reset()
         counters.clear()
@@ -225,7 +222,7 @@ def test_recompilation_in_mid_training(long: bool) -> None:
                 partitions.note()
                 optimizer.step()
                 if partitions.alive() or engine.runtime.core.deferred_bytes() or engine.runtime.core.resident_units():
-                    problems.append(f"{stage} {scope}: alive behind step {number}")
+                    problems.append(f"{stage} {scope}: alive after step {number}")
             graphs = engine.regions.stats.dynamo_graphs
             problems += _check_route(engine, scope)
         if models.deviation(model, twin) > 1e-6 or graphs < 3:

@@ -21,6 +21,7 @@ from tests.support import engines, models
 from tests.support.alive import Partitions
 from tests.support.harness import on_ranks
 from tests.support.memory import Formula, Stack
+from tests.support.parity import reference
 
 CELLS: list[tuple[int, Any]] = [(1, "blocks"), (3, False), (3, "blocks")]
 LONG: list[tuple[int, Any]] = [(1, False), (2, False), (2, "blocks"), (3, "model")]
@@ -86,12 +87,7 @@ def _data(rank: int, number: int) -> Tensor:
 
 
 def _plain(twin: nn.Module, steps: int) -> None:
-    optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.5)
-    for number in range(steps):
-        for rank in range(models.world()):
-            (twin(_data(rank, number)) / models.world()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    reference(twin, steps, lambda module, x: module(x), lambda rank: [_data(rank, n) for n in range(steps)])
 
 
 @on_ranks(2, timeout=240)
@@ -118,9 +114,9 @@ def test_buckets_are_gone(long: bool) -> None:
                     gc.collect()
                     alive = [reference() is not None for reference in net.seen]
                     if len(alive) != number + 1 or any(alive) or engine.runtime.core.deferred_bytes():
-                        problems.append(f"{cell}: raw gradients alive behind backward {number}: {alive}")
+                        problems.append(f"{cell}: raw gradients alive after backward {number}: {alive}")
                     if engine.runtime.core.resident_units():
-                        problems.append(f"{cell}: gathered behind it: {engine.runtime.core.resident_units()}")
+                        problems.append(f"{cell}: gathered after it: {engine.runtime.core.resident_units()}")
                     optimizer.step()
                 reductions, expected = engine.runtime.stats().graph_reductions, 3 * 2 * (3 - len(frozen))
                 if reductions != (expected if scope else 0):
@@ -157,7 +153,7 @@ def test_bytes_of_an_accumulation(long: bool) -> None:
                 if last:
                     optimizer.step()
                     if partitions.alive() or engine.runtime.core.deferred_bytes():
-                        problems.append(f"stage {stage} {scope}: alive behind the step")
+                        problems.append(f"stage {stage} {scope}: alive after the step")
     assert problems == [], "\n".join(problems)
 
 
@@ -182,6 +178,6 @@ def test_memory_formula(stage: int) -> None:
         states = [s for p in parameters for n, s in optimizer.state[p].items() if n != "step"]
         assert formula.masters == sum(p.to_local().nbytes for p in parameters)
         assert formula.states == sum(s.to_local().nbytes for s in states)
-        assert formula.partition == formula.behind_backward - formula.between_steps == partition
+        assert formula.partition == formula.after_backward - formula.between_steps == partition
         assert formula.resident == engine.runtime.stats().resident_bytes
         assert formula.unit == sum(grad.nbytes for grad in held.hold) // 2

@@ -115,7 +115,7 @@ def _hooked(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class Works:
-    """``step`` runs inside the step, ``after`` between backward and the optimizer, ``between`` behind the optimizer."""
+    """``step`` runs inside the step, ``after`` between backward and the optimizer, ``between`` after the optimizer."""
 
     step: User = lambda model, batch, backward: backward(engines.token_loss(model, batch))
     after: Callable[[nn.Module], None] = _nothing

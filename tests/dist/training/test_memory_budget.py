@@ -12,18 +12,13 @@ from torch._dynamo.utils import counters
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models
 from tests.support.harness import on_ranks
+from tests.support.parity import reference
 
 LR, STEPS = 0.5, 6
 
 
 def _plain(twin: nn.Module) -> None:
-    optimizer = torch.optim.SGD(twin.parameters(), lr=LR, momentum=0.9)
-    for number in range(STEPS):
-        for rank in range(models.world()):
-            loss = engines.token_loss(twin, models.Batches(rank)[number])
-            (loss / models.world()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    reference(twin, STEPS, optimizer=torch.optim.SGD(twin.parameters(), lr=LR, momentum=0.9))
 
 
 def _sizes(engine: Any) -> dict[int, int]:

@@ -110,7 +110,7 @@ def _reused(code: str) -> tuple[int, list[str]]:
 
 
 def _freed(code: str) -> int:
-    """How many gradients are freed right behind the call that hands them over."""
+    """How many gradients are freed right after the call that hands them over."""
     return len(re.findall(r"reduce_unit_\.one\((buf\d+), .*\n\s+del \1\b", code))
 
 

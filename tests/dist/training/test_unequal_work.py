@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zerocompile import CommunicationError, ZeroCompileStrategy
+from lightning_zerocompile.engine import Engine
 from tests.support import engines, models
-from tests.support.harness import Ranks, Worlds, on_ranks
+from tests.support.harness import Worlds, on_ranks
 from tests.support.models import Routed
 from tests.support.parity import AOT, EAGER, reference
 
@@ -129,43 +130,42 @@ def test_training_steps_of_the_trainer(kind: type[models.Module], options: dict[
 # ---- what goes wrong ----
 
 
-def _raises(what: str) -> tuple[str, float, bool]:
-    """What this rank raises in the context, after how long, and whether the next step is right."""
-    model, twin = models.pair(Routed)
-    data, rank = models.Batches(models.rank()), models.rank()
-    text, seconds = "no error", 0.0
+def _raises(match: str, act: Callable[[Engine, int], object]) -> None:
+    """All ranks raise in the context, within seconds, and the next step is right. ``act``: called after each step."""
+    (model, twin), data = models.pair(Routed), models.Batches(models.rank())
     with engines.engine(model, 3, compile=False, timeout=timedelta(minutes=5)) as engine, torch.no_grad():
         start = time.monotonic()
-        try:
-            with engine.unequal():
-                for count in range(3 + 3 * rank):
-                    model.route = [count % 4]
-                    with engine.evaluation_step():
-                        model(data[count][:, :-1])
-                    if count == 4 and what == "raises":
-                        raise ValueError("on purpose")
-                if what == "meets" and rank == 1:
-                    engine.runtime.meetings.meet("a barrier")
-        except (ValueError, CommunicationError) as error:
-            text, seconds = f"{type(error).__name__}: {error}", time.monotonic() - start
+        with pytest.raises((ValueError, CommunicationError), match=match), engine.unequal():
+            for count in range(3 + 3 * models.rank()):
+                model.route = [count % 4]
+                with engine.evaluation_step():
+                    model(data[count][:, :-1])
+                act(engine, count)
+        assert time.monotonic() - start < 10
         model.route = twin.route = [0, 1, 2, 3]
         with engine.evaluation_step():
-            right = torch.allclose(model(data[0][:, :-1]), twin(data[0][:, :-1]), atol=1e-5)
-    return text, seconds, right
+            assert torch.allclose(model(data[0][:, :-1]), twin(data[0][:, :-1]), atol=1e-5)
 
 
-def test_a_rank_that_raises(ranks: Ranks) -> None:
-    """The others raise within seconds, and say which rank has raised what; all can go on."""
-    first, second = ranks.run(_raises, "raises")
-    assert second[0] == "ValueError: on purpose"
-    assert "CommunicationError" in first[0] and "rank 1 has raised ValueError: on purpose" in first[0]
-    assert first[1] < 10 and first[2] and second[2], (first, second)
+@on_ranks(2)
+def test_a_rank_that_raises() -> None:
+    """The others raise, and say which rank has raised what; all can go on."""
+
+    def act(_: Engine, count: int) -> None:
+        if count == 4:
+            raise ValueError("on purpose")
+
+    _raises("^on purpose" if models.rank() else "rank 1 has raised ValueError: on purpose", act)
 
 
-def test_ranks_at_different_gates(ranks: Ranks) -> None:
-    for text, seconds, right in ranks.run(_raises, "meets"):
-        assert "rank 1 is at a barrier" in text and "rank 0 at the end of `strategy.unequal()`" in text, text
-        assert "Do it on all ranks" in text and seconds < 10 and right
+@on_ranks(2)
+def test_ranks_at_different_gates() -> None:
+    def act(engine: Engine, count: int) -> None:
+        if count == 5:
+            engine.runtime.meetings.meet("a barrier")
+
+    said = ["rank 1 is at a barrier", r"rank 0 at the end of `strategy.unequal\(\)`", "Do it on all ranks"]
+    _raises("(?s)" + "".join(f"(?=.*{text})" for text in said), act)
 
 
 def _dies() -> None:
@@ -287,15 +287,11 @@ def test_unequal_evaluations(options: dict[str, Any]) -> None:
     assert logged[0]["val_loss"] == pytest.approx(sum(every) / len(every), abs=1e-5)
 
 
-def _none_of_a_loader() -> str:
+@on_ranks(2)
+def test_a_rank_without_batches() -> None:
     strategy = ZeroCompileStrategy(3, timeout=timedelta(seconds=60), **EAGER)
     module = Uneven([[2, 2], [0, 2]])
     module.allow_zero_length_dataloader_with_multiple_devices = True
-    with pytest.raises(RuntimeError) as raised:
+    said = r"(?s)Rank 0 has no batches of evaluation dataloader 1, and rank 1 has 2.*stage 1 or 2"
+    with pytest.raises(RuntimeError, match=said):
         models.make_trainer(strategy).validate(module, verbose=False)
-    return str(raised.value)
-
-
-def test_a_rank_without_batches(ranks: Ranks) -> None:
-    for text in ranks.run(_none_of_a_loader):
-        assert "Rank 0 has no batches of evaluation dataloader 1, and rank 1 has 2" in text and "stage 1 or 2" in text

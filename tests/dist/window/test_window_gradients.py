@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zerocompile.plugins.precision import ZeroCompilePrecision
 from tests.support import engines, models, twins
 from tests.support.harness import on_ranks
+from tests.support.parity import mean_backward
 
 STAGES = (1, 2, 3)
 LR = twins.LR
@@ -46,11 +47,9 @@ def test_zero_grad_clears_what_waits(stage: int, where: str, to_none: bool) -> N
                     engines.backward(engine, engine.model.losses(twins.mine(1))[1])  # type: ignore[operator]
             if where == "accumulation":
                 engines.backward(engine, engine.model.losses(twins.mine(1))[1])  # type: ignore[operator]
-        for rank in range(models.world()):
-            (twin.losses(twins.batch(rank, 0))[0] / models.world()).backward()  # type: ignore[operator]
+        mean_backward(lambda rank: twin.losses(twins.batch(rank, 0))[0])  # type: ignore[operator]
         twin.critic.zero_grad()  # type: ignore[union-attr]
-        for rank in range(models.world()):
-            (twin.losses(twins.batch(rank, 1))[1] / models.world()).backward()  # type: ignore[operator]
+        mean_backward(lambda rank: twin.losses(twins.batch(rank, 1))[1])  # type: ignore[operator]
         result = twins.grad_deviation(engine, twin)
     assert result <= 1e-6
 

@@ -70,7 +70,7 @@ def test_a_rank_without_a_backward_in_the_first_window(counts: tuple[int, int], 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_a_bounded_window_that_raises_leaves_gradients_as_they_were(stage: int) -> None:
-    """Gradients before a bounded window that raises, and behind it; first none, then some."""
+    """Gradients before a bounded window that raises, and after it; first none, then some."""
     same = []
     with twins.pair(stage) as (engine, _, _):
         for before in (False, True):
