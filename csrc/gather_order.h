@@ -56,11 +56,11 @@ class GatherOrder {
   std::set<int64_t> seen_;
 };
 
-// [Note: mismatched gathers] Ranks that gather different units would hang, or mix shards of different parameters. Every
-// gather has a sequence number; unless one unit is known to be all that ever followed the last one, the ranks compare
-// through the store, before the collective starts, which unit each of them has at that number. What is known is the
-// same on all ranks, since all were there; a model without branches compares nothing in a steady state. A rank that
-// leaves a known way compares alone, and raises when the others have not answered in time; what neither notices is
+// [Note: mismatched gathers] Ranks that gather different units would hang, or mix shards of different parameters. So
+// every gather has a number, and before its collective starts the ranks compare through the store which unit each of
+// them has at that number. They need not where only one unit has ever followed the last one. That is the same on all
+// ranks, since all took part in each gather. So a model without branches compares nothing after its first steps. A rank
+// that leaves a known way compares alone, and raises when the others have not answered in time. What no rank notices is
 // found at the start of the next step, where the ranks compare all that they have gathered (`course`). Units that the
 // runtime gathers together (an optimizer has written them, a window holds them) are one step of this way: their order
 // is the runtime's, and would otherwise show each unit with two followers, to be compared for ever.

@@ -21,7 +21,7 @@ bool is_ours(const Gradient& g) {
 
 }  // namespace
 
-// They may all have been removed again.
+// It is also true where the user has removed all of them again.
 bool has_hooks(const Tensor& master) {
   return torch::autograd::impl::get_autograd_meta(master) != nullptr &&
          torch::autograd::impl::post_acc_grad_hooks(master) != nullptr;
@@ -188,7 +188,7 @@ void Gradients::reduced(const Unit& unit) {
   for (auto i : unit.parameters) gradients_[i].contributed = gradients_[i].grad.defined();
 }
 
-// So were those of all units: nothing waits any more.
+// The gradients of all units were given away: nothing waits any more.
 void Gradients::reduced_all() {
   several_producers_ = false;
   producer_.reset();

@@ -29,8 +29,8 @@ class Questions {
 
   // Turns, see [Note: turns] in ranks/turns.py. All three return which units this rank has to gather now, as
   // `Gathers::take_turn` writes them. `take` gets what this rank wants, and returns it if that is what is gathered.
-  // `arrive` gets where all ranks meet; it returns "" when all are there. `fail` gets why this rank fails; it returns ""
-  // when all will hear of a failure.
+  // `arrive` gets where all ranks meet, and returns "" when all are there. `fail` gets why this rank fails, and returns
+  // "" when all will hear of a failure.
   std::function<std::string(std::string)> take, arrive, fail;
 
   // A gather in user code outside of steps, of which unit; null: nobody asks. It may raise: see [Note: gathers outside

@@ -212,7 +212,7 @@ void Reductions::retire_updates(size_t keep) {
   }
 }
 
-// Of the reduced gradient: that of what is bound. What is reduced early is summed as the window's gradients are.
+// The dtype of a reduced gradient is that in which it is bound. What is reduced early is summed in the window's dtype.
 at::ScalarType Reductions::kept_dtype(const Parameter& p, bool early) const {
   const auto bound = p.bound_dtype.value_or(gradients_.dtype(p));
   const auto& sum = gradients_.sum_dtype();
@@ -427,7 +427,7 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
   for (size_t i = 0; i < registry_.parameters().size(); ++i) {
     const auto& p = record(i);
     if (p.cast_grad) continue;
-    // Where no rank has a gradient: that of zeros, which must not be what this rank alone has had.
+    // Where no rank has a gradient, all reduce zeros in the parameter's dtype, whatever this rank has had before.
     gradients_.agree_on_dtype(p, used[i] >= kFirstDtype ? kGradDtypes.at(used[i] - kFirstDtype) : p.dtype);
   }
   std::vector<char> flags(used.size());

@@ -170,7 +170,7 @@ std::vector<int64_t> Registry::padded_size(const Parameter& p) const {
   return size;
 }
 
-// Of its full values in the model's dtypes.
+// The bytes of a unit's full values, in the dtypes that the model computes with.
 int64_t Registry::full_bytes(const Unit& unit) const {
   int64_t bytes = 0;
   for (auto i : unit.parameters) {

@@ -89,8 +89,8 @@ class Engine:
         self.model, self.device, self.config = model, device, config
         refuse_ended_group()
         take_over(model)
-        if config.device_mesh is not None:
-            shard_groups(config, nodes, device.type)  # parts of a mesh differ between ranks, and are no other options
+        if config.device_mesh is not None:  # a part of a mesh raises for what it is, not as ranks with other options
+            shard_groups(config, nodes, device.type)
         check_equal_on_all_ranks(model, settings_of(config) | dict(settings or {}))
         rows = shard_groups(config, nodes, device.type)
         check_names(model, config.keep_gathered)

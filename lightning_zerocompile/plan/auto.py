@@ -4,7 +4,8 @@
 the ranks tell each other once what each stage needs and what they have, and all take the stage that moves the least of
 those that fit everywhere. No batch exists at that time, and to ask the Trainer's data for one would start the user's
 workers and use a batch up. So activations count only where ``plan_batch`` makes a batch; otherwise a larger share of
-the memory is left for them. The figures are a plan's: what is outside of torch's allocator is in what is left free.
+the memory is left for them. A plan does not count what is outside of torch's allocator: that is in what is left free,
+too.
 """
 
 from __future__ import annotations

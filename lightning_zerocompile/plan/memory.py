@@ -100,8 +100,8 @@ class UnitBytes:
         gradient: its full gradients, as they are communicated.
         masters, reduced: of rank 0's rows.
         trainable: its parameters that have gradients.
-        wide, copies: of rank 0's rows of those among them that are gathered in another dtype than they are kept in: in
-            the dtype that they are kept in, and in the one that they are gathered in.
+        wide, copies: rank 0's rows of the trainable parameters that are gathered in another dtype than they are kept
+            in. ``wide`` counts them as they are kept, ``copies`` as they are gathered.
     """
 
     name: str

@@ -128,7 +128,8 @@ def _optimizers_of(module: nn.Module, optimizer: Callable[[Any], Any] | None) ->
 
 
 def _without_data(kept: Any, parameter: Tensor, value: Tensor) -> Any:
-    """A state of ``parameter`` for ``value``, which stands for it; inside a fake mode, that takes no other tensors."""
+    """What stands for ``kept``, a state of ``parameter``, where ``value`` stands for the parameter. A fake mode takes
+    only tensors without data."""
     if not isinstance(kept, Tensor):
         return copy.copy(kept)
     if kept.shape == parameter.shape and kept.dim() > 0:

@@ -18,9 +18,10 @@ _WIDTH, _LEFT, _BAR, _STEP = 900, 80, 34, 60  # pixels
 
 
 def svg(plan: Plan) -> str:
-    """Each part at its own most, stacked; a black line where the peak of all together is, a red one at what a rank has.
+    """Each stage is a bar of its parts, each part as long as its largest size at any time.
 
-    The parts are not all at their most at one time, so a bar may be longer than its peak.
+    The parts are not all at their largest at one time, so a bar may be longer than the peak of all together, which is a
+    black line. A red line is the memory that a rank has.
     """
     totals = [sum(getattr(stage.memory, name) for _, name, _ in _PARTS) for stage in plan.stages]
     limit = plan.machine.memory

@@ -1,11 +1,11 @@
 """The plan of a run: its units, and for each stage memory, communication and time, before anything is allocated.
 
-Where the figures come from: memory from [Note: predicted memory], FLOPs from the traced step, and the time of a step
-from rates that are given or measured ([Note: timed block]): each phase takes the longer of its compute and its
-communication, which overlap; nothing hides the first gather and the last reduction. Forward and backward together take
-at least what the host needs to issue them, where that was measured. The optimizer's update follows them. The memory of
-the device limits it, or the host, or the link to host memory with ``offload``. Values that live for a step are gathered
-beside it.
+Memory is predicted as [Note: predicted memory] says, and FLOPs are those of the traced step. Seconds come from rates
+that are given or measured ([Note: timed block]). Compute and communication of a phase overlap, so the phase takes the
+longer of the two. Nothing hides the first gather and the last reduction. Forward and backward together take at least
+the time in which the host issues them, where that was measured. The optimizer's update comes after them. It is as fast
+as the device's memory, the host or (with ``offload``) the link to host memory allows, and values that live for a step
+are gathered beside it.
 """
 
 from __future__ import annotations

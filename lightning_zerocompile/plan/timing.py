@@ -6,10 +6,10 @@ blocks (embedding, head, loss, the model's own Python) is timed, too: one step o
 is replaced by something that returns at once. What a block is called with and returns is found in a fake step (see
 [Note: fake step]). All numbers are random or those of the batch.
 
-A device works behind the host, so a step takes what the slower of the two takes, and not the sum. Therefore work runs
-several times between two waits. The host's time is that until the last of these runs has been issued. The device's is
-found with the device kept busy meanwhile, so that it never waits for the host. On the CPU there is no such difference:
-all of the time is the device's.
+A device computes while the host already issues what comes next, so a step takes the time of the slower of the two, and
+not the sum. Therefore work runs several times between two waits. The host's time ends when the last of these runs has
+been issued. To find the device's time, the device is first kept busy until all runs have been issued, so that it never
+waits for the host. On the CPU there is no such difference: all of the time is the device's.
 
 [Note: host of the strategy] A run of the strategy costs the host more than the plain model: a unit is entered and left,
 gathered and reduced, and each parameter is an operator in the graphs. `STRATEGY` has these costs in numbers of small
@@ -46,11 +46,11 @@ _SMALL = 64  # elements
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one run of some work.
+    """How long one run of some work takes.
 
     Attributes:
-        host: until it is issued; on the CPU 0.
-        device: that the device computes.
+        host: the time until it is issued; on the CPU 0.
+        device: the time in which the device computes it.
     """
 
     host: float
@@ -425,7 +425,7 @@ def _on(
 
 
 def _numbers(tensor: Tensor, device: torch.device) -> Tensor:
-    """Random ones of that shape; of masks and numbers of things: ones and zeros."""
+    """A tensor of that shape and dtype: floating-point numbers are random, masks all true, integers 0."""
     sizes = [int(size) for size in tensor.shape]
     if tensor.is_floating_point():
         return torch.randn(sizes, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)

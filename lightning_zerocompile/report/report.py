@@ -65,7 +65,7 @@ class Report:
         stats, compile_stats, eager_reads: as the strategy's.
         compile_seconds: that torch.compile took.
         gathers: of each unit in the second training step, for each backward; empty at stages 1 and 2.
-        often: of those of more than four, what to do; "": there are none.
+        often: what to do about units that are gathered more than four times for each backward; "": there are none.
         fallbacks: compiled modules of which a part ran eagerly, with the reason.
         memory: by kind: ``masters``, ``optimizer_states``, ``host`` (those of both that are in host memory),
             ``gathered``, ``gathered_peak``, and on a device ``allocated`` and ``allocated_peak``.

@@ -159,7 +159,7 @@ class Runtime:
         self.sharded_parameters: list[ShardedParameter] = []
         self.step_state = StepState()
         self.host_traffic = HostTraffic()
-        self.updated_in_backward = 0  # units, each time
+        self.updated_in_backward = 0  # updates of units
         self.unit_of: dict[str, int] = {}  # block name -> unit
         self._unit_of_parameter: list[int] = []
         self._unit_of_master: dict[Tensor, int] = {}
@@ -270,7 +270,7 @@ class Runtime:
 
     def _put_island(self, module: nn.Module, around: torch.dtype | None) -> None:
         """Lets the module compute in float32. All modules of a class share the code, as without it."""
-        if ISLAND in module.__dict__:  # it has two names
+        if ISLAND in module.__dict__:  # it was put already: the module has two names
             return
         forward = forward_of(module)
         island = self.kept.islands.setdefault((forward, around), in_fp32(forward, around))

@@ -64,7 +64,7 @@ class Windows:
         self.meet_again()
         self._number += 1
         held = self._gathers_at_use and self._holds(gather, accumulate_dtype)
-        waiting = set(self._core.frozen_gradients())  # an accumulation's, which goes on when they are trained again
+        waiting = set(self._core.frozen_gradients())  # of an accumulation: it goes on when they are trained again
         self.is_open = True
         self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
         self._core.set_deferred(True)

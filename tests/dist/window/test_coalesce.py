@@ -243,7 +243,6 @@ class Adversarial(models.Module):
         self.automatic_optimization = False
         self.critic = nn.Linear(models.VOCABULARY, 1)
         self.window = window
-        self.trainer_free: list[torch.optim.Optimizer] = []
 
     def _losses(self, batch: Tensor) -> Iterator[tuple[int, Tensor]]:
         for chunk in batch.chunk(2):
