@@ -346,23 +346,44 @@ class Messages:
         Raises:
             CommunicationError: the rank has ended meanwhile; the error says why.
         """
-        key, start = self._key(topic, rank), time.monotonic()
-        looked = start
-        while (message := self._look(key)) == _NONE:
+        waits = partial(self.waits, what or f"an exchange of `{topic}`", "message", 0, [rank])
+        return self._await(self._key(topic, rank), lambda said: said != _NONE, waits, [rank], self._timeout)
+
+    def _await(
+        self,
+        key: str,
+        is_there: Callable[[str], bool],
+        waits: Callable[[], object],
+        ranks: Sequence[int],
+        within: timedelta,
+    ) -> str | None:
+        """What the store has for a key, once ``is_there`` is true of it; None: it was not ``within`` that time.
+
+        Args:
+            waits: reports that this rank waits, see :meth:`waits`.
+            ranks: those that may say it.
+
+        Raises:
+            CommunicationError: one of the ranks has ended meanwhile.
+        """
+        start = looked = time.monotonic()
+        ended: tuple[int, str] | None = None
+        while not is_there(said := self._look(key)):
+            if ended is not None:
+                raise self._lost(*ended)
             now = time.monotonic()
-            if now - start >= self._timeout.total_seconds():
+            if now - start >= within.total_seconds():
                 return None
             if now - looked >= _LOOK:
                 looked = now
                 self.check()
-                self.waits(what or f"an exchange of `{topic}`", "message", 0, [rank])
-                reason = self._end_of(rank)
-                if reason is not None:
-                    if (last := self._look(key)) != _NONE:  # the rank has sent this message before it ended
-                        return last
-                    raise self._lost(rank, reason)
+                waits()
+                gone = ((rank, self._end_of(rank)) for rank in self.some(ranks))
+                ended = next(((rank, reason) for rank, reason in gone if reason is not None), None)
+                if ended is not None:
+                    continue  # it may have said it before it ended
             self._rest(now - start)
-        return message
+        return said
 
     def _look(self, key: str) -> str:
         """What the store has for a key now, or ``_NONE``."""
@@ -567,24 +588,8 @@ class Messages:
         Raises:
             CommunicationError: one of the ranks has ended meanwhile.
         """
-        key, start = f"zerocompile/{self._name}/{topic}", time.monotonic()
-        looked, ended = start, None
-        while not (said := self._look(key)).startswith(begins):
-            if ended is not None:
-                raise self._lost(*ended)
-            now = time.monotonic()
-            if now - start >= within.total_seconds():
-                return None
-            if now - looked >= _LOOK:
-                looked = now
-                self.check()
-                self.waits(what, *place)
-                gone = ((rank, self._end_of(rank)) for rank in self.some(ranks))
-                ended = next(((rank, reason) for rank, reason in gone if reason is not None), None)
-                if ended is not None:
-                    continue  # it may have decided before it ended
-            self._rest(now - start)
-        return said
+        key, waits = f"zerocompile/{self._name}/{topic}", partial(self.waits, what, *place)
+        return self._await(key, lambda said: said.startswith(begins), waits, ranks, within)
 
     def of_first(self, topic: str, message: str, doing: str) -> str:
         """The first rank's message, on all ranks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -17,7 +18,7 @@ from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.sharding.checks import check_devices
 from tests.support import engines, failing, harness, models
 from tests.support.harness import Ranks, on_ranks
-from tests.support.parity import AOT
+from tests.support.parity import AOT, EAGER
 
 
 def _fit(module: L.LightningModule, **arguments: Any) -> None:
@@ -25,27 +26,22 @@ def _fit(module: L.LightningModule, **arguments: Any) -> None:
     models.make_trainer(strategy, **({"max_steps": 2} | arguments)).fit(module, models.Batches(models.rank()))
 
 
-# ---- what is refused in setup: (what, arguments of the Trainer, what the message must say) ----
+# ---- what is refused in setup: arguments of the Trainer, and what the message must say ----
 
 
 class ForeignPrecision(Precision):
     precision = "32-true"
 
 
-def _arguments(what: str) -> dict[str, Any]:
-    made: dict[str, Callable[[], dict[str, Any]]] = {
-        "plugin": lambda: {"plugins": [ForeignPrecision()]},
-        "contradiction": lambda: {
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
+    "plugin": (lambda: {"plugins": [ForeignPrecision()]}, ("ForeignPrecision", "'bf16-true'")),
+    "contradiction": (
+        lambda: {
             "precision": "bf16-true", "strategy": ZeroCompileStrategy(compile=False, param_dtype=torch.float16)
         },
-    }  # fmt: skip
-    return made[what]()
-
-
-REFUSED = {
-    "plugin": ("ForeignPrecision", "'bf16-true'"),
-    "contradiction": ("param_dtype=torch.float16", "default"),
-}
+        ("param_dtype=torch.float16", "default"),
+    ),
+}  # fmt: skip
 
 
 # ---- bad models and optimizers ----
@@ -96,117 +92,96 @@ class Replaced(models.Module):
         self.model.head.weight = nn.Parameter(torch.zeros(models.VOCABULARY, 11))
 
 
-class Compiled(models.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        if how == "submodule":
-            self.model.head = torch.compile(self.model.head, backend="eager")  # type: ignore[assignment]
-        elif how == "submodule in place":
-            self.model.head.compile(backend="eager")
-        elif how == "in place":
-            self.compile(backend="eager")
+def _compiled_head() -> models.Module:
+    module = models.Module()
+    module.model.head = torch.compile(module.model.head, backend="eager")  # type: ignore[assignment]
+    return module
 
 
-def _bad_module(what: str) -> tuple[L.LightningModule, dict[str, Any]]:
-    if what.startswith("step inside"):
-        stage, compiled = int(what.split()[2]), what.endswith("compiled")
-        options = AOT if compiled else {"compile": False}
-        return StepInside(), {"strategy": ZeroCompileStrategy(stage=stage, **options)}
-    if what.startswith("sparse"):
-        return Sparse(), {"strategy": ZeroCompileStrategy(stage=int(what.split()[1]), compile=False)}
-    if what.startswith("compiled"):
-        return Compiled(what.removeprefix("compiled ")), {}
-    made: dict[str, Callable[[], models.Module]] = {
-        "lbfgs": lambda: Stepper(torch.optim.LBFGS), "adam for sparse": lambda: Stepper(torch.optim.SparseAdam),
-        "empty": Empty, "foreign tensor": Foreign, "replaced": Replaced,
-    }  # fmt: skip
-    return made[what](), {}
+def _compiled_in_place(part: Callable[[Any], nn.Module]) -> models.Module:
+    module = models.Module()
+    part(module).compile(backend="eager")
+    return module
 
 
-BAD = {
-    "lbfgs": ("LBFGS", "strategy='ddp'"),
-    "adam for sparse": ("SparseAdam", "strategy='ddp'"),
-    "empty": ("has no parameters", "configure_model"),
-    "foreign tensor": ("holds 1 parameters", "(2, 5)"),
-    "sparse 1": ("model.embedding.weight", "sparse=False"),
-    "sparse 3": ("model.embedding.weight", "sparse=False"),
-    "replaced": ("`model.head.weight` was replaced", "load_state_dict"),
-    "step inside 1 eager": ("modified", ""),
-    "step inside 3 eager": ("modified", ""),
-    "step inside 1 compiled": ("modified", ""),
-    "step inside 3 compiled": ("modified", ""),
-    "compiled submodule": ("torch.compile(self.model.head, backend='eager')", "ZeroCompileStrategy(compile="),
-    "compiled submodule in place": ("torch.compile(self.model.head, backend='eager')", "ZeroCompileStrategy(compile="),
-    "compiled in place": ("torch.compile(self, backend='eager')", "ZeroCompileStrategy(compile="),
-}
+HEAD = ("torch.compile(self.model.head, backend='eager')", "ZeroCompileStrategy(compile=")
+BAD: dict[str, tuple[Callable[[], L.LightningModule], dict[str, Any], tuple[str, ...]]] = {
+    "lbfgs": (partial(Stepper, torch.optim.LBFGS), {}, ("LBFGS", "strategy='ddp'")),
+    "adam for sparse": (partial(Stepper, torch.optim.SparseAdam), {}, ("SparseAdam", "strategy='ddp'")),
+    "empty": (Empty, {}, ("has no parameters", "configure_model")),
+    "foreign tensor": (Foreign, {}, ("holds 1 parameters", "(2, 5)")),
+    "replaced": (Replaced, {}, ("`model.head.weight` was replaced", "load_state_dict")),
+    "compiled submodule": (_compiled_head, {}, HEAD),
+    "compiled submodule in place": (partial(_compiled_in_place, lambda module: module.model.head), {}, HEAD),
+    "compiled in place": (
+        partial(_compiled_in_place, lambda module: module), {},
+        ("torch.compile(self, backend='eager')", "ZeroCompileStrategy(compile="),
+    ),
+} | {
+    f"sparse {stage}": (Sparse, {"stage": stage}, ("model.embedding.weight", "sparse=False")) for stage in (1, 3)
+} | {
+    f"step inside {stage} {options['compile']}": (StepInside, {"stage": stage, **options}, ("modified",))
+    for stage in (1, 3) for options in (EAGER, AOT)
+}  # fmt: skip
 
 
 # ---- ranks that differ ----
 
 
-class Different(models.Module):
-    """Rank 1 holds something else."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        if models.rank() != 1:
-            return
-        if what == "shape":
-            self.model.head = nn.Linear(10, models.VOCABULARY + 1, bias=False)
-        elif what == "dtype":
-            self.model.head.to(torch.float64)
-        elif what == "requires_grad":
-            self.model.head.weight.requires_grad_(False)
-        elif what == "name":
-            self.model.tail = self.model.head
-            del self.model.head
-        elif what == "more":
-            self.extra = nn.Linear(2, 2)
-        elif what == "buffer":
-            self.register_buffer("extra", torch.zeros(1))
-        elif what == "none":
-            self.model = nn.Identity()
+def _renamed(module: models.Module) -> None:
+    module.model.tail = module.model.head
+    del module.model.head
 
 
-DIFFERENT = {
-    "shape": ("model.head.weight", "rank 1"),
-    "dtype": ("torch.float64", "rank 1"),
-    "requires_grad": ("model.head.weight", "rank 1"),
-    "name": ("model.tail.weight", "rank 1"),
-    "more": ("extra", "rank 1"),
-    "buffer": ("rank 1 has", "The ranks hold different models"),
-    "none": ("rank 1", "The ranks hold different models"),
+# what is done to rank 1's module, and what is said
+DIFFERENT: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
+    "shape": (
+        lambda module: setattr(module.model, "head", nn.Linear(10, models.VOCABULARY + 1, bias=False)),
+        ("model.head.weight", "rank 1"),
+    ),
+    "dtype": (lambda module: module.model.head.to(torch.float64), ("torch.float64", "rank 1")),
+    "requires_grad": (lambda module: module.model.head.requires_grad_(False), ("model.head.weight", "rank 1")),
+    "name": (_renamed, ("model.tail.weight", "rank 1")),
+    "more": (lambda module: setattr(module, "extra", nn.Linear(2, 2)), ("extra", "rank 1")),
+    "buffer": (
+        lambda module: module.register_buffer("extra", torch.zeros(1)),
+        ("rank 1 has", "The ranks hold different models"),
+    ),
+    "none": (lambda module: setattr(module, "model", nn.Identity()), ("rank 1", "The ranks hold different models")),
 }
 
 
-CASES = [(g, w, t) for g, c in (("refused", REFUSED), ("bad", BAD), ("different", DIFFERENT)) for w, t in c.items()]
-
-
-@pytest.mark.parametrize(("group", "what", "texts"), CASES, ids=[f"{g}-{w}" for g, w, _ in CASES])
-@on_ranks(2, timeout=60)
-def test_clear_error_on_every_rank(group: str, what: str, texts: tuple[str, ...]) -> None:
-    """Every rank raises, names what is wrong and the remedy, at once; a new fit in the same processes is right."""
-    # What this rank raised and after how many seconds; afterwards the same processes train.
-    module: L.LightningModule = models.Module()
-    arguments: dict[str, Any] = {}
-    if group == "refused":
-        arguments = _arguments(what)
-        arguments.setdefault("strategy", ZeroCompileStrategy(compile=False))
-    elif group == "bad":
-        module, arguments = _bad_module(what)
-    else:
-        module = Different(what)
+def _raises(module: L.LightningModule, texts: tuple[str, ...], **arguments: Any) -> None:
+    """The fit raises at once, and says what is wrong and the remedy; a new fit in the same processes is right."""
     start = time.monotonic()
-    try:
+    with pytest.raises(Exception) as raised:
         _fit(module, **arguments)
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-    else:
-        raise AssertionError(f"{what}: nothing was raised")
-    seconds = time.monotonic() - start
+    assert time.monotonic() - start < 20 and raised.type is not AssertionError
     failing.works()
-    assert all(text in message for text in texts), message
-    assert "AssertionError" not in message and seconds < 20
+    assert all(text in str(raised.value) for text in texts), raised.value
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@on_ranks(2, timeout=60)
+def test_arguments_are_refused_on_every_rank(what: str) -> None:
+    make, texts = REFUSED[what]
+    _raises(models.Module(), texts, **make())
+
+
+@pytest.mark.parametrize("what", BAD)
+@on_ranks(2, timeout=60)
+def test_modules_are_refused_on_every_rank(what: str) -> None:
+    make, options, texts = BAD[what]
+    _raises(make(), texts, strategy=ZeroCompileStrategy(**({"compile": False} | options)) if options else None)
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@on_ranks(2, timeout=60)
+def test_ranks_that_differ_raise(what: str) -> None:
+    (change, texts), module = DIFFERENT[what], models.Module()
+    if models.rank() == 1:
+        change(module)
+    _raises(module, texts)
 
 
 # ---- exceptions in a step ----
