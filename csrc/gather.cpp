@@ -291,8 +291,10 @@ void Gathers::add_rows(const Unit& unit, bool restores, RowsByDtype& calls, Rows
     auto& v = values_[i];
     const bool moves = !p.replicated && v.full.numel() > 0;
     const auto dtype = v.full.scalar_type();
+    const auto placed = placed_.find(i);
     (moves ? calls : unmoved)[dtype].push_back(
-        {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(p))});
+        {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(p)),
+         placed == placed_.end() ? PeerMemory::Placed::No : placed->second});
     const bool changes = !(restores || state.stale) || v.gathered_version != p.version();
     if (changes) v.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
     v.value_version = static_cast<int64_t>(v.value._version());
@@ -424,22 +426,104 @@ void Gathers::acquire(const Unit& unit, Phase phase, int64_t needed, bool full) 
   if (unit.lifetime == Lifetime::Use) demanded(way, unit.index);
 }
 
-// The optimizer has written the masters of these units: resident values are gathered anew. `order`: all units, in the
-// order of the forward.
-void Gathers::masters_changed(const Units& units, const Units& order) {
-  std::vector<char> changed(units_.size(), 0);
+Gathers::Units Gathers::in_order(const Units& units, const Units& order) const {
+  std::vector<char> chosen(units_.size(), 0);
   for (auto index : units) {
     (void)registry_.unit(index);  // raises if there is none
-    changed[index] = 1;
+    chosen[index] = 1;
   }
-  Units resident;
+  Units ordered;
   for (auto index : order) {
-    if (!changed[index]) continue;
+    if (chosen[index]) ordered.push_back(index);
+  }
+  return ordered;
+}
+
+// [Note: one pass] To update a master, to cast it and to put the cast where the gather reads it are three passes over
+// memory, which one kernel can make at once. So who is about to update masters may ask where their casts go (`place`),
+// write them there on the current stream, and say for which parameters it has done so (`masters_changed`). What is
+// offered is valid until the next gather: the rows of the gathered value of each unit that lives for a step, and the
+// places in the mapped memory for the units that are gathered first (see `gather_in_runs`), as the half of the buffer
+// that comes next is the only one that is free. Both are free only after what was read from them: the current stream is
+// ordered after the readers of the value, and after the barrier of the last gather ([Note: two halves]). All that is
+// not written is cast and copied as ever, so ranks may differ in what they write.
+std::vector<CastPlace> Gathers::place(const Units& units, const Units& order) {
+  offered_.clear();
+  std::vector<CastPlace> places;
+  if (unequal_ || registry_.device().is_cpu()) return places;
+  Units resident;
+  for (auto index : in_order(units, order)) {
+    const auto& unit = registry_.units()[index];
+    if (unit.lifetime != Lifetime::Step) continue;
+    if (!of(unit).resident) return places;
+    resident.push_back(index);
+  }
+  if (resident.empty()) return places;
+  std::map<int64_t, size_t> by_parameter;
+  for (auto index : resident) {
+    const auto& unit = registry_.units()[index];
+    if (const auto& written = of(unit).written) written->block(current_stream(registry_.device()));
+    await(unit);
+    await_readers(unit);
+    for (auto i : unit.parameters) {
+      const auto& p = record(i);
+      const auto& v = values_[i];
+      const auto dtype = v.full.scalar_type();
+      const bool narrow = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+      if (p.replicated || p.host.defined() || p.local.numel() == 0 || !narrow) continue;
+      by_parameter[i] = places.size();
+      places.push_back({i, v.own, std::nullopt});
+      offered_[i] = PeerMemory::Placed::Own;
+    }
+  }
+  if (peers_ == nullptr) return places;
+  RowsByDtype calls;
+  std::vector<int64_t> moved;
+  for (auto index : registry_.runs_of(resident, merge_bytes_, /*padded=*/true).front()) {
+    for (auto i : registry_.units()[index].parameters) {
+      const auto& v = values_[i];
+      if (record(i).replicated || v.full.numel() == 0) continue;
+      calls[v.full.scalar_type()].push_back({on_the_wire(v.full), on_the_wire(v.rows_here), {}, {}});
+      moved.push_back(i);
+    }
+  }
+  if (calls.size() != 1 || !peers_->holds(calls.begin()->second)) return places;
+  const auto staged = peers_->places(calls.begin()->second);
+  for (size_t k = 0; k < moved.size(); ++k) {
+    const auto found = by_parameter.find(moved[k]);
+    if (found == by_parameter.end()) continue;
+    places[found->second].staged = view_of(staged[k], record(moved[k]).local.sizes(), 0);
+    offered_[moved[k]] = PeerMemory::Placed::Staged;
+  }
+  offered_turn_ = peers_->turn();
+  return places;
+}
+
+// The optimizer has written the masters of these units: resident values are gathered anew. `order`: all units, in the
+// order of the forward. `placed`: the parameters whose casts are where `place` has said.
+void Gathers::masters_changed(const Units& units, const Units& order, const std::vector<int64_t>& placed) {
+  Units resident;
+  for (auto index : in_order(units, order)) {
     const auto& unit = registry_.units()[index];
     if (unit.lifetime == Lifetime::Step) resident.push_back(index);
     else if (of(unit).open_modules == 0) drop(unit);
   }
-  gather_in_runs(resident, /*full=*/false);
+  const auto offered = std::exchange(offered_, {});
+  const bool moved_on = peers_ != nullptr && peers_->turn() != offered_turn_;
+  for (auto i : placed) {
+    const auto found = offered.find(i);
+    TORCH_CHECK(found != offered.end(),
+                text("zerocompile: nothing was offered to write the cast of parameter ", i, " to"));
+    const bool staged = found->second == PeerMemory::Placed::Staged && !moved_on;
+    placed_[i] = staged ? PeerMemory::Placed::Staged : PeerMemory::Placed::Own;
+  }
+  try {
+    gather_in_runs(resident, /*full=*/false);
+  } catch (...) {
+    placed_.clear();
+    throw;
+  }
+  placed_.clear();
 }
 
 std::vector<std::string> Gathers::resident_units() const {

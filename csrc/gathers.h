@@ -80,6 +80,13 @@ struct GatherCounts {
   int64_t resident_bytes = 0, peak_resident_bytes = 0;
 };
 
+// Where a gather takes the rows of a parameter from: see [Note: one pass].
+struct CastPlace {
+  int64_t parameter;
+  Tensor own;                    // [<=rows, ...]: of the gathered value
+  std::optional<Tensor> staged;  // the same rows in the mapped memory
+};
+
 class Gathers {
  public:
   using Units = std::vector<int64_t>;
@@ -117,7 +124,8 @@ class Gathers {
 
   // all at once
   void refresh(const Units& units);
-  void masters_changed(const Units& units, const Units& order);
+  void masters_changed(const Units& units, const Units& order, const std::vector<int64_t>& placed);
+  std::vector<CastPlace> place(const Units& units, const Units& order);
   void set_rows(int64_t parameter, Tensor local, Tensor host, bool shown);
   void follow(const Units& units) const;
   void masters_written(const Units& units);
@@ -171,6 +179,7 @@ class Gathers {
   void give_up(const Units& units, const std::vector<Pending>& started);
   void add_rows(const Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const Units& units, bool full);
+  Units in_order(const Units& units, const Units& order) const;
   void check_order(const Units& units, Way way, bool full);
   void drop(const Unit& unit);
   void drop_unused(int64_t but, bool raised = false);
@@ -211,6 +220,9 @@ class Gathers {
   GatherOrder order_;
   GatherSequence sequence_;
   GatherCounts counts_;
+  // See [Note: one pass]: by parameter, what is offered to who updates the masters, and what of it is written.
+  std::map<int64_t, PeerMemory::Placed> offered_, placed_;
+  int64_t offered_turn_ = 0;
   std::function<void()> meet_;  // before the next gather: see [Note: ranks apart]
   std::atomic<int64_t> started_ = 0;  // gathers
   bool trusted_ = false;  // the code that reads now is known not to write, see [Note: write back]

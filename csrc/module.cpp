@@ -137,7 +137,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("enter", changes("enter", &Runtime::enter), Release())
       .def("leave", changes("leave", &Runtime::leave), Release())
       .def("unit_order", &Runtime::unit_order, Release())
-      .def("masters_changed", changes("masters_changed", &Runtime::masters_changed), Release())
+      .def("masters_changed", changes("masters_changed", &Runtime::masters_changed), py::arg("units"),
+           py::arg("placed") = std::vector<int64_t>(), Release())
+      .def("place", changes("place", &Runtime::place), Release())
       .def("masters_written", changes("masters_written", &Runtime::masters_written), Release())
       .def("set_rows", changes("set_rows", &Runtime::set_rows), Release())
       .def("follow_gathers", &Runtime::follow_gathers, Release())

@@ -82,8 +82,36 @@ const std::vector<at::Tensor>& PeerMemory::flat(at::ScalarType dtype) {
   return tensors;
 }
 
+int64_t PeerMemory::half(at::ScalarType dtype) const {
+  return turn_ % 2 * (half_bytes_ / static_cast<int64_t>(c10::elementSize(dtype)));
+}
+
 int64_t PeerMemory::next_half(at::ScalarType dtype) {
-  return turn_++ % 2 * (half_bytes_ / static_cast<int64_t>(c10::elementSize(dtype)));
+  const auto begin = half(dtype);
+  turn_ += 1;
+  return begin;
+}
+
+// Where each parameter's rows begin in the mapped memory.
+std::vector<int64_t> PeerMemory::starts_of(const std::vector<Rows>& parameters, int64_t start) const {
+  std::vector<int64_t> starts;
+  for (const auto& p : parameters) {
+    starts.push_back(start);
+    start += aligned(p.rows.numel(), p.rows.scalar_type());
+  }
+  return starts;
+}
+
+std::vector<at::Tensor> PeerMemory::places(const std::vector<Rows>& parameters) {
+  const auto dtype = parameters.front().rows.scalar_type();
+  const auto& own = flat(dtype)[rank_];
+  const auto starts = starts_of(parameters, half(dtype));
+  if (passed_) passed_->block(current_stream(buffer_.device()));  // see [Note: two halves]
+  std::vector<at::Tensor> staged;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    staged.push_back(view_of(own, parameters[i].rows.sizes(), starts[i]));
+  }
+  return staged;
 }
 
 void PeerMemory::barrier(int64_t unit) {
@@ -93,16 +121,14 @@ void PeerMemory::barrier(int64_t unit) {
 void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
   const auto dtype = parameters.front().rows.scalar_type();
   const auto& buffers = flat(dtype);
-  int64_t start = next_half(dtype);
-  std::vector<int64_t> starts;
+  const auto starts = starts_of(parameters, next_half(dtype));
   std::vector<at::Tensor> staged;
-  for (const auto& p : parameters) {
-    starts.push_back(start);
-    staged.push_back(view_of(buffers[rank_], p.rows.sizes(), start));
-    start += aligned(p.rows.numel(), dtype);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    staged.push_back(view_of(buffers[rank_], parameters[i].rows.sizes(), starts[i]));
   }
   stage(parameters, staged);
   barrier(unit);
+  passed_ = mark(buffer_.device());
   Copies copies;
   for (int64_t step = 1; step < world_; ++step) {
     const auto peer = (rank_ + step) % world_;  // each rank reads from another one at a time
@@ -117,7 +143,7 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
 void fill_rows(const std::vector<PeerMemory::Rows>& parameters) {
   std::vector<at::Tensor> own, masters;
   for (const auto& p : parameters) {
-    if (p.master.numel() == 0) continue;
+    if (p.master.numel() == 0 || p.placed != PeerMemory::Placed::No) continue;
     own.push_back(p.own);
     masters.push_back(p.master);
   }
@@ -132,8 +158,12 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
   std::vector<at::Tensor> padded_targets, padded_rows;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& p = parameters[i];
+    if (p.placed == Placed::Staged) continue;
     Kernels::Cast cast{p.master, p.rows, staged[i]};
-    if (p.master.numel() != p.rows.numel()) {
+    if (p.placed == Placed::Own) {
+      targets.push_back(staged[i]);
+      sources.push_back(p.rows);
+    } else if (p.master.numel() != p.rows.numel()) {
       padded.push_back(p);
       padded_targets.push_back(staged[i]);
       padded_rows.push_back(p.rows);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "stream.h"
 
 namespace zerocompile {
 
@@ -42,10 +43,14 @@ class PeerMemory {
   PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group, std::shared_ptr<Kernels> kernels,
              int64_t timeout_ms);
 
+  // See [Note: one pass]. What somebody has written already of the cast of a master: nothing; the rows of the gathered
+  // value; these, and the place in the mapped memory, too.
+  enum class Placed { No, Own, Staged };
   // One parameter's gather.
   struct Rows {
     at::Tensor full, rows;   // [world * n, ...], and of it this rank's rows: [n, ...]
     at::Tensor own, master;  // [<=n, ...]: what of `rows` the local part of the master fills, and that part
+    Placed placed = Placed::No;
   };
   // One parameter's reduction.
   struct Gradient {
@@ -62,6 +67,11 @@ class PeerMemory {
   // first of them.
   void all_gather(const std::vector<Rows>& parameters, int64_t unit);
 
+  // Where the next `all_gather` takes these rows from: [n, ...], in the mapped memory. The current stream is ordered
+  // after the last read of that memory. See [Note: one pass].
+  std::vector<at::Tensor> places(const std::vector<Rows>& parameters);
+  int64_t turn() const { return turn_; }  // how many gathers or reductions there were
+
   // Sums over the ranks and divides, on the current stream. `unit`: of the first.
   void reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit);
 
@@ -71,16 +81,19 @@ class PeerMemory {
   int64_t slot_bytes() const;                                 // of a half: what one peer sends
   void barrier(int64_t unit);
   void stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged);
+  std::vector<int64_t> starts_of(const std::vector<Rows>& parameters, int64_t start) const;
+  int64_t half(at::ScalarType dtype) const;
 
   at::Tensor buffer_, words_;
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> memory_;
   std::shared_ptr<Kernels> kernels_;
   int64_t rank_, world_, timeout_ms_, half_bytes_, turn_ = 0, barriers_ = 0;
+  Ready passed_;  // after the last barrier
   std::map<at::ScalarType, std::vector<at::Tensor>> flat_;
 };
 
 // This rank's rows become the cast of what the masters hold here, on the current stream. `parameters` are all of one
-// dtype.
+// dtype. Those that are placed already stay as they are.
 void fill_rows(const std::vector<PeerMemory::Rows>& parameters);
 
 }  // namespace zerocompile

@@ -261,10 +261,20 @@ std::vector<int64_t> Runtime::unit_order() const {
   return reductions_.unit_order();
 }
 
-void Runtime::masters_changed(const std::vector<int64_t>& units) {
+void Runtime::masters_changed(const std::vector<int64_t>& units, const std::vector<int64_t>& placed) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
-  gathers_.masters_changed(units, reductions_.unit_order());
+  gathers_.masters_changed(units, reductions_.unit_order(), placed);
+}
+
+std::vector<std::tuple<int64_t, Tensor, std::optional<Tensor>>> Runtime::place(const std::vector<int64_t>& units) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  registry_.check_running();
+  std::vector<std::tuple<int64_t, Tensor, std::optional<Tensor>>> places;
+  for (auto& [parameter, own, staged] : gathers_.place(units, reductions_.unit_order())) {
+    places.emplace_back(parameter, std::move(own), std::move(staged));
+  }
+  return places;
 }
 
 void Runtime::masters_written(const std::vector<int64_t>& units) {

@@ -39,6 +39,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -99,7 +100,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void hold();
   void let_go(bool raised);
   std::vector<int64_t> unit_order() const;
-  void masters_changed(const std::vector<int64_t>& units);
+  void masters_changed(const std::vector<int64_t>& units, const std::vector<int64_t>& placed);
+  // See [Note: one pass]: parameter, and where its cast goes.
+  std::vector<std::tuple<int64_t, Tensor, std::optional<Tensor>>> place(const std::vector<int64_t>& units);
   void masters_written(const std::vector<int64_t>& units);
   void set_rows(int64_t parameter, Tensor local, std::optional<Tensor> host, bool shown);
   void follow_gathers(const std::vector<int64_t>& units) const;

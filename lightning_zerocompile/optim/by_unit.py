@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from lightning_zerocompile.optim.matrices import shares_matrices
 from lightning_zerocompile.optim.matrices import step as step_on_rows
 from lightning_zerocompile.optim.offload import Offload
+from lightning_zerocompile.optim.one_pass import OnePass
 from lightning_zerocompile.optim.slabs import Staged
 from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
 from lightning_zerocompile.sharding.full_values import full_value
@@ -162,7 +163,8 @@ class UnitStepper:
 
     Args:
         units: masters of each unit, in the order in which the next forward needs them.
-        updated: called with the numbers of units when their masters are written.
+        updated: called with the numbers of units when their masters are written, and with the numbers of those masters
+            whose casts are placed, see [Note: updates in one pass].
         kept: returns the masters of a list whose ``grad`` survives the step.
         gradients: where the reduced gradients are.
         full_param_optimizers: names of the user's optimizers that see whole values.
@@ -170,13 +172,17 @@ class UnitStepper:
         together: a fused Adam or AdamW updates units together until their shards have so many elements. Optimizers that
             are not fused would make temporary values of all that they update at once.
         ranks: of the shard group.
+        one_pass: updates the units of some optimizers; ``None``: torch updates all.
+
+    Attributes:
+        in_one_pass: how many updates of units it has made.
         one_by_one: every unit is updated on its own, see [Note: optimizer in backward].
     """
 
     def __init__(
         self,
         units: Callable[[], Sequence[tuple[int, Sequence[Tensor]]]],
-        updated: Callable[[list[int]], None],
+        updated: Callable[[list[int], list[int]], None],
         kept: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         gradients: Gradients,
         full_param_optimizers: Sequence[str],
@@ -184,7 +190,9 @@ class UnitStepper:
         together: int = _TOGETHER,
         one_by_one: bool = False,
         ranks: int = 1,
+        one_pass: OnePass | None = None,
     ) -> None:
+        self._one_pass, self.in_one_pass = one_pass, 0
         self._ranks = ranks
         self._offload, self._one_by_one = offload, one_by_one
         self._units, self._updated, self._kept, self._gradients = units, updated, kept, gradients
@@ -303,15 +311,16 @@ class UnitStepper:
                 if kind is _Kind.SHARED:
                     update = partial(step_on_rows, optimizer, dict(zip(values, one.masters, strict=True)))
                 with stream.options(optimizer) if stream is not None and staged else nullcontext():
-                    self._update(optimizer, one, values, update, whole, staged)
+                    placed: list[int] = []
+                    self._update(optimizer, one, values, update, whole, staged, placed=placed)
                 if stream is None:
                     options.note(set(one.groups))
-                    self._updated(one.units)
+                    self._updated(one.units, placed)
                     continue
                 stream.updated(staged)
                 try:
                     options.note(set(one.groups))
-                    self._updated(one.units)
+                    self._updated(one.units, placed)
                 finally:
                     stream.leave(position, staged, one.units)
 
@@ -324,10 +333,12 @@ class UnitStepper:
         whole: bool,
         staged: Mapping[Tensor, Staged],
         prepare: Callable[[Sequence[Tensor]], object] | None = None,
+        placed: list[int] | None = None,
     ) -> bool:
         """The optimizer sees plain tensors, gradients and state; local ones, or the whole ones.
 
-        ``prepare``: called with the values that have a gradient; if there is none, nothing is updated.
+        ``prepare``: called with the values that have a gradient; if there is none, nothing is updated. ``placed``: gets
+        the numbers of the masters whose casts are placed; ``None``: none may be.
 
         Returns:
             Whether something was updated.
@@ -357,7 +368,8 @@ class UnitStepper:
                 if not ready:
                     return False
                 prepare(ready)
-            update()
+            if whole or staged or not self._made_in_one_pass(optimizer, one, values, placed):
+                update()
             succeeded = True
         finally:
             new_state, optimizer.state = optimizer.state, state
@@ -373,6 +385,20 @@ class UnitStepper:
                     _store(state[master], new, master, value, whole)
             # a retry must find the gradients that no update has used
             self._gradients.release_gradients(one.numbers if succeeded else [], values)
+        return True
+
+    def _made_in_one_pass(
+        self, optimizer: Optimizer, one: _Round, values: list[Tensor], placed: list[int] | None
+    ) -> bool:
+        """Whether the update was made, see [Note: updates in one pass]."""
+        if self._one_pass is None or not self._one_pass.takes(optimizer):
+            return False
+        casts = self._one_pass.update(optimizer, one.numbers, values, () if placed is None else one.units)
+        if casts is None:
+            return False
+        if placed is not None:
+            placed += casts
+        self.in_one_pass += len(one.units)
         return True
 
 

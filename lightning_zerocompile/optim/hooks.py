@@ -18,6 +18,7 @@ from lightning_zerocompile.optim.by_unit import UnitStepper
 from lightning_zerocompile.optim.in_backward import InBackward
 from lightning_zerocompile.optim.offload import Offload
 from lightning_zerocompile.optim.on_dtensors import on_dtensors
+from lightning_zerocompile.optim.one_pass import OnePass
 from lightning_zerocompile.optim.supported import (
     check_gradients,
     check_optimizers,
@@ -51,6 +52,7 @@ class OptimizerSteps:
 
     Attributes:
         count: of the steps that have succeeded; one that has raised and had updated something is half a step.
+        one_pass: makes updates instead of torch, where it can.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class OptimizerSteps:
         self._reduce_pending, self._check_reducible, self._stepped = reduce_pending, check_reducible, stepped
         self._backward_to_come: list[Optimizer] = []  # those whose `step` runs one in its closure
         self._offload = Offload(runtime)
+        self.one_pass = OnePass(runtime.core, runtime.device)
         self._stepper = UnitStepper(
             runtime.units_in_order,
             self._units_written,
@@ -73,6 +76,7 @@ class OptimizerSteps:
             self._offload,
             one_by_one=self._config.optimizer_in_backward,
             ranks=runtime.mesh.size(),
+            one_pass=self.one_pass,
         )
         self._restore: dict[Optimizer, Callable[[], None]] = {}  # how each is left alone again
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
@@ -326,9 +330,10 @@ class OptimizerSteps:
         if self._runtime.core.any_other_dtype():
             check_gradients(optimizer, self._taken)
 
-    def _units_written(self, units: list[int]) -> None:
+    def _units_written(self, units: list[int], placed: list[int]) -> None:
         self._by_unit = True
-        self._runtime.core.masters_changed(units)
+        self._runtime.updated_in_one_pass = self._stepper.in_one_pass
+        self._runtime.core.masters_changed(units, placed)
 
     # ---- gradients ----
 

@@ -201,6 +201,7 @@ class InBackward:
         if step is None:
             step = self._open[optimizer] = _OpenStep(_options(optimizer))
         updated = self._stepper.update_now(optimizer, chosen, self._prepare)
+        self._runtime.updated_in_one_pass = self._stepper.in_one_pass
         step.updated.update(updated)
         self._say_updated()
 

@@ -67,6 +67,8 @@ class Stats:
         resident_bytes, peak_resident_bytes: full parameters gathered now, and at most.
         backwards: outermost backward passes.
         updated_in_backward: updates of units inside a backward (``optimizer_in_backward``), before it had ended.
+        updated_in_one_pass: updates of units by one kernel that also casts and places the result; a unit in several
+            optimizers counts for each.
         offload_bytes: masters and optimizer states that are kept in host memory now; ``offload_in_bytes`` and
             ``offload_out_bytes`` were copied from there to the device, and back.
     """
@@ -88,6 +90,7 @@ class Stats:
     peak_resident_bytes: int
     backwards: int
     updated_in_backward: int
+    updated_in_one_pass: int
     offload_bytes: int
     offload_in_bytes: int
     offload_out_bytes: int
@@ -160,6 +163,7 @@ class Runtime:
         self.step_state = StepState()
         self.host_traffic = HostTraffic()
         self.updated_in_backward = 0  # updates of units
+        self.updated_in_one_pass = 0  # the same
         self.unit_of: dict[str, int] = {}  # block name -> unit
         self._unit_of_parameter: list[int] = []
         self._unit_of_master: dict[Tensor, int] = {}
@@ -547,6 +551,7 @@ class Runtime:
         return Stats(
             **{name: getattr(raw, name) for name in names},
             updated_in_backward=self.updated_in_backward,
+            updated_in_one_pass=self.updated_in_one_pass,
             offload_bytes=host.held,
             offload_in_bytes=host.copied_in,
             offload_out_bytes=host.copied_out,

@@ -121,9 +121,9 @@ def _updated_in_rounds(together: int, fused: bool = True) -> tuple[list[Tensor],
         engine.steps._stepper.together = together
         update = engine.steps._stepper._update
 
-        def watched(optimizer: Any, one: Any, *rest: Any) -> None:
+        def watched(optimizer: Any, one: Any, *rest: Any, **named: Any) -> None:
             sizes.append(len(one.masters))
-            update(optimizer, one, *rest)
+            update(optimizer, one, *rest, **named)
 
         engine.steps._stepper._update = watched  # type: ignore[method-assign]
         for number in range(3):
@@ -133,6 +133,22 @@ def _updated_in_rounds(together: int, fused: bool = True) -> tuple[list[Tensor],
             engine.step(optimizer, lambda: None)
         shards = [p.to_local().detach().clone() for p in model.parameters()]
     return shards, list(sizes)
+
+
+@on_ranks(2)
+def test_nobody_places_what_nothing_was_offered_for() -> None:
+    """See [Note: one pass]. On the CPU there is no kernel that could: nothing is offered, and torch updates."""
+    model = models.ByteModel()
+    with engines.engine(model, 1, compile=False) as engine:
+        engine.steps.one_pass.switch(True)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine.attach_optimizers([optimizer])
+        engines.step(engine, optimizer, lambda: engines.token_loss(model, models.Batches(0)[0]))
+        core, units = engine.runtime.core, list(engine.runtime.unit_of.values())
+        if models.device() == "cpu":
+            assert engine.runtime.stats().updated_in_one_pass == 0 and core.place(units) == []
+        with pytest.raises(RuntimeError, match="nothing was offered"):
+            core.masters_changed(units, [10**6])
 
 
 @on_ranks(2)
@@ -161,13 +177,13 @@ def test_what_is_reduced_last_is_updated_last() -> None:
         stepper, places = engine.steps._stepper, [unit for unit, _ in engine.runtime.units_in_order()]
         update, written = stepper._update, stepper._updated
 
-        def watched(optimizer: Any, one: Any, *rest: Any) -> None:
+        def watched(optimizer: Any, one: Any, *rest: Any, **named: Any) -> None:
             seen.extend(("update", places.index(unit)) for unit in one.units)
-            update(optimizer, one, *rest)
+            update(optimizer, one, *rest, **named)
 
-        def gathered(units: list[int]) -> None:
+        def gathered(units: list[int], placed: list[int]) -> None:
             seen.extend(("gather", places.index(unit)) for unit in units)
-            written(units)
+            written(units, placed)
 
         stepper._update, stepper._updated = watched, gathered  # type: ignore[method-assign]
         with engine.training_step():

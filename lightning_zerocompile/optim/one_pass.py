@@ -1,0 +1,398 @@
+"""AdamW, Adam and SGD in one pass over memory: the update, the cast of its result, and where gathers read that.
+
+[Note: updates in one pass] A unit that stays gathered from step to step is gathered anew right after its update (see
+[Note: one pass] in csrc/gather.cpp). torch's fused optimizer reads and writes the masters. Without this module another
+kernel reads them again, casts them, and writes the casts to this rank's rows of the gathered values and to the memory
+from which the other ranks read. Here one kernel does both. Other units (of stage 3, of a backward) are updated by the
+same kernel, which is faster than torch's, and places nothing.
+
+The kernel's arithmetic is that of torch's fused kernels, bit by bit. That is a fact of a version of torch and of its
+compiler. So before a kind of update is made for the first time in a run, some values are updated on trial by torch and
+by the kernel. Where no form of it gives torch's bits torch updates, as it does for all other optimizers, on other
+devices, and where there is no Triton. Ranks need not decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from lightning_zerocompile.optim.supported import is_elementwise, plain_step
+
+_log = logging.getLogger(__name__)
+_KINDS = (optim.AdamW, optim.Adam, optim.SGD)
+_CASTS = (torch.bfloat16, torch.float16, torch.float32)
+_BLOCK, _WARPS = 1024, 4  # elements that a program updates, and its warps
+_ENTRIES = 16  # arrays in a table: their number is rounded up to a power of two, at least to this one
+_TABLES = 4096  # that are kept
+_ALIGNED = 16  # bytes, for vectors of four elements
+_TRIED = (2**18, 2**17 + 1)  # elements of the arrays that are updated on trial: torch has two loops
+_LAST = 2**62  # larger than the number of any program
+
+
+class Places(Protocol):
+    """Where the runtime reads casts, see [Note: one pass] in csrc/gather.cpp."""
+
+    def place(self, units: Sequence[int], /) -> list[tuple[int, Tensor, Tensor | None]]: ...
+
+
+@dataclass
+class _Array:
+    """One parameter's update.
+
+    Attributes:
+        tensors: [<=rows, ...] float32, contiguous: the parameter, its gradient, and its states.
+        own: gets the cast of the parameter; ``None``: nothing does.
+        staged: gets it, too.
+        step: Adam's counter, 0-dim.
+    """
+
+    tensors: list[Tensor]
+    own: Tensor | None = None
+    staged: Tensor | None = None
+    step: Tensor | None = None
+
+    @property
+    def copies(self) -> int:
+        return (self.own is not None) + (self.staged is not None)
+
+    def addresses(self) -> list[int]:
+        """In the order of a table's rows."""
+        found = [tensor.data_ptr() for tensor in self.tensors]
+        found += [0] * (5 - len(found))
+        return [*found, *(0 if copy is None else copy.data_ptr() for copy in (self.own, self.staged))]
+
+
+@dataclass
+class _Group:
+    """The update of one parameter group.
+
+    Attributes:
+        options: of the group.
+        arrays: those that have elements.
+        steps: all counters of Adam, those of empty arrays, too.
+        first: whether SGD has no momentum yet.
+        new_states: of SGD, by parameter.
+    """
+
+    options: Mapping[str, Any]
+    arrays: list[_Array] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    first: bool = False
+    new_states: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+class OnePass:
+    """Updates units in one pass, see [Note: updates in one pass].
+
+    Args:
+        core: says where casts go.
+        device: of this rank.
+    """
+
+    def __init__(self, core: Places, device: torch.device) -> None:
+        self._core, self._device = core, device
+        self._on = False  # it is new: `switch` turns it on
+        self._off = "" if device.type == "cuda" and torch.version.hip is None else "this is not a CUDA device"
+        self._kernels: Any = None
+        self._told = WeakSet[Optimizer]()
+        self._forms: dict[tuple[Any, ...], int | None] = {}  # by kind of update: that which gave torch's bits on trial
+        self._tables: dict[tuple[int, ...], tuple[Tensor, int]] = {}
+        self._betas: dict[tuple[float, float], Tensor] = {}
+
+    def switch(self, on: bool) -> None:
+        """Whether updates are made in one pass from now on, where they can be."""
+        self._on = on
+
+    # ---- whether ----
+
+    def takes(self, optimizer: Optimizer) -> bool:
+        """Whether units of the optimizer can be updated in one pass, as far as its options say."""
+        if not self._on:
+            return False
+        reason = self._off or _unsuited(optimizer) or self._load()
+        if reason:
+            self._tell(optimizer, reason)
+        return not reason
+
+    def _tell(self, optimizer: Optimizer, reason: str) -> None:
+        if optimizer in self._told or self._device.type != "cuda":
+            return
+        self._told.add(optimizer)
+        name = type(optimizer).__name__
+        _log.info("zerocompile: what %s updates is cast and placed in further passes over memory: %s", name, reason)
+
+    def _load(self) -> str:
+        if self._kernels is None:
+            try:
+                from lightning_zerocompile.optim import one_pass_kernels
+            except Exception as error:  # Triton is there, and may be of another version, or not work here
+                self._off = f"there is no Triton ({error})"
+                return self._off
+            self._kernels = one_pass_kernels
+        return ""
+
+    # ---- updates ----
+
+    def update(
+        self,
+        optimizer: Optimizer,
+        numbers: Sequence[int],
+        values: Sequence[Tensor],
+        units: Sequence[int] = (),
+    ) -> list[int] | None:
+        """Updates what the optimizer's groups hold now, as its ``step`` would.
+
+        Args:
+            optimizer: :meth:`takes` it; its groups hold ``values``, and its state is theirs.
+            numbers: the runtime's number of each value.
+            values: local parts of masters, [<=rows, ...], with their gradients.
+            units: those of them whose masters are all in ``values``, and which are gathered after this.
+
+        Returns:
+            The numbers of those whose casts are where :meth:`Places.place` has said; ``None``: nothing is updated.
+        """
+        groups = list(self._groups(optimizer))
+        if not all(map(self._fits, groups)):
+            self._tell(optimizer, "a parameter, gradient or state is not float32, or not in one piece")
+            return None
+        forms = [self._form(optimizer, group) for group in groups]
+        if None in forms:
+            self._tell(optimizer, "no form of the kernel gives the bits of torch's, with these options")
+            return None
+        places = {number: (own, staged) for number, own, staged in self._core.place(units)} if units else {}
+        found = dict(zip(values, numbers, strict=True))
+        placed = []
+        for array in (array for group in groups for array in group.arrays):
+            number = found[array.tensors[0]]
+            own, staged = places.get(number, (None, None))
+            if own is not None and own.dtype in _CASTS and own.is_contiguous():
+                array.own, array.staged = own, staged
+                placed.append(number)
+        for group, form in zip(groups, forms, strict=True):
+            self._run(optimizer, group, form or 0)
+        return placed
+
+    def _groups(self, optimizer: Any) -> Iterator[_Group]:
+        """What the optimizer's ``step`` finds in its groups. It initialises states, which a second call finds."""
+        for options in optimizer.param_groups:
+            group = _Group(options)
+            values: list[Tensor] = []
+            grads: list[Tensor] = []
+            if isinstance(optimizer, optim.Adam):
+                states: list[list[Tensor]] = [[], [], []]
+                init: Any = optimizer._init_group
+                init(options, values, grads, *states, group.steps)
+                columns = [values, grads, *(states if options["amsgrad"] else states[:2])]
+                rows = zip(zip(*columns, strict=True), group.steps, strict=True)
+                group.arrays = [_Array(list(row), step=step) for row, step in rows if row[0].numel() > 0]
+            else:
+                buffers: list[Tensor | None] = []
+                optimizer._init_group(options, values, grads, buffers)
+                columns = [values, grads]
+                if options["momentum"] != 0:
+                    group.first = all(buffer is None for buffer in buffers)
+                    new = [torch.empty_like(g) if b is None else b for g, b in zip(grads, buffers, strict=True)]
+                    group.new_states = list(zip(values, new, strict=True)) if group.first else []
+                    if not group.first and any(buffer is None for buffer in buffers):
+                        new = [value.new_empty(0) for value in values]  # torch's kernel refuses it, so `_fits` does
+                    columns.append(new)
+                group.arrays = [_Array(list(row)) for row in zip(*columns, strict=True) if row[0].numel() > 0]
+            if values:
+                yield group
+
+    def _fits(self, group: _Group) -> bool:
+        lr = group.options["lr"]
+        if (
+            isinstance(lr, Tensor)
+            and lr.device.type != "cpu"
+            and (lr.dtype, lr.device) != (torch.float32, self._device)
+        ):
+            return False
+        if any(step.dtype != torch.float32 or step.device != self._device for step in group.steps):
+            return False
+        return all(
+            tensor.dtype == torch.float32
+            and tensor.device == self._device
+            and tensor.is_contiguous()
+            and tensor.shape == array.tensors[0].shape
+            for array in group.arrays
+            for tensor in array.tensors
+        )
+
+    def _run(self, optimizer: Any, group: _Group, form: int) -> None:
+        """Updates one group, and its states."""
+        options = group.options
+        scale, found_inf = _scaling(optimizer)
+        if group.steps:
+            torch._foreach_add_(group.steps, 1)
+        buckets = defaultdict[tuple[Any, ...], list[_Array]](list)
+        for array in group.arrays:
+            dtype = None if array.own is None else array.own.dtype
+            aligned = all(address % _ALIGNED == 0 for address in array.addresses())
+            buckets[dtype, array.copies, aligned].append(array)
+        for (dtype, copies, aligned), arrays in buckets.items():
+            table, blocks, entries = self._table(arrays)
+            lr = options["lr"]
+            by_pointer = isinstance(lr, Tensor) and lr.device.type != "cpu"
+            common = {
+                "lr_tensor": lr if by_pointer else table,
+                "scale_tensor": table if scale is None else scale,
+                "found_inf": table if found_inf is None else found_inf,
+                "lr_number": 0.0 if by_pointer else float(lr),
+                "decay": float(options["weight_decay"]),
+                "ENTRIES": entries,
+                "BLOCK": _BLOCK,
+                "DTYPE": self._kernels.dtype_of(dtype),
+                "ALIGNED": aligned,
+                "LR_TENSOR": by_pointer,
+                "DECAYS": options["weight_decay"] != 0,
+                "MAXIMIZE": bool(options["maximize"]),
+                "SCALED": scale is not None,
+                "MAY_SKIP": found_inf is not None,
+                "COPIES": copies,
+                "FORM": form,
+                "num_warps": _WARPS,
+                "enable_fp_fusion": False,  # what is one operation in torch's kernel is one explicitly
+            }
+            if isinstance(optimizer, optim.Adam):
+                steps = [array.step for array in arrays if array.step is not None]
+                betas = options["betas"]
+                self._kernels.adam[(blocks,)](
+                    table,
+                    torch.pow(self._betas_on_device(*betas), torch.stack(steps + steps[-1:] * (entries - len(steps)))),
+                    beta1=float(betas[0]),
+                    beta2=float(betas[1]),
+                    eps=float(options["eps"]),
+                    DECOUPLED=_is_decoupled(optimizer, options),
+                    AMSGRAD=bool(options["amsgrad"]),
+                    **common,
+                )
+            else:
+                self._kernels.sgd[(blocks,)](
+                    table,
+                    momentum=float(options["momentum"]),
+                    dampening=float(options["dampening"]),
+                    MOMENTUM=options["momentum"] != 0,
+                    FIRST_STEP=group.first,
+                    NESTEROV=bool(options["nesterov"]),
+                    **common,
+                )
+        for value, buffer in group.new_states:
+            optimizer.state[value]["momentum_buffer"] = buffer
+        if group.steps and found_inf is not None:
+            torch._foreach_sub_(group.steps, [found_inf] * len(group.steps))
+
+    def _table(self, arrays: Sequence[_Array]) -> tuple[Tensor, int, int]:
+        """The arrays' addresses on the device, int64 of [9 * entries]; how many programs work; entries.
+
+        The same addresses come back in most steps, so tables are kept. What is in one depends on addresses alone.
+        """
+        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+        columns = [[*array.addresses(), array.tensors[0].numel()] for array in arrays]
+        entries = max(_ENTRIES, 1 << (len(arrays) - 1).bit_length())
+        key = (stream, *(number for column in columns for number in column))
+        known = self._tables.get(key)
+        if known is None:
+            blocks, starts = 0, []
+            for column in columns:
+                starts.append(blocks)
+                blocks += -(-column[-1] // _BLOCK)
+            rows = [*map(list, zip(*columns, strict=True)), starts]
+            padded = [row + [_LAST if row is starts else 0] * (entries - len(row)) for row in rows]
+            on_host = torch.tensor(padded, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            if len(self._tables) >= _TABLES:
+                self._tables.clear()
+            known = self._tables[key] = on_host.to(self._device, non_blocking=True).flatten(), blocks
+        return *known, entries
+
+    def _betas_on_device(self, first: float, second: float) -> Tensor:  # [2, 1]
+        found = self._betas.get((first, second))
+        if found is None:
+            if len(self._betas) >= _TABLES:  # a scheduler changes them
+                self._betas.clear()
+            found = self._betas[first, second] = torch.tensor([[first], [second]], device=self._device)
+        return found
+
+    # ---- on trial ----
+
+    def _form(self, optimizer: Optimizer, group: _Group) -> int | None:
+        """The form of the kernel that gives torch's bits for this kind of update; ``None``: none does."""
+        options = group.options
+        scale, found_inf = _scaling(optimizer)
+        names = ("amsgrad", "maximize", "nesterov")
+        key = (
+            *(type(optimizer), scale is None, found_inf is None, isinstance(options["lr"], Tensor)),
+            *(bool(options.get(name)) for name in names),
+            *(options.get(name, 0) != 0 for name in ("weight_decay", "momentum")),
+            _is_decoupled(optimizer, options),
+        )
+        if key not in self._forms:
+            self._forms[key] = self._try(optimizer, options)
+        return self._forms[key]
+
+    def _try(self, optimizer: Optimizer, options: Mapping[str, Any]) -> int | None:
+        expected = self._trained(optimizer, options, None)
+        for form in self._kernels.FORMS:
+            pairs = zip(expected, self._trained(optimizer, options, form), strict=True)
+            if all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs):
+                return int(form)
+        return None
+
+    @torch.no_grad()
+    def _trained(self, optimizer: Optimizer, options: Mapping[str, Any], form: int | None) -> list[Tensor]:
+        """Parameters, states and casts after two steps on trial; ``form``: of the kernel; ``None``: by torch."""
+        generator = torch.Generator(self._device).manual_seed(0)
+
+        def random(size: int) -> Tensor:
+            return torch.randn(size, device=self._device, generator=generator)
+
+        values, casts = [random(size) for size in _TRIED], []
+        trial = object.__new__(type(optimizer))
+        groups = [{**options, "params": values}]
+        trial.__dict__.update(vars(optimizer), param_groups=groups, state=defaultdict(dict))
+        for _ in range(2):
+            for value in values:
+                value.grad = 1e-2 * random(value.numel())
+            if form is None:
+                plain_step(trial)()
+                casts += [value.to(torch.bfloat16).float() for value in values for _ in range(2)]
+                continue
+            for group in self._groups(trial):
+                for array in group.arrays:
+                    array.own, array.staged = (torch.empty_like(array.tensors[0], dtype=torch.bfloat16) for _ in "12")
+                self._run(trial, group, form)
+                casts += [
+                    cast.float() for array in group.arrays for cast in (array.own, array.staged) if cast is not None
+                ]
+        states = [kept for value in values for kept in trial.state[value].values() if isinstance(kept, Tensor)]
+        return [*values, *states, *casts]
+
+
+def _unsuited(optimizer: Optimizer) -> str:
+    """Why the optimizer is not one whose units are updated in one pass; "": it is one."""
+    if type(optimizer) not in _KINDS or not is_elementwise(optimizer):
+        return "only torch's AdamW, Adam and SGD are updated in one pass, and no subclass"
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            return "it is not fused (pass fused=True to it)"
+        if group.get("differentiable") or any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
+            return "it is differentiable, or has tensors as betas"
+    return ""
+
+
+def _scaling(optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The scale by which the step divides gradients, and whether it is to be skipped, as torch's scaler sets them."""
+    return getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+
+
+def _is_decoupled(optimizer: Optimizer, options: Mapping[str, Any]) -> bool:
+    return bool(options.get("decoupled_weight_decay", isinstance(optimizer, optim.AdamW)))
