@@ -24,6 +24,9 @@ systems: limit        forward, backward and a fused AdamW over 1/W of the parame
          stage_3_spare  with memory to spare: units that fit stay gathered (memory_budget="auto")
          fsdp2        fully_shard per layer, reshard after forward, layers compiled (ZeRO-3); fsdp2_keep: no reshard
                       after forward (ZeRO-2); each with `_prefetch1`, `_prefetch2`: + explicit prefetch of layers
+         limit_fp8, stage_1|2|3_fp8, fsdp2_fp8, fsdp2_keep_fp8  the blocks' linear layers are torchao's Float8Linear;
+                      FSDP2 gathers float8, too (bf16 here). If torchao is installed, on GPUs that multiply float8;
+                      `x_limit` is over limit_fp8
          ddp          where it fits, layers compiled
          deepspeed_1|3  if it is installed; with `_compile`: DeepCompile, which needs a larger --limit-seconds
 
@@ -122,8 +125,9 @@ def write(args: argparse.Namespace, row: Row) -> None:
 
 def measure(args: argparse.Namespace, system: str, accumulate: int) -> tuple[list[Row], bool]:
     """The rows of one system, and whether it came to its end."""
-    if system.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
-        print(f"# {system}: deepspeed is not installed", flush=True)
+    package = "torchao" if "fp8" in system.split("_") else system.split("_")[0]
+    if package in ("torchao", "deepspeed") and importlib.util.find_spec(package) is None:
+        print(f"# {system}: {package} is not installed", flush=True)
         return [], True
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         options = ["--system", system, "--accumulate", str(accumulate)]
@@ -205,10 +209,13 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     def cell(row: Row) -> tuple[int, int]:
         return row["accumulate"], row["seq"]
 
-    limits = {cell(row): row["seconds"] for row in rows if row["system"] == "limit"}
+    def limit_of(row: Row) -> str:
+        return "limit_fp8" if "fp8" in row["system"].split("_") else "limit"
+
+    limits = {(row["system"], *cell(row)): row["seconds"] for row in rows}
     found = []
     for row in sorted(rows, key=cell):
-        limit = limits.get(cell(row))
+        limit = limits.get((limit_of(row), *cell(row)))
         ratio = {"x_limit": round(row["seconds"] / limit, 3) if limit else None}
         found.append({name: (row | ratio)[name] for name in COLUMNS})
     return found

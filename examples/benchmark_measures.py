@@ -180,6 +180,8 @@ def moved_bytes(system: str, numel: int, world: int, accumulate: int, reduce_fp3
     gathers, reductions = passes(system, accumulate)
     reduced = 4 if reduce_fp32 else 2
     gathered = reduced if system == "ddp" else 2  # the second half of an all-reduce gathers gradients
+    if system.startswith("fsdp2") and "fp8" in system.split("_"):
+        gathered = 1  # and a little more: embedding, head and norms are not float8
     return (gathers * gathered + reductions * reduced) * numel * (world - 1) / world
 
 

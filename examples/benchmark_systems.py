@@ -43,6 +43,9 @@ STAGES = [f"stage_{stage}{scope}" for stage in (1, 2, 3) for scope in ("", "_mod
 ]
 SYSTEMS = (
     "limit",
+    "limit_fp8",
+    *(f"stage_{stage}_fp8" for stage in (1, 2, 3)),
+    *(f"fsdp2{keep}_fp8" for keep in ("", "_keep")),
     *(name + loop for name in STAGES for loop in ("", "_trainer")),
     *(f"fsdp2{keep}{prefetch}" for keep in ("", "_keep") for prefetch in ("", "_prefetch1", "_prefetch2")),
     "ddp",
@@ -112,6 +115,23 @@ def qwen3(args: argparse.Namespace, device: torch.device) -> nn.Module:
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def wants_fp8(args: argparse.Namespace) -> bool:
+    return "fp8" in args.system.split("_")
+
+
+def to_float8(model: nn.Module, device: torch.device, gathers: bool = False) -> None:
+    """Lets torchao compute the linear layers of the blocks in float8, by its recipe for whole tensors.
+
+    Args:
+        gathers: FSDP2 moves float8 weights, too (``enable_fsdp_float8_all_gather``).
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=device.type == "cpu")
+    for layer in layers_of(model):
+        convert_to_float8_training(layer, config=config)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -185,6 +205,8 @@ def finish(optimizer: torch.optim.Optimizer, model: nn.Module, loss: Tensor, arg
 def limit(args: argparse.Namespace, device: torch.device) -> System:
     model = build_model(args, torch.bfloat16, device)
     numel = numel_of(model)
+    if wants_fp8(args):
+        to_float8(model, device)
     compile_layers(model, args)
     share = nn.Parameter(torch.randn(-(-numel // dist.get_world_size()), device=device))
     share.grad = torch.randn_like(share)
@@ -228,11 +250,16 @@ def ddp(args: argparse.Namespace, device: torch.device) -> System:
 def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if wants_fp8(args):
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
     model = build_model(args, torch.float32, device)
     numel = numel_of(model)
     reduce_dtype = torch.float32 if args.reduce_fp32 else torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     reshard = "keep" not in args.system
+    if wants_fp8(args):
+        to_float8(model, device, gathers=True)
     layers = layers_of(model)
     compile_layers(model, args)
     for layer in layers:
@@ -249,7 +276,10 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
         for tokens in batches:
             loss = loss_of(model, tokens)
             backward(loss, args)
-        return finish(optimizer, model, loss, args)
+        result = finish(optimizer, model, loss, args)
+        if wants_fp8(args):
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        return result
 
     return System(numel, bare(step, args, device))
 
@@ -277,6 +307,8 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
 
     model = build_model(args, torch.float32, device)  # the same start as fsdp2's
     numel = numel_of(model)
+    if wants_fp8(args):
+        to_float8(model, device)
     engine = Engine(model, device, Config(**our_options(args)), torch.bfloat16, dist.get_backend())
     optimizer = adamw(model.parameters(), args)
     engine.attach_optimizers([optimizer])

@@ -91,6 +91,9 @@ def test_what_communicates(examples: Any) -> None:
         ("stage_3_spare", 4, False, 2 + 4 * 2),
         ("fsdp2_prefetch2", 1, True, 2 * 2 + 4),
         ("fsdp2_keep_prefetch1", 4, False, 4 * 2 + 4 * 2),
+        ("limit_fp8", 1, False, 0),
+        ("stage_3_fp8", 1, False, 2 * 2 + 2),
+        ("fsdp2_fp8", 1, False, 2 * 1 + 2),
         ("ddp", 4, False, 2 + 2),
         ("ddp", 1, True, 4 + 4),
         ("deepspeed_1_compile", 4, False, 2 + 2),
@@ -138,6 +141,9 @@ def test_ratio_to_the_limit_of_the_same_cell(examples: Any) -> None:
     ratios = {(row["accumulate"], row["seq"]): row["x_limit"] for row in rows if row["system"] == "stage_3"}
     assert ratios == {(1, 32): 3.0, (1, 64): 1.5, (4, 32): None, (4, 64): 1.125}
     assert list(ratios) == sorted(ratios)
+    raw = [raw_row("limit", 64, 0.2), raw_row("limit_fp8", 64, 0.1), raw_row("stage_3_fp8", 64, 0.15)]
+    found = {row["system"]: row["x_limit"] for row in benchmark.with_ratios(benchmark.complete(raw, {}))}
+    assert found == {"limit": 1.0, "limit_fp8": 1.0, "stage_3_fp8": 1.5}
 
 
 def test_what_is_not_installed_is_said(
