@@ -141,6 +141,16 @@ def test_half_precision_with_an_island(stage: int, options: dict[str, Any]) -> N
     assert models.deviation(model, twin) <= 1e-6
 
 
+@pytest.mark.parametrize(("stage", "options"), [(1, AOT), (3, EAGER), (3, AOT)], ids=["1-aot", "3-eager", "3-aot"])
+@on_ranks(2)
+def test_mixed_precision(stage: int, options: dict[str, Any]) -> None:
+    """With more steps than the ranks watch before gathers move autocast's dtype; float8 layers stay float32."""
+    module, twin = Module(), Module()
+    models.fit_epochs(module, ZeroCompileStrategy(stage=stage, **options), 2, precision="bf16-mixed")
+    models.fit_epochs(twin, "ddp", 2, precision="bf16-mixed")
+    assert _converted(module) == 6 and models.deviation(module, twin) <= 1e-6
+
+
 @pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (3, AOT)], ids=["1-eager", "3-aot"])
 @on_ranks(2)
 def test_checkpoints(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
