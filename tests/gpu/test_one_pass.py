@@ -117,6 +117,7 @@ def test_a_loss_scale_is_divided_out(kind: Any, found: float) -> None:
         value.grad = torch.randn_like(value)
         other.grad = value.grad.clone()
     theirs.step()
+    assert one_pass.takes(ours)
     with torch.no_grad():
         placed = one_pass.update(ours, list(range(len(values))), values, [0])
     if placed is None:
