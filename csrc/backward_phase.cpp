@@ -141,6 +141,7 @@ void BackwardPhase::check_ended() const {
 // little longer than the caller waits, so the task alone does not tell yet.
 void BackwardPhase::raised() {
   if (armed_ && phase() != Phase::Backward) raised_ = true;
+  if (phase() != Phase::Backward) gathers_.forget_secondary();
 }
 
 // A backward whose graph task is gone and that has not ended raised. Its gradients are incomplete on this rank.

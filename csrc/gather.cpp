@@ -15,8 +15,13 @@
 
 namespace zerocompile {
 
-Gathers::Gathers(Registry& registry, Questions& questions, c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : registry_(registry), questions_(questions), group_(std::move(group)), lane_(registry.device()) {}
+Gathers::Gathers(Registry& registry, Questions& questions, c10::intrusive_ptr<c10d::ProcessGroup> group,
+                 c10::intrusive_ptr<c10d::ProcessGroup> inner)
+    : registry_(registry),
+      questions_(questions),
+      group_(std::move(group)),
+      inner_(std::move(inner)),
+      lane_(registry.device()) {}
 
 void Gathers::add_unit(int64_t index) {
   units_.resize(registry_.units().size());
@@ -47,12 +52,16 @@ void Gathers::abandon(bool devices_too) {
     running = true;
     for (auto i : unit.parameters) {
       lane_.keep(values_[i].full);
+      lane_.keep(values_[i].secondary);
       lane_.keep(record(i).local);
     }
     of(unit).gathering.drop();
   }
   if (running || devices_too) (void)peers_.release();
-  if (running && registry_.device().is_cpu()) (void)group_.release();
+  if (running && registry_.device().is_cpu()) {
+    (void)group_.release();
+    (void)inner_.release();
+  }
 }
 
 void Gathers::clear() {
@@ -62,6 +71,7 @@ void Gathers::clear() {
   meet_ = nullptr;
   peers_.reset();
   group_.reset();
+  inner_.reset();
 }
 
 Phase phase() {
@@ -118,7 +128,8 @@ bool Gathers::current(const Unit& unit, int64_t needed, bool full) const {
 }
 
 // Raises where other ranks gather something else: see [Note: mismatched gathers]. `full`: see [Note: low gathers].
-void Gathers::check_order(const Units& units, Way way, bool full) {
+// `inner`: from secondary shards.
+void Gathers::check_order(const Units& units, Way way, bool full, bool inner) {
   if (units.empty()) return;
   if (meet_ != nullptr) {  // see [Note: ranks apart]
     auto meet = std::exchange(meet_, nullptr);
@@ -134,12 +145,13 @@ void Gathers::check_order(const Units& units, Way way, bool full) {
   bool any_full = false;
   for (auto index : units) {
     const bool wide = widens(registry_.units()[index], full);
-    numbers.push_back(index + (wide ? count : 0));
+    numbers.push_back(index + (inner ? 2 * count : wide ? count : 0));
     any_full = any_full || wide;
   }
   const auto step = sequence_.begin(numbers, way, count);
   if (registry_.world() == 1 || questions_.compare == nullptr || step.known) return;
-  const auto what = registry_.names_of(units) + (any_full ? " (in full precision)" : "");
+  const auto what = text(registry_.names_of(units), any_full ? " (in full precision)" : "",
+                         inner ? " (from secondary shards)" : "");
   const auto message = questions_.compare(step.number, what);
   TORCH_CHECK(message.empty(), message);
   sequence_.agreed();
@@ -158,6 +170,7 @@ void Gathers::come_apart(std::function<void()> meet) {
     state.open_modules = state.graph_uses = 0;
     state.stale = state.stale || (unit.lifetime == Lifetime::Use && state.resident);
   }
+  forget_secondary();
   order_.forget();
   sequence_.forget();
 }
@@ -169,8 +182,9 @@ void Gathers::come_apart(std::function<void()> meet) {
 void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool checked) {
   const auto* const where = way == Way::Back ? " in backward" : " in forward";
   RECORD_USER_SCOPE(text("zerocompile: gather ", registry_.names_of(units), where));
+  const bool inner = has_secondary(units, way, full);
   if (unequal_) take_turn(units, full);
-  else if (!checked) check_order(units, way, full);
+  else if (!checked) check_order(units, way, full, inner);
   const int64_t number = ++started_;
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
@@ -185,9 +199,11 @@ void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool
       else if (!registry_.device().is_cpu()) of(unit).home = current_stream(registry_.device());
       for (auto i : unit.parameters) {
         if (!values_[i].full.defined()) allocate(record(i), gathered_dtype(record(i), full), values_[i]);
+        if (way == Way::Forth) allocate_secondary(record(i));
       }
+      if (inner) follow_secondary(unit);
     }
-    start(units, restores, started);
+    start(units, restores, inner, started);
   } catch (...) {
     give_up(units, started);
     throw;
@@ -206,13 +222,14 @@ void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool
 }
 
 // Into the units' memory. `started`: see [Note: unfinished launches].
-void Gathers::start(const Units& units, bool restores, std::vector<Pending>& started) {
+void Gathers::start(const Units& units, bool restores, bool inner, std::vector<Pending>& started) {
   Lane::Launch launch(lane_, started);
   RowsByDtype calls, unmoved;
-  for (auto index : units) add_rows(registry_.units()[index], restores, calls, unmoved);
+  for (auto index : units) add_rows(registry_.units()[index], restores, inner, calls, unmoved);
   for (const auto& [dtype, call] : unmoved) fill_rows(call);
   if (!unequal_) sequence_.add_run(units.size());
-  move(calls, units.front(), launch);
+  if (inner) move_inside(calls, launch);
+  else move(calls, units.front(), launch);
   launch.finish();
 }
 
@@ -233,6 +250,20 @@ void Gathers::move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch) {
       inputs.push_back(std::move(rows.rows));
     }
     all_gather(*group_, launch, std::move(outputs), std::move(inputs));
+  }
+}
+
+// The same from secondary shards, which are the rows of these calls.
+void Gathers::move_inside(RowsByDtype& calls, Lane::Launch& launch) {
+  for (auto& [dtype, call] : calls) {
+    counts_.gathers += 1;
+    counts_.inner_gathers += 1;
+    std::vector<Tensor> outputs, inputs;
+    for (auto& rows : call) {
+      outputs.push_back(std::move(rows.full));
+      inputs.push_back(std::move(rows.rows));
+    }
+    all_gather(*inner_, launch, std::move(outputs), std::move(inputs));
   }
 }
 
@@ -281,8 +312,8 @@ void Gathers::masters_written(const Units& units) {
 }
 
 // Adds a unit's rows to the collectives of a gather. Once that is started its values count as those that the masters
-// have now.
-void Gathers::add_rows(const Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved) {
+// have now. `inner`: its rows are the secondary shards.
+void Gathers::add_rows(const Unit& unit, bool restores, bool inner, RowsByDtype& calls, RowsByDtype& unmoved) {
   auto& state = of(unit);
   std::set<at::ScalarType> dtypes;
   state.bytes = 0;
@@ -292,9 +323,13 @@ void Gathers::add_rows(const Unit& unit, bool restores, RowsByDtype& calls, Rows
     const bool moves = !p.replicated && v.full.numel() > 0;
     const auto dtype = v.full.scalar_type();
     const auto placed = placed_.find(i);
-    (moves ? calls : unmoved)[dtype].push_back(
-        {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(p)),
-         placed == placed_.end() ? PeerMemory::Placed::No : placed->second});
+    if (moves && inner) {
+      calls[dtype].push_back({on_the_wire(v.full), on_the_wire(v.secondary), {}, {}});
+    } else {
+      (moves ? calls : unmoved)[dtype].push_back(
+          {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(p)),
+           placed == placed_.end() ? PeerMemory::Placed::No : placed->second});
+    }
     const bool changes = !(restores || state.stale) || v.gathered_version != p.version();
     if (changes) v.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
     v.value_version = static_cast<int64_t>(v.value._version());
@@ -317,7 +352,7 @@ void Gathers::add_rows(const Unit& unit, bool restores, RowsByDtype& calls, Rows
 // between devices have to fit their buffer, with its padding.
 void Gathers::gather_in_runs(const Units& units, bool full) {
   const bool padded = peers_ != nullptr;
-  if (!unequal_) check_order(units, Way::Forth, full);
+  if (!unequal_) check_order(units, Way::Forth, full, /*inner=*/false);
   for (const auto& run : registry_.runs_of(units, merge_bytes_, padded)) {
     launch(run, Way::Forth, /*restores=*/false, full, /*checked=*/true);
   }
@@ -349,7 +384,9 @@ void Gathers::drop(const Unit& unit) {
   await(unit);  // its memory goes back to the stream that allocated it
   for (auto i : unit.parameters) {
     if (!values_[i].full.defined()) continue;
+    const bool written = may_be_written(record(i));
     write_back(record(i));
+    write_secondary(unit, record(i), written);
     keep_for_readers(unit, values_[i].full);
     forget(record(i));
   }
@@ -507,6 +544,7 @@ void Gathers::masters_changed(const Units& units, const Units& order, const std:
     const auto& unit = registry_.units()[index];
     if (unit.lifetime == Lifetime::Step) resident.push_back(index);
     else if (of(unit).open_modules == 0) drop(unit);
+    forget_secondary(unit);
   }
   const auto offered = std::exchange(offered_, {});
   const bool moved_on = peers_ != nullptr && peers_->turn() != offered_turn_;

@@ -1,16 +1,18 @@
 // Gathered values: when a unit is gathered, who uses it until when, and what user code writes to it. The sources:
-// gather.cpp (starting and dropping), uses.cpp (regions, eager code, graphs), lend.cpp (units that stay gathered),
+// gather.cpp (starting and dropping), secondary.cpp (a second copy of the shards, inside hosts), uses.cpp (regions, eager code, graphs), lend.cpp (units that stay gathered),
 // low_gathers.cpp (in which dtype), unequal.cpp (ranks that do unequal work).
 //
-// `Gathers` owns the process group of gathers (or the memory that devices have mapped for them), their lane, the full
-// value of each parameter that is gathered now, who uses each unit, and the order in which units were asked for.
+// `Gathers` owns the process groups of gathers (or the memory that devices have mapped for them), their lane, the full
+// value of each parameter that is gathered now, its secondary shard, who uses each unit, and the order in which units
+// were asked for.
 //
 // Lock: whoever calls holds the runtime's mutex. Before a use it has also begun it (`Runtime::begin_use`). `started` is
 // an atomic count and needs no lock.
 //
 // Streams: a value is allocated on the caller's stream (`launch`), written on the lane, and read on each stream that
 // has been ordered after the gather (`await`). `drop` frees it, in the order of the stream that allocated it, after all
-// streams that have read it ([Note: several streams]).
+// streams that have read it ([Note: several streams]). A secondary shard is allocated as the value is, written on the
+// stream that drops the value, and read on the lane, after an event ([Note: secondary shards]).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -50,6 +52,8 @@ struct GatheredValue {
   bool asked_cast = false, asked_full = false;  // what this rank's uses have asked for
   int64_t forward_version = -1;   // see [Note: stale backward]
   int64_t shown_version = -1;     // of the rows in host memory that `Parameter::local` shows
+  Tensor secondary;               // [world * rows / inner, ...], see [Note: secondary shards]; undefined: there is none
+  int64_t secondary_version = -1;  // of the master, whose values it has; -1: it has none yet
 
   int64_t writes() const { return value.defined() ? static_cast<int64_t>(value._version()) - value_version : 0; }
 };
@@ -65,6 +69,7 @@ struct GatheredUnit {
   int64_t bytes = 0;        // of its gathered values
   Pending gathering;
   Ready written;            // after the update of its masters, if that has another stream
+  std::optional<c10::Stream> copied_on;  // on which its secondary shards were written last
   std::optional<c10::Stream> home;  // on which its values were allocated, see [Note: several streams]
   Way gathered_in = Way::Forth;
   int64_t gather_number = 0;  // of the last one, among all
@@ -75,6 +80,8 @@ struct GatherCounts {
   int64_t peer_gathers = 0;                     // gathers that copies between devices did
   int64_t prefetched = 0;                       // gathers that were started before they were asked for
   int64_t served = 0;                           // gathers in which this rank took part for others only
+  int64_t inner_gathers = 0;                    // gathers from secondary shards, inside the inner group
+  int64_t secondary_bytes = 0;                  // of secondary shards that are held now
   int64_t eager_reads = 0, eager_gathers = 0;   // reads outside graphs, and those that had to gather
   int64_t graph_uses = 0;                       // parameters that compiled graphs asked for
   int64_t resident_bytes = 0, peak_resident_bytes = 0;
@@ -91,7 +98,9 @@ class Gathers {
  public:
   using Units = std::vector<int64_t>;
 
-  Gathers(Registry& registry, Questions& questions, c10::intrusive_ptr<c10d::ProcessGroup> group);
+  // `inner`: the group of gathers from secondary shards; null: there are none.
+  Gathers(Registry& registry, Questions& questions, c10::intrusive_ptr<c10d::ProcessGroup> group,
+          c10::intrusive_ptr<c10d::ProcessGroup> inner);
 
   // set-up and end
   void add_parameter() { values_.emplace_back(); }
@@ -137,6 +146,7 @@ class Gathers {
   void take_back(const Units& units, bool keep, bool together);
   std::string lent_unit() const;
   void come_apart(std::function<void()> meet);
+  void forget_secondary();
 
   // unequal work
   void begin_unequal();
@@ -173,14 +183,15 @@ class Gathers {
   void acquire(const Unit& unit, Phase phase, int64_t needed, bool full = false);
   bool current(const Unit& unit, int64_t needed, bool full) const;
   void launch(const Units& units, Way way, bool restores = false, bool full = false, bool checked = false);
-  void start(const Units& units, bool restores, std::vector<Pending>& started);
+  void start(const Units& units, bool restores, bool inner, std::vector<Pending>& started);
   void move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch);
+  void move_inside(RowsByDtype& calls, Lane::Launch& launch);
   Tensor rows_of(const Parameter& p) const;
   void give_up(const Units& units, const std::vector<Pending>& started);
-  void add_rows(const Unit& unit, bool restores, RowsByDtype& calls, RowsByDtype& unmoved);
+  void add_rows(const Unit& unit, bool restores, bool inner, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const Units& units, bool full);
   Units in_order(const Units& units, const Units& order) const;
-  void check_order(const Units& units, Way way, bool full);
+  void check_order(const Units& units, Way way, bool full, bool inner);
   void drop(const Unit& unit);
   void drop_unused(int64_t but, bool raised = false);
   void drop_after_exception(const Unit& unit);
@@ -188,6 +199,14 @@ class Gathers {
   void await_readers(const Unit& unit) const;
   void demanded(Way way, int64_t unit);
   Units predicted() const;
+
+  // secondary.cpp
+  bool has_secondary(const Units& units, Way way, bool full) const;
+  void allocate_secondary(const Parameter& p);
+  bool may_be_written(const Parameter& p) const { return of(p).read_eagerly || of(p).writes() != 0; }
+  void write_secondary(const Unit& unit, const Parameter& p, bool written);
+  void follow_secondary(const Unit& unit) const;
+  void forget_secondary(const Unit& unit);
 
   // unequal.cpp
   void take_turn(const Units& units, bool full);
@@ -209,7 +228,7 @@ class Gathers {
 
   Registry& registry_;
   Questions& questions_;
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_, inner_;
   std::unique_ptr<PeerMemory> peers_;  // null: the process group does all
   Lane lane_;
   int64_t prefetch_ = 1;

@@ -60,6 +60,7 @@ void Gathers::take_back(const Units& indices, bool keep, bool together) {
         if (keep) write_back(record(i));
         forget_writes(record(i));
       }
+      forget_secondary(unit);  // the value has what the masters may not get
       if (unit.lifetime == Lifetime::Use && !held_ && state.open_modules <= 0 && state.graph_uses == 0) {
         drop(unit);
       } else if (together) {
@@ -101,6 +102,7 @@ void Gathers::keep(int64_t index) {
               text("zerocompile: unit `", unit.name, "` is in use, so how long it lives cannot change now"));
   if (unit.lifetime == Lifetime::Step) return;
   drop(unit);
+  forget_secondary(unit);
   try {
     for (auto i : unit.parameters) allocate(record(i), record(i).dtype, values_[i]);
   } catch (...) {  // out of memory: the unit lives for one use, as before

@@ -79,6 +79,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("peer_reductions", &Stats::peer_reductions)
       .def_readonly("prefetched", &Stats::prefetched)
       .def_readonly("served", &Stats::served)
+      .def_readonly("inner_gathers", &Stats::inner_gathers)
+      .def_readonly("secondary_bytes", &Stats::secondary_bytes)
       .def_readonly("eager_reads", &Stats::eager_reads)
       .def_readonly("eager_gathers", &Stats::eager_gathers)
       .def_readonly("graph_uses", &Stats::graph_uses)
@@ -90,10 +92,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
       .def(py::init([](const std::string& gather_group, const std::string& reduce_group,
-                       const std::string& replica_group, int64_t all_ranks, int64_t global_rank,
-                       const std::string& device) {
-        return std::make_shared<Runtime>(gather_group, reduce_group, replica_group, Place{all_ranks, global_rank},
-                                         c10::Device(device));
+                       const std::string& replica_group, const std::string& inner_group, int64_t all_ranks,
+                       int64_t global_rank, const std::string& device) {
+        return std::make_shared<Runtime>(gather_group, reduce_group, replica_group, inner_group,
+                                         Place{all_ranks, global_rank}, c10::Device(device));
       }))
       .def("add_parameter",
            [](Runtime& self, std::string name, std::vector<int64_t> size, at::ScalarType dtype,
@@ -111,6 +113,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_updates", changes("set_updates", &Runtime::set_updates), Release())
       .def("set_turns", changes("set_turns", &Runtime::set_turns), Release())
       .def("set_in_step", &Runtime::set_in_step, Release())
+      .def("set_evaluates", &Runtime::set_evaluates, Release())
       .def("shutdown", changes("shutdown", &Runtime::shutdown), py::arg("wait"), Release())
       .def("peer_bytes", &Runtime::peer_bytes, Release())
       .def("set_peers", changes("set_peers", &Runtime::set_peers), Release())

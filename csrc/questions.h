@@ -37,6 +37,7 @@ class Questions {
   // of steps] in ranks/consistency.py.
   std::function<void(std::string)> outside;
   bool in_step = false;
+  bool evaluates = false;  // a step without a backward
 
   void set_turns(decltype(take) new_take, decltype(arrive) new_arrive, decltype(fail) new_fail) {
     take = flagged(std::move(new_take));

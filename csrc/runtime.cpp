@@ -17,10 +17,11 @@ Place place_in(const std::string& group_name) {
 }  // namespace
 
 Runtime::Runtime(const std::string& gather_group, const std::string& reduce_group, const std::string& replica_group,
-                 Place all, c10::Device device)
+                 const std::string& inner_group, Place all, c10::Device device)
     : group_name_(gather_group),
       registry_(device, place_in(gather_group), all),
-      gathers_(registry_, questions_, c10d::resolve_process_group(gather_group)),
+      gathers_(registry_, questions_, c10d::resolve_process_group(gather_group),
+               inner_group.empty() ? nullptr : c10d::resolve_process_group(inner_group)),
       gradients_(registry_),
       reductions_(registry_, questions_, gathers_.order(), gradients_, c10d::resolve_process_group(reduce_group),
                   replica_group.empty() ? nullptr : c10d::resolve_process_group(replica_group)),
@@ -88,6 +89,11 @@ void Runtime::set_turns(std::function<std::string(std::string)> take, std::funct
 void Runtime::set_in_step(bool in_step) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   questions_.in_step = in_step;
+}
+
+void Runtime::set_evaluates(bool evaluates) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  questions_.evaluates = evaluates;
 }
 
 void Runtime::check_entry(const char* what) const {

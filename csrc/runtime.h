@@ -61,9 +61,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
   // Names of process groups. `gather_group`: the shard group's. `reduce_group`: the shard group's, on the CPU that of
   // all ranks. `replica_group`: that of the ranks that hold the same rows, "" on the CPU and where no other rank does:
-  // see [Note: replicas]. `all`: this rank's place among all ranks.
-  Runtime(const std::string& gather_group, const std::string& reduce_group, const std::string& replica_group, Place all,
-          c10::Device device);
+  // see [Note: replicas]. `inner_group`: that of gathers from secondary shards, a part of the shard group, "" if there
+  // are none. `all`: this rank's place among all ranks.
+  Runtime(const std::string& gather_group, const std::string& reduce_group, const std::string& replica_group,
+          const std::string& inner_group, Place all, c10::Device device);
 
   // set-up
   int64_t add_parameter(ParameterSpec spec, Tensor master, Tensor local, Tensor handle);
@@ -79,6 +80,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_turns(std::function<std::string(std::string)> take, std::function<std::string(std::string)> arrive,
                  std::function<std::string(std::string)> fail);
   void set_in_step(bool in_step);
+  void set_evaluates(bool evaluates);
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms);
   void set_kernels(const std::string& code);

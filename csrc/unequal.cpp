@@ -58,6 +58,7 @@ void Gathers::begin_unequal() {
 void Gathers::end_unequal(bool raised) {
   if (registry_.is_shut_down() || !std::exchange(unequal_, false)) return;
   drop_unused(/*but=*/-1, raised);
+  if (raised) forget_secondary();
   order_.restart();
 }
 

@@ -142,7 +142,9 @@ void Gathers::release(const Units& indices, bool last) {
     state.graph_uses = std::max<int64_t>(0, state.graph_uses - 1);
     if (keeps_all || state.lent || !of(p).full.defined()) continue;
     if (std::find(next.begin(), next.end(), p.unit) != next.end()) continue;
+    const bool written = may_be_written(p);
     write_back(p);
+    write_secondary(unit, p, written);
     keep_for_readers(unit, of(p).full);
     forget(p);
     const bool empty = std::none_of(unit.parameters.begin(), unit.parameters.end(),
@@ -217,6 +219,7 @@ void Gathers::end_forward(bool raised) {
     if (raised) drop_after_exception(unit);
     else drop(unit);
   }
+  if (raised) forget_secondary();
   order_.restart();
 }
 
@@ -259,6 +262,7 @@ void Gathers::let_go(bool raised) {
     if (raised) drop_after_exception(unit);
     else drop(unit);
   }
+  if (raised) forget_secondary();
   order_.restart();  // so it is the same on all ranks, whatever they ran in the window
 }
 

@@ -211,6 +211,11 @@ class Config:
             consecutive ranks; or a ``DeviceMesh`` of all ranks with dimensions ``"replicate"`` and ``"shard"``, in
             either order, or with ``"shard"`` alone. Of a mesh only the places of the ranks count: the process groups
             are the strategy's own. Give this or ``replicas``.
+        reshard_after_forward: at stage 3, what a rank keeps of a value when the forward has used it (FSDP2's option of
+            that name, ZeRO++'s hpZ). ``True``: its shard only, and the backward gathers over all ranks again. A number
+            of ranks: each such part of the shard group (consecutive ranks, those of a host) keeps one more copy of the
+            model together, a secondary shard each, and the backward's gathers are inside it. ``"nodes"``: the ranks of
+            each host. It takes the bytes of all gathered parameters, divided by that number, on each rank.
 
     ``param_dtype``, ``reduce_dtype`` and ``master_dtype`` take a dtype or its name.
 
@@ -354,6 +359,14 @@ class Config:
             holds=_is_mesh,
         ),
     ] = None
+    reshard_after_forward: Annotated[
+        bool | int | Literal["nodes"],
+        Check(
+            "is not understood; choose True (the backward gathers over all ranks), a number of ranks, 2 or more (it "
+            "gathers inside parts of so many), or 'nodes' (inside each host). What FSDP2 does with False is stage=2.",
+            holds=lambda after: after is True or after == "nodes" or (type(after) is int and after > 1),
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         for name, (hint, check) in _checks().items():
@@ -370,6 +383,8 @@ class Config:
                 f"`replicas={self.replicas!r}` and `device_mesh={self.device_mesh!r}` both say how many replicas there "
                 "are; drop one of them."
             )
+        if self.reshard_after_forward is not True:
+            self._check_secondary()
         if self.offload_budget and not self.offload:
             raise ValueError(
                 "`offload_budget` is what offload='optimizer' leaves on the device; pass both, or neither."
@@ -396,6 +411,16 @@ class Config:
             raise ValueError(f"`mode` and `options` belong to Inductor; drop them with backend={self.backend!r}.")
         if self.compile is False and (self.mode is not None or self.options):
             warnings.warn("`mode` and `options` have no effect with compile=False.", stacklevel=3)
+
+    def _check_secondary(self) -> None:
+        option = f"`reshard_after_forward={self.reshard_after_forward!r}`"
+        if self.stage != 3:
+            raise ValueError(f"{option} is for stage=3, which alone gathers in the backward; got stage={self.stage!r}.")
+        if self.unequal_work == "all":
+            raise ValueError(
+                f"{option}: with unequal_work='all' the ranks of all hosts take part in each other's gathers, so none "
+                "is inside a host; drop one of the two."
+            )
 
     def _check_in_backward(self) -> None:
         reasons = {

@@ -21,7 +21,7 @@ from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
 from lightning_zerocompile.ranks.abort import refuse_ended_group
-from lightning_zerocompile.ranks.groups import Groups, shard_groups
+from lightning_zerocompile.ranks.groups import Groups, inner_size, shard_groups
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
 from lightning_zerocompile.runtime.memory_budget import MemoryBudget
 from lightning_zerocompile.runtime.runtime import Runtime
@@ -69,7 +69,8 @@ class Engine:
         nodes: number of hosts.
 
     Raises:
-        ValueError: `replicas` or `device_mesh` does not fit the ranks, or an option names what is not in the model.
+        ValueError: `replicas`, `device_mesh` or `reshard_after_forward` does not fit the ranks, or an option names what
+            is not in the model.
         RuntimeError: the ranks hold different models, options or versions; a parameter is a shard that a failed run has
             left, is on a foreign device or cannot be initialised.
     """
@@ -93,6 +94,7 @@ class Engine:
             shard_groups(config, nodes, device.type)
         check_equal_on_all_ranks(model, settings_of(config) | dict(settings or {}))
         rows = shard_groups(config, nodes, device.type)
+        inner = inner_size(config.reshard_after_forward, nodes, rows)
         check_names(model, config.keep_gathered)
         islands = find_islands(model, config.fp32_modules, compute_dtype, autocast_dtype)
         one_graph = config.compile == "model"
@@ -103,7 +105,7 @@ class Engine:
                 "(siblings of one class with equal parameters). Call `torch.utils.checkpoint.checkpoint` in its "
                 "`forward` instead, or use `activation_budget`, which needs none."
             )
-        self._groups = Groups.make(device, backend, config.timeout, rows)
+        self._groups = Groups.make(device, backend, config.timeout, rows, inner)
         self._groups.connect(device)
         self.units = tuple(units)
         self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
@@ -197,11 +199,13 @@ class Engine:
         if fitting and not self.runtime.core.unequal():
             self.broadcast_buffers(modules_of(self.model))
         raised = True
+        self.runtime.core.set_evaluates(True)
         try:
             with self.runtime.forward(), self._user_code():
                 yield
             raised = False
         finally:
+            self.runtime.core.set_evaluates(False)
             self.runtime.core.end_forward(raised)
 
     @contextlib.contextmanager

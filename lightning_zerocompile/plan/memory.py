@@ -42,6 +42,7 @@ class Memory:
         buffers, batch: of the module, and of the batch.
         activations: that the forward keeps for the backward.
         gathered: most full parameters at any time (with ``resident``).
+        secondary: secondary shards, from the forward until the optimizer's step (``reshard_after_forward``).
         gradients: most full gradients at any time, with the transport's copies.
         reduced: gradients of the shards, from backward to step; or, where the backward updates, the most of them at any
             time.
@@ -66,6 +67,7 @@ class Memory:
     step_peak: int
     host: int = 0
     copied: int = 0
+    secondary: int = 0
 
     @property
     def peak(self) -> int:
@@ -193,6 +195,7 @@ class Schedule:
             reduction is done is not known before the backward ends.
         on_cpu: whether the CPU updates what is in host memory (``offload_update="cpu"``).
         early: whether there is room for the units that come from host memory in the backward.
+        inner: how many ranks gather in the backward among themselves, from secondary shards; None: there are none.
     """
 
     stage: int
@@ -204,6 +207,7 @@ class Schedule:
     in_backward: bool = False
     on_cpu: bool = False
     early: bool = True
+    inner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -305,12 +309,17 @@ def simulate(
         reduced=run.most_reduced if schedule.in_backward else reduced,
         between_steps=between,
         after_forward=base + run.after_forward,
-        after_backward=between + batch + to_step,
+        after_backward=between + batch + to_step + run.secondary,
         forward_peak=base + run.forward_peak,
         backward_peak=base + run.backward_peak + beside + (_OFFLOAD_AHEAD * away.largest if schedule.early else 0),
-        step_peak=between + max(to_step, staging) + optimizer.temporary + _OFFLOAD_BUFFERS * away.largest,
+        step_peak=between
+        + run.secondary
+        + max(to_step, staging)
+        + optimizer.temporary
+        + _OFFLOAD_BUFFERS * away.largest,
         host=away.masters + away.states,
         copied=away.copied,
+        secondary=run.secondary,
     )
     return memory, run.traffic()
 
@@ -347,6 +356,8 @@ class _Run:
         self._resident = {name for name in self._units if stays or name in schedule.kept}
         self.resident = sum(self._units[name].gathered for name in self._resident)
         self._gathered: list[str] = []  # of those that live for one use
+        self._kept_part: set[str] = set()  # those with secondary shards
+        self.secondary = 0
         self._waiting = {unit.name: set(unit.trainable) for unit in units}
         self._owner = {name: unit.name for unit in units for name in unit.trainable}
         self._full: dict[str, int] = {}  # full gradients by unit, with the transport's copies
@@ -388,7 +399,7 @@ class _Run:
         self.most_gathered = max(self.most_gathered, gathered)
         self.most_gradients = max(self.most_gradients, gradients)
         self.most_reduced = max(self.most_reduced, self._reduced)
-        return gathered + gradients + self._reduced
+        return gathered + gradients + self._reduced + self.secondary
 
     def _use(self, name: str, back: bool, position: int) -> None:
         if name in self._resident:
@@ -399,6 +410,9 @@ class _Run:
         new = [other for other in (name, *ahead) if other not in self._gathered]
         size = sum(self._units[other].gathered for other in new)
         self._forth, self._back = self._forth + size * (not back), self._back + size * back
+        if self._schedule.inner is not None and not back:
+            self._kept_part.update(new)
+            self.secondary = sum(self._units[other].gathered for other in self._kept_part) // self._schedule.inner
         left = [other for other in self._gathered if other not in (name, *ahead)]
         if self._schedule.gloo:  # what it has copied, and what it has not let go of yet
             copies = size + sum(self._units[other].masters for other in new)

@@ -25,7 +25,7 @@ from lightning_zerocompile.plan.memory import Memory, Schedule, Traffic, UnitByt
 from lightning_zerocompile.plan.optimizers import optimizer_bytes
 from lightning_zerocompile.plan.timing import STRATEGY, Timer, link_rate, memory_rate, step_seconds
 from lightning_zerocompile.plan.trace import PlanError, Step, Trace, trace_step, training_step
-from lightning_zerocompile.ranks.groups import replicas_of
+from lightning_zerocompile.ranks.groups import inner_size, replicas_of
 from lightning_zerocompile.sharding.islands import Islands, find_islands
 from lightning_zerocompile.sharding.plan import check_names, plan_units
 
@@ -47,6 +47,7 @@ class Machine:
         host: seconds in which the host issues forward and backward of the model without the strategy.
         call: seconds in which it issues one small operator.
         link: bytes a second between host memory and device, of copies in both directions at once, together.
+        node_bandwidth: as ``bandwidth``, in a collective inside a host (``reshard_after_forward``); ``None``: the same.
 
     Raises:
         PlanError: one of them is not positive.
@@ -60,6 +61,7 @@ class Machine:
     host: float | None = None
     call: float | None = None
     link: float | None = None
+    node_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         for name, unit in (
@@ -70,6 +72,7 @@ class Machine:
             ("host", "seconds"),
             ("call", "seconds"),
             ("link", "bytes a second"),
+            ("node_bandwidth", "bytes a second"),
         ):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -206,6 +209,13 @@ def make_plan(
     except ValueError as error:
         raise PlanError(str(error)) from error
     shards = world_size // replicas  # what one replica is sharded over
+    kept_inside = config.reshard_after_forward
+    if kept_inside == "nodes":
+        raise PlanError("`reshard_after_forward='nodes'`: a plan knows no hosts. Give it the number of ranks of one.")
+    try:
+        inner = inner_size(kept_inside, 1, [list(range(shards))])
+    except ValueError as error:
+        raise PlanError(str(error)) from error
     check_names(module, config.keep_gathered)
     islands = find_islands(module, config.fp32_modules, compute_dtype, autocast_dtype)
     one_graph = config.compile == "model"
@@ -261,14 +271,15 @@ def make_plan(
         away = config.offload_budget if config.offload else None
         in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
         on_cpu = config.offload_update == "cpu"
-        schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers, away, in_backward, on_cpu)
+        schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers, away, in_backward, on_cpu, inner=inner)
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         if away is not None and machine.memory is not None and memory.peak > machine.memory:
             schedule = dataclasses.replace(schedule, early=False)
             memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         traffic = accumulated(traffic, memory.resident, accumulate, defers)
         beside = config.optimizer_in_backward
-        seconds = _seconds(stage, trace, traffic, memory, sizes, shards, accumulate, machine, beside)
+        inside = inner if memory.secondary else None
+        seconds = _seconds(stage, trace, traffic, memory, sizes, shards, accumulate, machine, beside, inside)
         fits = None if machine.memory is None else memory.peak <= machine.memory
         fits = None if batch is None and fits else fits  # activations may not
         made.append(StagePlan(stage, memory, traffic, seconds, fits))
@@ -303,13 +314,18 @@ def _seconds(
     accumulate: int,
     machine: Machine,
     in_backward: bool,
+    inner: int | None,
 ) -> float | None:
     if trace is None or machine.flops is None or (machine.bandwidth is None and world > 1):
         return None
     moved = (world - 1) / world / machine.bandwidth if machine.bandwidth is not None else 0.0
     forward = max(accumulate * trace.forward_flops / machine.flops, traffic.forward * moved)
-    back = max(accumulate * trace.backward_flops / machine.flops, (traffic.backward + traffic.reductions) * moved)
-    exposed = (units[0].gathered + units[0].gradient) * moved if units else 0.0
+    inside = moved
+    if inner is not None and machine.bandwidth is not None:
+        inside = (inner - 1) / inner / (machine.node_bandwidth or machine.bandwidth)
+    communicated = traffic.backward * inside + traffic.reductions * moved
+    back = max(accumulate * trace.backward_flops / machine.flops, communicated)
+    exposed = units[0].gathered * inside + units[0].gradient * moved if units else 0.0
     issued = stepped = 0.0
     if machine.host is not None and machine.call is not None:  # see [Note: host of the strategy]
         calls, parameters = STRATEGY[stage], sum(len(unit.trainable) for unit in units)
@@ -389,6 +405,7 @@ _ROWS: tuple[tuple[str, Callable[[StagePlan], str]], ...] = (
     ("optimizer states", lambda s: in_units(s.memory.states)),
     ("in host memory", lambda s: in_units(s.memory.host)),
     ("gathered parameters, at most", lambda s: in_units(s.memory.gathered)),
+    ("secondary shards", lambda s: in_units(s.memory.secondary)),
     ("activations for the backward", lambda s: in_units(s.memory.activations)),
     ("full gradients, at most", lambda s: in_units(s.memory.gradients)),
     ("reduced gradients", lambda s: in_units(s.memory.reduced)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,8 @@ class Groups:
             of all ranks.
         everyone: a group of all ranks, used between forwards only.
         meetings: a group of all ranks; None on devices, where there are no meetings.
+        inner: of the part of the shard group that this rank gathers in from secondary shards, see [Note: secondary
+            shards] in csrc/secondary.cpp; None: there are no such shards.
         own: the groups that :meth:`destroy` destroys.
         rows: the ranks of each shard group.
     """
@@ -40,11 +43,14 @@ class Groups:
     replicas: dist.ProcessGroup | None
     everyone: dist.ProcessGroup
     meetings: dist.ProcessGroup | None
+    inner: dist.ProcessGroup | None
     own: tuple[dist.ProcessGroup, ...]
     rows: list[list[int]]
 
     @classmethod
-    def make(cls, device: torch.device, backend: str, timeout: timedelta, rows: list[list[int]]) -> Groups:
+    def make(
+        cls, device: torch.device, backend: str, timeout: timedelta, rows: list[list[int]], inner: int | None = None
+    ) -> Groups:
         """Makes the groups; collective over the default process group.
 
         Args:
@@ -52,32 +58,41 @@ class Groups:
             backend: of the groups.
             timeout: of their collectives.
             rows: the ranks of each shard group, from :func:`shard_groups`.
+            inner: the number of ranks that hold a secondary copy together, from :func:`inner_size`; None: none do.
         """
         world, on_cpu = dist.get_world_size(), device.type == "cpu"
 
         def new(partition: list[list[int]] | None = None) -> dist.ProcessGroup:
             return new_group(partition or [list(range(world))], backend, timeout)
 
+        parts = [row[at : at + inner] for row in rows for at in range(0, len(row), inner)] if inner else None
+        inside = new(parts) if parts else None
+        more = () if inside is None else (inside,)
+        own: tuple[dist.ProcessGroup, ...]
         if len(rows) == 1:
             shards = init_device_mesh(device.type, (world,), mesh_dim_names=(SHARD,))
             if on_cpu:
-                meetings, gathers, reductions = own = (new(), new(), new())
-                return cls(shards, gathers, reductions, None, reductions, meetings, own, rows)
+                meetings, gathers, reductions = new(), new(), new()
+                own = (meetings, gathers, reductions, *more)
+                return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows)
             reductions = new()
-            return cls(shards, shards.get_group(), reductions, None, reductions, None, (reductions,), rows)
+            own = (reductions, *more)
+            return cls(shards, shards.get_group(), reductions, None, reductions, None, inside, own, rows)
         columns = [list(ranks) for ranks in zip(*rows, strict=True)]
         held = _lasting_group(rows, backend, timeout)
         shards = DeviceMesh.from_group(held, device.type, mesh_dim_names=(SHARD,))
         if on_cpu:
-            gathers, meetings, reductions = own = (new(rows), new(), new())
-            return cls(shards, gathers, reductions, None, reductions, meetings, own, rows)
-        reductions, alike, everyone = own = (new(rows), new(columns), new())
-        return cls(shards, held, reductions, alike, everyone, None, own, rows)
+            gathers, meetings, reductions = new(rows), new(), new()
+            own = (gathers, meetings, reductions, *more)
+            return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows)
+        reductions, alike, everyone = new(rows), new(columns), new()
+        own = (reductions, alike, everyone, *more)
+        return cls(shards, held, reductions, alike, everyone, None, inside, own, rows)
 
     def connect(self, device: torch.device) -> None:
         """Lets NCCL connect the ranks. It does so at first use and blocks the host; here all ranks come to it."""
         if device.type != "cpu":
-            for group in (self.reductions, self.replicas):
+            for group in (self.reductions, self.replicas, self.inner):
                 if group is not None:
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -206,3 +221,40 @@ def shard_groups(config: Config, nodes: int, device_type: str) -> list[list[int]
             f"in it once, and the ranks along {SHARD!r} in rising order, as init_device_mesh places them."
         )
     return rows
+
+
+def inner_size(wanted: int | Literal["nodes"], nodes: int, rows: list[list[int]]) -> int | None:
+    """How many ranks of a shard group gather in the backward among themselves, from ``reshard_after_forward``.
+
+    Args:
+        wanted: the option; ``True`` is none of them.
+        nodes: number of hosts.
+        rows: the ranks of each shard group.
+
+    Returns:
+        The number; None: each shard group is inside one host, so nothing would be gained.
+
+    Raises:
+        ValueError: the number does not divide a shard group, or hosts have different parts of one.
+    """
+    if wanted is True:
+        return None
+    shards = len(rows[0])
+    if wanted != "nodes":
+        if wanted >= shards or shards % wanted:
+            raise ValueError(
+                f"`reshard_after_forward={wanted}`: parameters are sharded over {shards} rank{'s' * (shards != 1)}, "
+                f"and the backward is to gather inside a part of {wanted} of them. Choose a divisor of {shards} "
+                "that is smaller, as a rule the number of ranks of a host, or True."
+            )
+        return wanted
+    ranks_of_host = max(1, dist.get_world_size() // nodes)
+    parts = [[len(list(part)) for _, part in groupby(rank // ranks_of_host for rank in row)] for row in rows]
+    sizes = {size for sizes in parts for size in sizes}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"`reshard_after_forward='nodes'`: hosts hold parts of {min(sizes)} to {max(sizes)} ranks of a shard "
+            "group. Give each host as many, or choose True."
+        )
+    size = sizes.pop()
+    return size if 1 < size < shards else None

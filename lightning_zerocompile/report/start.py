@@ -77,6 +77,7 @@ def costs_of(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int = 
         away,
         in_backward,
         config.offload_update == "cpu",
+        inner=runtime.inner,
     )
     memory, traffic = simulate(engine.units, units, states, None, schedule, _buffers(engine))
     return Costs(tuple(units), memory, accumulated(traffic, memory.resident, accumulate, defers), tuple(unknown))
@@ -108,6 +109,8 @@ def start_line(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int 
         parts.append(f"states of {names} {in_units(memory.states)}")
     if memory.host:
         parts.append(f"in host memory {in_units(memory.host)}")
+    if memory.secondary:
+        parts.append(f"secondary shards {in_units(memory.secondary)}")
     parts += [f"gathered {in_units(memory.gathered)}", f"gradients {in_units(memory.gradients + memory.reduced)}"]
     left_out = ["activations", *(f"states of {name}" for name in costs.unknown)]
     return (

@@ -59,6 +59,8 @@ class Stats:
             their results.
         prefetched: the gathers among them that started before they were asked for.
         served: those in which this rank took part for others only, inside ``strategy.unequal()``.
+        inner_gathers: those from secondary shards, inside a part of the shard group (``reshard_after_forward``), and
+            ``secondary_bytes`` of such shards that this rank holds now.
         peer_gathers, peer_reductions: gathers and reductions by copies between devices instead of a process group.
         reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
         padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
@@ -77,6 +79,8 @@ class Stats:
     gather_bytes: int
     prefetched: int
     served: int
+    inner_gathers: int
+    secondary_bytes: int
     peer_gathers: int
     peer_reductions: int
     reductions: int
@@ -134,11 +138,13 @@ class Runtime:
     Attributes:
         mesh: the shard group, one dimension; its size is W.
         world_size: the number of all ranks.
+        inner: how many ranks gather in the backward among themselves, from secondary shards; None: there are none.
     """
 
     def __init__(self, groups: Groups, device: torch.device, config: Config) -> None:
         self.mesh, self.device, self.config = groups.shards, device, config
         self.world_size = dist.get_world_size()
+        self.inner = None if groups.inner is None else groups.inner.size()
         self._replicated = groups.shards.size() < self.world_size
         self.policy = Policy.of_stage(config.chosen_stage)
         build.load()
@@ -150,6 +156,7 @@ class Runtime:
             groups.gathers.group_name,
             groups.reductions.group_name,
             alike,
+            "" if groups.inner is None else groups.inner.group_name,
             self.world_size,
             dist.get_rank(),
             str(device),
