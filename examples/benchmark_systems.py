@@ -38,7 +38,7 @@ SHAPES = {
     "tiny": Shape(64, 2, 4, 128, False, key_value_heads=2, head_dim=16, vocabulary=512),
 }
 BYTE_LM = "byte-lm"  # the model of train_lm.py, with the sizes that it has on the device
-STAGES = [f"stage_{stage}{scope}" for stage in (1, 2, 3) for scope in ("", "_model", "_beside", "_passes")] + [
+STAGES = [f"stage_{stage}{scope}" for stage in (1, 2, 3) for scope in ("", "_model", "_beside", "_onepass")] + [
     "stage_3_spare"
 ]
 SYSTEMS = (
@@ -312,7 +312,7 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
     engine = Engine(model, device, Config(**our_options(args)), torch.bfloat16, dist.get_backend())
     optimizer = adamw(model.parameters(), args)
     engine.attach_optimizers([optimizer])
-    engine.steps.one_pass.switch("_passes" not in args.system)
+    engine.steps.one_pass.switch("onepass" in args.system.split("_"))
 
     def step(batches: list[Tensor]) -> Tensor:
         def closure() -> Tensor:
