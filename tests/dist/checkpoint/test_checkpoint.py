@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,7 @@ def test_checkpoint_is_that_of_ddp(stage: int, tmp_path: Path) -> None:
     """One file: the same keys, shapes and dtypes everywhere in it as DDP's, and the same values."""
     folder = str(tmp_path)
     torch.manual_seed(0)
-    module = Saved()
-    twin = copy.deepcopy(module)
+    module, twin = models.pair(Saved)
     _fit(module, stage, 1).save_checkpoint(f"{folder}/ours.ckpt")
     _fit(twin, stage, 1, strategy="ddp").save_checkpoint(f"{folder}/ddp.ckpt")
     ours, theirs = checkpoints.load(f"{folder}/ours.ckpt"), checkpoints.load(f"{folder}/ddp.ckpt")
@@ -149,8 +147,7 @@ def test_resume_from_ddp(stage: int, tmp_path: Path) -> None:
     """A DDP checkpoint, with its optimizer state, goes on with this strategy."""
     folder = str(tmp_path)
     torch.manual_seed(0)
-    module = Saved()
-    twin = copy.deepcopy(module)
+    module, twin = models.pair(Saved)
     _fit(module, stage, 1, strategy="ddp").save_checkpoint(f"{folder}/ddp.ckpt")
     _fit(module, stage, 2, f"{folder}/ddp.ckpt", strategy="ddp")
     _fit(twin, stage, 2, f"{folder}/ddp.ckpt")

@@ -282,8 +282,7 @@ class _NoMemory(TorchDispatchMode):
 @on_ranks(2, timeout=60)
 def test_a_gather_that_failed_is_made_again(stage: int) -> None:
     """A forward whose gather fails before it is started, then the same forward again."""
-    model, twin = nn.Sequential(nn.Linear(6, 5)), nn.Sequential(nn.Linear(6, 5))
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(lambda: nn.Sequential(nn.Linear(6, 5)))
     x = torch.ones(2, 6, device=models.device())
     with engines.engine(model, stage, compile=False, copy_engine=False), torch.no_grad():
         model(x)

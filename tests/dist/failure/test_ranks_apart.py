@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_zerocompile import CommunicationError, ZeroCompileStrategy
 from tests.support import models
-from tests.support.harness import Ranks, two_scripts
+from tests.support.harness import Ranks, on_ranks, two_scripts
 
 AOT: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
 EAGER: dict[str, Any] = {"compile": False}
@@ -107,20 +107,16 @@ class Patient(models.Module):
         return super().training_step(batch, batch_idx)
 
 
-def _late(stage: int) -> float:
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=RARE)])
+@on_ranks(2)
+def test_a_late_rank_is_waited_for(stage: int) -> None:
     strategy = ZeroCompileStrategy(stage=stage, timeout=timedelta(minutes=5), **EAGER)
     module, twin = Patient(), models.Module()
     twin.load_state_dict(module.state_dict())
     models.make_trainer(strategy, max_steps=3).fit(module, models.Batches(models.rank()))
     models.reference(twin, steps=3)
-    return models.deviation(module, twin)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=RARE)])
-def test_a_late_rank_is_waited_for(ranks: Ranks, stage: int) -> None:
-    for deviation in ranks.run(_late, stage):
-        assert deviation < 1e-6
+    assert models.deviation(module, twin) < 1e-6
 
 
 SCRIPT = """

@@ -57,8 +57,7 @@ class SlowModel(models.ByteModel):
 @on_ranks(2)
 def test_units_are_updated_beside_the_backward(stage: int, scope: Any) -> None:
     """When the backward comes to the embedding, the last blocks are updated, and their gradients are gone."""
-    model = SlowModel()
-    twin = copy.deepcopy(model)
+    model, twin = models.pair(SlowModel)
     data = models.Batches(models.rank())
     with engines.engine(model, stage, optimizer_in_backward=True, **COMPILED[scope]) as engine:
         core, masters = engine.runtime.core, {s.name: s for s in engine.runtime.sharded_parameters}

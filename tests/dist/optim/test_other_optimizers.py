@@ -226,8 +226,7 @@ def test_resume(tmp_path: Any) -> None:
     """Preconditioners are on every rank, averages are sharded; both are in either kind of checkpoint."""
     folder = str(tmp_path)
     torch.manual_seed(0)
-    start = Stepped("Shampoo")
-    whole = copy.deepcopy(start)
+    start, whole = models.pair(lambda: Stepped("Shampoo"))
     _fit(whole, full_param_optimizers="Shampoo")
     for kind in ("full", "sharded"):
         half, resumed, path = copy.deepcopy(start), copy.deepcopy(start), f"{folder}/{kind}.ckpt"

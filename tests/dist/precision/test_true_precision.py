@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -113,8 +112,7 @@ class LowPrecision(Recorded):
 @on_ranks(2)
 def test_masters_of_bfloat16_parameters(master_dtype: torch.dtype | None) -> None:
     """By default the optimizer keeps low-precision parameters in fp32; ``None`` keeps their own dtype."""
-    module = LowPrecision()
-    before = copy.deepcopy(module)
+    module, before = models.pair(LowPrecision)
     models.fit(module, ZeroCompileStrategy(stage=3, master_dtype=master_dtype, **AOT), 3)
     kept = master_dtype or BF16
     assert module.dtypes == _dtypes(BF16, kept, BF16)

@@ -244,9 +244,7 @@ def test_frame(name: str, long: bool) -> None:
     # Trains the case at these stages and scopes; what was wrong.
     cells = CELLS + LONG * long
     case = CASES[name]
-    source = models.Whole(case.build())
-    twin = models.Whole(case.build())
-    twin.load_state_dict(source.state_dict())
+    source, twin = models.pair(lambda: models.Whole(case.build()))
     expected = _reference(case, twin)
     problems = _trained(source, twin, expected)
     for stage, scope in cells:

@@ -123,8 +123,7 @@ def _uneven_reference(module: models.Module, counts: list[int], accumulate: int)
 
 
 def _mixed(kind: str, stage: int) -> dict[str, Any]:
-    module, twin = models.Module(MODELS[kind], lr=0.2), models.Module(MODELS[kind], lr=0.2)
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(lambda: models.Module(MODELS[kind], lr=0.2))
     strategy = ZeroCompileStrategy(stage=stage, backend="aot_eager")
     # 5 batches, 2 accumulated: the last step of the epoch has one micro-batch only
     with engines.compiled_here(models.rank() == 0):
@@ -407,8 +406,7 @@ def test_parity_notices_a_mutation(kind: str, stage: int) -> None:
 @on_ranks(2)
 def test_adamw_equals_ddp(stage: int) -> None:
     """Twenty steps of AdamW, whose moments make a wrong gradient scale visible only late."""
-    module, twin = models.Module(optimizer="adamw", lr=1e-2), models.Module(optimizer="adamw", lr=1e-2)
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(models.Module, optimizer="adamw", lr=1e-2)
     record = models.train(module, ZeroCompileStrategy(stage=stage, backend="aot_eager"), steps=20)
     models.reference(twin, 20)
     assert record.compiled.backward == 1

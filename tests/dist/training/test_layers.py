@@ -50,8 +50,7 @@ class Fails(Casts):
 @on_ranks(2)
 def test_module_says_its_dtype(precision: str, dtype: torch.dtype) -> None:
     """``self.dtype`` and buffers are what the parameters are gathered in; after the fit, what the masters are."""
-    start = Casts()
-    ddp = copy.deepcopy(start)
+    start, ddp = models.pair(Casts)
     models.make_trainer("ddp", precision=precision, max_steps=1).fit(ddp, models.Batches(models.rank()))
     assert set(ddp.seen) == {(dtype,) * 4}
     for stage, options in ((1, EAGER), (3, AOT)):

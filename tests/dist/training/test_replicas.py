@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -75,8 +74,7 @@ def _part(rows: int, size: int, rank: int) -> range:
 @on_ranks(4)
 def test_windows_accumulation_and_clipping(stage: int, options: dict[str, Any]) -> None:
     """Two micro-batches in a window; then two in an accumulation, clipped by the norm of all."""
-    model = models.ByteModel()
-    twin = copy.deepcopy(model)
+    model, twin = models.pair(models.ByteModel)
     own = models.Batches(models.rank())
     with engines.engine(model, stage, replicas=2, **options) as engine:
         optimizer = engines.sgd(engine, model)
@@ -122,8 +120,7 @@ class Uneven(nn.Module):
 @on_ranks(4)
 def test_what_one_rank_alone_uses_is_reduced_by_all() -> None:
     """The used flags are those of all ranks: the last rank, of the other replica, alone takes the branch."""
-    model = Uneven()
-    twin = copy.deepcopy(model)
+    model, twin = models.pair(Uneven)
 
     def data(rank: int) -> list[torch.Tensor]:
         batches = [models.Batches(rank)[number].clone() for number in range(3)]
@@ -169,8 +166,7 @@ def test_checkpoints_of_one_replica_load_at_any_number(kind: str, tmp_path: Path
 @on_ranks(4)
 def test_a_fit_leaves_an_ordinary_module(tmp_path: Path) -> None:
     """Through the Trainer, as DDP, twice; the values are the same on all ranks."""
-    module = models.Module()
-    twin = copy.deepcopy(module)
+    module, twin = models.pair(models.Module)
     for _ in range(2):
         trainer = models.make_trainer(ZeroCompileStrategy(3, replicas=2, **EAGER), max_steps=2)
         trainer.fit(module, models.Batches(models.rank()))
@@ -218,8 +214,7 @@ def _mesh(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
 def test_a_mesh_in_which_replicas_are_of_ranks_that_alternate() -> None:
     """Dimensions `shard`, `replicate`: the shard groups are ranks 0 and 2, and ranks 1 and 3."""
     mesh = _mesh(("shard", "replicate"), 2, 2)
-    model = models.ByteModel()
-    twin = copy.deepcopy(model)
+    model, twin = models.pair(models.ByteModel)
     with engines.engine(model, 3, device_mesh=mesh, **EAGER) as engine:
         group = dist.get_process_group_ranks(engine.runtime.mesh.get_group())
         assert group == [models.rank() % 2, models.rank() % 2 + 2]
@@ -235,8 +230,7 @@ def test_a_mesh_in_which_replicas_are_of_ranks_that_alternate() -> None:
 def test_meshes_of_other_shapes() -> None:
     """As FSDPStrategy takes them, and full sharding by a mesh of one dimension."""
     for given, size in ((_mesh(("replicate", "shard"), 4, 1), 1), ((2, 2), 2), (_mesh(("shard",), 4), 4)):
-        model = models.ByteModel()
-        twin = copy.deepcopy(model)
+        model, twin = models.pair(models.ByteModel)
         with engines.engine(model, 2, device_mesh=given, **EAGER) as engine:
             assert engine.runtime.mesh.size() == size
             engines.accumulate(engine, model, models.Batches(models.rank())[0])

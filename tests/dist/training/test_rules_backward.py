@@ -1,5 +1,5 @@
-"""Rule 8 of lightning_zerocompile/README.md: the end of a backward is its end also when it is nested, checkpointed or "
-"raises."""
+"""Rule 8 of lightning_zerocompile/README.md: the end of a backward is its end also when it is nested, checkpointed or
+raises."""
 
 from __future__ import annotations
 

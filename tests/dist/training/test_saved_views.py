@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -101,8 +100,7 @@ def _input(rank: int) -> Tensor:
 def _error(kind: str, stage: int, scope: Any) -> float:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Net(kind)
-    twin = copy.deepcopy(model).to(models.device())
+    model, twin = models.pair(lambda: Net(kind))
     for rank in range(models.world()):
         (twin(_input(rank)) / models.world()).backward()
     with engines.engine(model, stage, compile=scope) as engine:

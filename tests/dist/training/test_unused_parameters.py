@@ -79,8 +79,7 @@ def test_unused_parameters(stage: int, options: dict[str, Any]) -> None:
         pytest.skip("at stage 3 the graphs of all ranks must gather the same units, and here they differ")
     arguments: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
     make = functools.partial(Sometimes, root=stage != 3)
-    module, twin = OnOneRank(make, torch.optim.AdamW, **arguments), OnOneRank(make, torch.optim.AdamW, **arguments)
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(lambda: OnOneRank(make, torch.optim.AdamW, **arguments))
     start = {n: p.detach().clone() for n, p in twin.named_parameters()}
     watch = architectures.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=3)
     order = iter(list(reversed(range(models.world()))) * 3)
@@ -141,8 +140,7 @@ class Toggled(architectures.Net):
 @on_ranks(2)
 def test_requires_grad_toggles_between_steps(stage: int, options: dict[str, Any]) -> None:
     """Adapters on a frozen base; what is trained changes between steps, in compiled regions too."""
-    module, twin = Toggled(Adapted), Toggled(Adapted)
-    twin.load_state_dict(module.state_dict())
+    module, twin = models.pair(lambda: Toggled(Adapted))
     watch = architectures.fit(module, ZeroCompileStrategy(stage=stage, **options), steps=4)
     gradients = architectures.reference(twin, steps=4)
     parameters = architectures.difference(dict(module.named_parameters()), dict(twin.named_parameters()))

@@ -189,8 +189,7 @@ class Adapted(models.Module):
 @on_ranks(2)
 def test_adapters_on_frozen_weights() -> None:
     """LoRA: only the adapters move; the frozen weights stay to the bit."""
-    start = Adapted()
-    twin = copy.deepcopy(start)
+    start, twin = models.pair(Adapted)
     losses = models.reference(twin, 5)
     assert models.deviation(twin, start) > 1e-2
     for stage, options in ((1, EAGER), (3, EAGER), (3, AOT)):
@@ -245,8 +244,7 @@ class Clamped(models.Module):
 @on_ranks(2)
 def test_parameters_are_clamped_through_data() -> None:
     """The next forward computes with what was written, also where the value had been gathered after the step."""
-    start = Clamped()
-    ddp = copy.deepcopy(start)
+    start, ddp = models.pair(Clamped)
     models.make_trainer("ddp", max_steps=4).fit(ddp, models.Batches(models.rank()))
     for stage, options in ((1, EAGER), (1, AOT), (3, EAGER), (3, AOT)):
         module = copy.deepcopy(start)

@@ -106,8 +106,7 @@ CELLS = [
 @on_ranks(2)
 def test_a_changed_module_trains_on(name: str, stage: int, options: dict[str, Any]) -> None:
     """After each change the numbers, with momentum, are those of a plain module with DDP's gradients."""
-    model = models.ByteModel()
-    twin = copy.deepcopy(model).to(models.device())
+    model, twin = models.pair(models.ByteModel)
     of_twin = torch.optim.SGD(twin.parameters(), lr=0.3, momentum=0.9)
     batches, number = models.Batches(models.rank()), 0
     with engines.engine(model, stage, **options) as engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -30,8 +29,7 @@ class SeenConfig(L.Callback):
 @on_ranks(2)
 def test_it_trains_as_ddp_with_the_module_s_options(stage: int) -> None:
     """Twice: Lightning compiles the steps of the same module again for the second fit."""
-    module = models.Module()
-    twin = copy.deepcopy(module)
+    module, twin = models.pair(models.Module)
     compiled: Any = torch.compile(module, backend="aot_eager", dynamic=False)
     seen, graphs = SeenConfig(), 0
     for _ in range(2):

@@ -48,8 +48,7 @@ def _traffic(profile: Any) -> dict[str, int]:
 
 
 def _windows(stage: int, mode: str, gather: str) -> dict[str, Any]:
-    model, twin = models.Whole(models.ByteModel()), models.Whole(models.ByteModel())
-    twin.load_state_dict(model.state_dict())
+    model, twin = models.pair(lambda: models.Whole(models.ByteModel()))
     data = models.Batches(models.rank())
     counts = [1, 2, 4, 8, 1]  # the first and the last window show that nothing is left behind
     micros = [list(range(10 * k, 10 * k + count)) for k, count in enumerate(counts)]
