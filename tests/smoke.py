@@ -22,8 +22,8 @@ SMOKE = (
     "dist/optim/test_in_backward.py::test_units_are_updated_beside_the_backward[3-blocks]",
     "dist/optim/test_in_backward.py::test_a_backward_that_raises_half_way[1]",
     "dist/training/test_full_parameters.py::test_what_is_written_inside",
-    "dist/user_code/test_after_fit.py::test_parameters_have_their_dtypes_again[1-eager]",
-    "dist/user_code/test_after_fit.py::test_parameters_have_their_dtypes_again[3-compiled]",
+    "dist/user_code/test_after_fit.py::test_parameters_have_their_dtypes_again[1-False]",
+    "dist/user_code/test_after_fit.py::test_parameters_have_their_dtypes_again[3-blocks]",
     "dist/failure/test_teardown.py::test_one_process_is_whole_after_an_exception[3]",
 )
 

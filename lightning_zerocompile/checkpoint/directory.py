@@ -25,7 +25,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -372,6 +372,14 @@ _INDEX_CLASSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )  # fmt: skip
 
 
+def _member(enum: object, name: object) -> object:
+    """A member of the only enum that is in an index; no other attribute of anything."""
+    for member in _MEM_FORMAT_ENCODING if enum is _MEM_FORMAT_ENCODING else ():
+        if member.name == name:
+            return member
+    raise pickle.UnpicklingError(f"It asks for attribute {name!r} of {enum!r}.")
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Unpickles only the classes of an index: those of torch's checkpoint metadata, dtypes and paths."""
 
@@ -379,4 +387,6 @@ class _IndexUnpickler(pickle.Unpickler):
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how Python before 3.11.4 pickles a member of an enum
+            return _member
         raise pickle.UnpicklingError(f"It asks for GLOBAL {module}.{name}.")

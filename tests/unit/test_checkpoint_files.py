@@ -8,6 +8,7 @@ import hashlib
 import io
 import multiprocessing
 import os
+import pickle
 import shutil
 import sys
 import time
@@ -23,11 +24,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_zerocompile.checkpoint import files
 from lightning_zerocompile.checkpoint.checkpoints import Checkpoints
+from lightning_zerocompile.checkpoint.directory import _IndexUnpickler
 from lightning_zerocompile.checkpoint.files import META, AtomicCheckpointIO, check_replaceable, local_path, locate
 
 KILLED = 9
@@ -419,3 +422,26 @@ def _load_file(path: Path) -> Any:
     files.check_file(path)
     with files.unreadable(path):
         return AtomicCheckpointIO().load_checkpoint(path)
+
+
+class _Attribute:
+    """Is pickled as an attribute of something: members of an enum are, by Python before 3.11.4."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Any, tuple[object, str]]:
+        return getattr, (self.owner, self.name)
+
+
+def test_an_index_of_an_older_python_is_read() -> None:
+    """And no other attribute is: its pickle could reach all of Python by them."""
+    member = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+
+    def read(attribute: _Attribute) -> object:
+        return _IndexUnpickler(io.BytesIO(pickle.dumps(attribute))).load()
+
+    assert read(_Attribute(_MEM_FORMAT_ENCODING, member.name)) is member
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), (member, "name")):
+        with pytest.raises(pickle.UnpicklingError, match="asks for"):
+            read(_Attribute(owner, name))

@@ -43,7 +43,7 @@ def _message(call: Callable[[], Any]) -> str:
 def _unplanned() -> dict[str, str]:
     """What a parameter says whose unit is not planned yet."""
     name = dist.group.WORLD.group_name
-    core = build.load().Runtime(name, name, "", models.world(), models.rank(), str(engines.place()))
+    core = build.load().Runtime(name, name, "", "", models.world(), models.rank(), str(engines.place()))
     handle = torch.zeros(1, dtype=torch.float64)
     local = torch.randn(SIDE // models.world(), SIDE, device=engines.place(), requires_grad=True)
     gradient = torch.ones(SIDE, SIDE, device=engines.place())
