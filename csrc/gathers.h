@@ -1,6 +1,7 @@
 // Gathered values: when a unit is gathered, who uses it until when, and what user code writes to it. The sources:
-// gather.cpp (starting and dropping), secondary.cpp (a second copy of the shards, inside hosts), uses.cpp (regions, eager code, graphs), lend.cpp (units that stay gathered),
-// low_gathers.cpp (in which dtype), unequal.cpp (ranks that do unequal work).
+// gather.cpp (starting and dropping), secondary.cpp (a second copy of the shards, inside hosts), uses.cpp (regions,
+// eager code, graphs), lend.cpp (units that stay gathered), low_gathers.cpp (in which dtype), unequal.cpp (ranks that
+// do unequal work).
 //
 // `Gathers` owns the process groups of gathers (or the memory that devices have mapped for them), their lane, the full
 // value of each parameter that is gathered now, its secondary shard, who uses each unit, and the order in which units

@@ -17,10 +17,10 @@ namespace zerocompile {
 //
 // A secondary shard serves while the master has the version that it was copied at, in the dtype that is asked for, and
 // all parameters of the unit have one; otherwise the backward gathers over all shards. All of that follows from the
-// program, so all ranks decide alike; a gather from secondary shards counts as one of another unit in [Note: mismatched
-// gathers]. It is freed when an optimizer has written its unit, and on every rank that leaves a forward, a backward or a
-// window by an exception. What is gathered outside of training steps, in unequal work, or by a window that holds its
-// units keeps none.
+// program, so all ranks decide alike; a gather from secondary shards counts as one of another unit in [Note:
+// mismatched gathers]. It is freed when an optimizer has written its unit, and on every rank that leaves a forward, a
+// backward or a window by an exception. What is gathered outside of training steps, in unequal work, or by a window
+// that holds its units keeps none.
 //
 // Streams: it is allocated with the value, where running out of memory is handled, and copied when the value is
 // dropped: then user code has written to it what it will (a write through `data` changes no version, see [Note: write

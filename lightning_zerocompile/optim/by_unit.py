@@ -171,12 +171,12 @@ class UnitStepper:
         offload: what is kept in host memory; its units are updated one by one.
         together: a fused Adam or AdamW updates units together until their shards have so many elements. Optimizers that
             are not fused would make temporary values of all that they update at once.
+        one_by_one: every unit is updated on its own, see [Note: optimizer in backward].
         ranks: of the shard group.
         one_pass: updates the units of some optimizers; ``None``: torch updates all.
 
     Attributes:
-        in_one_pass: how many updates of units it has made.
-        one_by_one: every unit is updated on its own, see [Note: optimizer in backward].
+        in_one_pass: how many updates of units ``one_pass`` has made.
     """
 
     def __init__(
