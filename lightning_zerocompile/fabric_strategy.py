@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -34,6 +35,7 @@ from lightning_zerocompile.plugins.fabric_precision import (
     unscale,
 )
 from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
+from lightning_zerocompile.ranks.abort import destroy_group_at_exit
 from lightning_zerocompile.ranks.errors import TEARDOWN, in_phases
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.meta_init import place
@@ -139,7 +141,10 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
     @override
     def setup_environment(self) -> None:
         check_device(self.root_device)
+        first = not dist.is_initialized()
         super().setup_environment()
+        if first:
+            destroy_group_at_exit()
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
@@ -33,7 +34,7 @@ from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_pl
 from lightning_zerocompile.plugins.evaluation import UnequalEvaluation
 from lightning_zerocompile.plugins.launcher import Launcher
 from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
-from lightning_zerocompile.ranks.abort import START_ANEW, refuse_ended_group
+from lightning_zerocompile.ranks.abort import START_ANEW, destroy_group_at_exit, refuse_ended_group
 from lightning_zerocompile.ranks.errors import TEARDOWN, CommunicationError, in_phases, is_communication
 from lightning_zerocompile.sharding.checks import explain, trainer_settings
 from lightning_zerocompile.sharding.meta_init import place
@@ -175,7 +176,10 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         check_device(self.root_device)
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment; pass it to a Trainer before using it.")
+        first = not dist.is_initialized()
         super().setup_environment()
+        if first:
+            destroy_group_at_exit()
         refuse_ended_group()
 
     @property

@@ -12,6 +12,8 @@ other].
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -78,6 +80,25 @@ def refuse_ended_group() -> None:
             f"zerocompile: rank {dist.get_rank()} cannot begin a run, since an earlier one in the same processes has "
             f"ended their process group. Start the processes anew. The earlier run said: {reason}"
         )
+
+
+def destroy_group_at_exit() -> None:
+    """Called after Lightning has made the default process group: destroys all groups before the interpreter ends.
+
+    Lightning does so for NCCL. gloo's threads may drop their last tensors a moment after a collective has returned, and
+    a thread that needs the interpreter lock for that after the interpreter has ended aborts the process
+    (https://github.com/pytorch/pytorch/pull/179291). The end of a group waits for those threads, so whoever has it last
+    must not hold that lock: the runtime drops its references when it shuts down, before this is called. After an
+    unhandled exception the groups stay as they are: a collective that waits for other ranks would keep this process
+    from ending.
+    """
+    if dist.is_initialized() and not groups_of_devices():
+        atexit.register(_destroy)
+
+
+def _destroy() -> None:
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def _abort(group: dist.ProcessGroup) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -412,3 +414,45 @@ def test_a_checkpoint_that_one_rank_does_not_see(tmp_path: Path) -> None:
     assert (
         "a.ckpt`" in message and "rank 0 finds a file, rank 1 finds nothing" in message and "all ranks see" in message
     )
+
+
+# ---- the end of the process ----
+
+_ENDING = """
+import atexit, sys, torch
+import torch.distributed as dist
+atexit.register(lambda: print("destroyed" if not dist.is_initialized() else "left"))
+from tests.support import models
+from lightning_zerocompile import ZeroCompileFabricStrategy, ZeroCompileStrategy
+if sys.argv[1] == "Trainer":
+    trainer = models.make_trainer(ZeroCompileStrategy(compile=False), devices=1, max_steps=1, limit_val_batches=0)
+    trainer.fit(models.Module(), models.Batches(0))
+else:
+    import lightning as L
+    fabric = L.Fabric(strategy=ZeroCompileFabricStrategy(compile=False), devices=1, accelerator="cpu")
+    fabric.launch()
+    fabric.setup(torch.nn.Linear(4, 4))
+assert dist.is_initialized() and "nccl" not in dist.get_backend()
+if sys.argv[2] == "raises":
+    raise RuntimeError("the user's")
+"""
+
+
+@pytest.mark.parametrize(
+    ("front", "end", "groups"),
+    [
+        ("Trainer", "ends", "destroyed"),
+        ("Fabric", "ends", "destroyed"),
+        pytest.param("Trainer", "raises", "left", marks=pytest.mark.long),
+        ("Fabric", "raises", "left"),
+    ],
+)
+def test_gloo_ends_before_the_interpreter(front: str, end: str, groups: str) -> None:
+    """Else a thread of gloo may need the interpreter after its end, which aborts the process."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDING, front, end], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert (done.returncode == 0) == (end == "ends"), done.stderr[-3000:]
+    assert ("the user's" in done.stderr) == (end == "raises")
+    assert done.stdout.split()[-1] == groups
