@@ -20,6 +20,7 @@ from lightning_zerocompile.checkpoint.state import serving_full_values
 from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
+from lightning_zerocompile.optim.supported import masters_of
 from lightning_zerocompile.ranks.abort import refuse_ended_group
 from lightning_zerocompile.ranks.groups import Groups, inner_size, shard_groups
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
@@ -31,16 +32,18 @@ from lightning_zerocompile.sharding.autocast import cast_inputs
 from lightning_zerocompile.sharding.checks import check_equal_on_all_ranks, check_equal_optimizers, explain, settings_of
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.islands import Islands, find_islands
-from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of
+from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, gradient_of, record_of
 from lightning_zerocompile.sharding.module_swap import (
     BASE,
     PARAMETERS,
+    Layers,
     make_whole,
     modules_of,
     owner_of,
     refresh,
     refresh_all,
     refuse_shards,
+    release_gone,
     remove_regions,
     restore_classes,
     swap_others,
@@ -49,7 +52,16 @@ from lightning_zerocompile.sharding.module_swap import (
 )
 from lightning_zerocompile.sharding.parameter import ShardedParameter
 from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
-from lightning_zerocompile.sharding.replaced import check_alike, former_of, take_values
+from lightning_zerocompile.sharding.replaced import (
+    Changes,
+    Former,
+    as_rows,
+    check_alike,
+    former_again,
+    former_in,
+    former_of,
+    take_values,
+)
 
 _PATIENCE = timedelta(seconds=5)  # how long a rank that has failed waits for the others; at most a tenth of `timeout`
 
@@ -88,11 +100,19 @@ class Engine:
         nodes: int = 1,
     ) -> None:
         self.model, self.device, self.config = model, device, config
+        self._dtypes, self._settings = (compute_dtype, autocast_dtype), dict(settings or {})
+        self._backend, self._wished, self._nodes = backend, wished, nodes
+        self._build()
+
+    def _build(self) -> None:
+        """Shards and compiles the model; collective. Called again when it is laid out anew."""
+        model, device, config, nodes = self.model, self.device, self.config, self._nodes
+        compute_dtype, autocast_dtype = self._dtypes
         refuse_ended_group()
         take_over(model)
         if config.device_mesh is not None:  # a part of a mesh raises for what it is, not as ranks with other options
             shard_groups(config, nodes, device.type)
-        check_equal_on_all_ranks(model, settings_of(config) | dict(settings or {}))
+        check_equal_on_all_ranks(model, settings_of(config) | self._settings)
         rows = shard_groups(config, nodes, device.type)
         inner = inner_size(config.reshard_after_forward, nodes, rows)
         check_names(model, config.keep_gathered)
@@ -105,7 +125,7 @@ class Engine:
                 "(siblings of one class with equal parameters). Call `torch.utils.checkpoint.checkpoint` in its "
                 "`forward` instead, or use `activation_budget`, which needs none."
             )
-        self._groups = Groups.make(device, backend, config.timeout, rows, inner)
+        self._groups = Groups.make(device, self._backend, config.timeout, rows, inner)
         self._groups.connect(device)
         self.units = tuple(units)
         self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
@@ -119,8 +139,9 @@ class Engine:
             buffers.move(model.modules(), device)
             self.broadcast_buffers(model.modules())
             self.regions = Regions(self.runtime, config)
-            self._add_regions(units, wished, islands)
+            self._add_regions(units, self._wished, islands)
             swap_others(self.runtime.classes, model)
+            self._layers = Layers(model)
             if self.regions.compiled:
                 self._watched = weakref.finalize(self, self.regions.progress.watch())
         except BaseException:
@@ -188,7 +209,9 @@ class Engine:
         self.gather_watch.step_begins()
         self.runtime.casts.begin_step()
         modules = modules_of(self.model)
-        self._take_replaced(modules)
+        if self._take_replaced(modules):
+            self.begin_training_step()
+            return
         self.broadcast_buffers(modules)
 
     @contextlib.contextmanager
@@ -227,14 +250,36 @@ class Engine:
         with self.runtime.unequal() if yes else contextlib.nullcontext():
             yield
 
-    def _take_replaced(self, modules: Sequence[nn.Module], warns: bool = True) -> None:
+    def take_replaced(self) -> None:
+        """Takes over what users have put into the model since the last step; collective if there is anything."""
+        self._take_replaced(modules_of(self.model))
+
+    def _take_replaced(self, modules: Sequence[nn.Module], warns: bool = True) -> bool:
         """Lets the compiler see the parameters as they are now, and takes over parameters that users have replaced;
-        collective if there are any. See [Note: replaced parameters]."""
-        replaced = refresh_all(self.model, modules)
-        if not replaced:
-            return
-        check_alike(replaced, self.runtime.messages)
+        collective if there are any. See [Note: replaced parameters].
+
+        Returns:
+            Whether the model was laid out anew, see [Note: other layouts].
+        """
+        changes = refresh_all(self.model, modules, self._layers)
+        if not changes:
+            return False
+        check_alike(changes, self.runtime.messages)
         self.reduce_pending("A parameter was replaced")
+        left = self._take_values(changes.replaced, modules) if changes.fits else self._lay_out_anew(changes)
+        if left and warns:
+            others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            rank_zero_warn(
+                f"Parameter `{left[0]}`{others} was replaced, and no optimizer has the new one, so it is not "
+                "trained: as in torch an optimizer goes on with the old one, and `optimizer.add_param_group` takes the "
+                "new one. To train on with new values, write them into the old one (`load_state_dict`)."
+            )
+        return not changes.fits
+
+    def _take_values(
+        self, replaced: Mapping[ShardedParameter, nn.Parameter], modules: Sequence[nn.Module]
+    ) -> list[str]:
+        """Gives masters the values of the parameters that are in their places; returns those that no optimizer has."""
         self.runtime.core.write_back()
         former: dict[Tensor, Tensor] = {sharded.master: former_of(sharded) for sharded in replaced}
         for sharded, parameter in replaced.items():
@@ -244,13 +289,75 @@ class Engine:
                 module._parameters[name] = sharded.master
         refresh(modules)
         left = self.steps.replace({new: sharded.master for sharded, new in replaced.items()}, former)
-        names = [s.name for s in replaced if s.master in left and s.master.requires_grad]
-        if names and warns:
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return [s.name for s in replaced if s.master in left and s.master.requires_grad]
+
+    def _lay_out_anew(self, changes: Changes) -> list[str]:
+        """Makes the model whole and shards it again, with what was there; collective. See [Note: other layouts].
+
+        Returns:
+            The names of new parameters that no optimizer has.
+
+        Raises:
+            RuntimeError: that cannot be done here, or with the options; the message says where it can.
+        """
+        self._check_between_steps(changes.names[0])
+        runtime, steps, windows = self.runtime, self.steps, self.windows
+        runtime.bind_gradients()
+        with as_plain_tensors():
+            kept = [(s, as_rows(s), bound_gradient(s.master)) for s in runtime.sharded_parameters]
+        formers = [p for optimizer in steps.last for p in masters_of(optimizer, formers=True) if isinstance(p, Former)]
+        where, deferred = runtime.messages.where, runtime.core.deferred()
+        self._silence()
+        self.attach_optimizers([])
+        whole = make_whole(self.model)
+        release_gone(self._layers.gone(self.model), [s for s, *_ in kept if s.master not in whole])
+        runtime.shutdown()
+        self._groups.destroy()
+        self._build()
+        self.runtime.messages.where = where
+        self.windows.in_accumulation = windows.in_accumulation
+        self.runtime.core.set_deferred(deferred)
+
+        made = {sharded.original(): sharded for sharded in self.runtime.sharded_parameters}
+        moved: dict[Tensor, Tensor] = {}
+        for sharded, rows, grad in kept:
+            local = grad._local_tensor if isinstance(grad, DTensor) else None
+            now = made.get(whole.get(sharded.master))
+            if now is not None:
+                now.take_rows(rows._local_tensor, local)
+            moved[sharded.master] = (
+                now.master
+                if now is not None
+                else made[sharded.renewed].master
+                if sharded.renewed is not None and changes.replaced.get(sharded) is sharded.renewed
+                else former_in(self.runtime.mesh, sharded.name, rows, sharded.master.requires_grad, local)
+            )
+        for former in formers:
+            moved[former] = former_again(former, self.runtime.mesh)
+        new: dict[Tensor, Tensor] = {parameter: made[parameter].master for parameter in changes.parameters()}
+        optimizers, dropped = self.steps.follow(steps, moved, new)
+        self.attach_optimizers(optimizers)
+        for master in dropped:
             rank_zero_warn(
-                f"Parameter `{names[0]}`{others} was replaced, and no optimizer has the new one, so it is not "
-                "trained: as in torch an optimizer goes on with the old one, and `optimizer.add_param_group` takes the "
-                "new one. To train on with new values, write them into the old one (`load_state_dict`)."
+                f"`data` of parameter `{record_of(master).name}` was set to a tensor of shape {tuple(master.shape)}, "
+                "so the optimizer's state for it, which had the former shape, begins anew."
+            )
+        held = {master for optimizer in optimizers for master in masters_of(optimizer)}
+        return [made[p].name for p in changes.parameters() if made[p].master not in held and p.requires_grad]
+
+    def _check_between_steps(self, name: str) -> None:
+        """Raises RuntimeError where the model cannot be laid out anew, since parameter ``name`` was replaced."""
+        why = None
+        if self.runtime.step_state.in_step or self.steps.runs:
+            why = "inside a step. Do it between two steps, such as in `on_train_batch_start`"
+        elif self.runtime.core.unequal():
+            why = "and the ranks meet it inside `strategy.unequal()`. Begin a step, or save, outside of it"
+        elif self.config.offload:
+            why = "and offload='optimizer' keeps states in host memory. Change the module in `configure_model`"
+        if why is not None:
+            raise RuntimeError(
+                f"Parameter `{name}` was replaced by one of another shape or dtype, or by that of another layer, after "
+                f"the model was sharded, {why}, or copy new values of the same shape into it."
             )
 
     def _begin(self, what: str) -> None:

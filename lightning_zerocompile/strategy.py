@@ -272,6 +272,10 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     # ---- steps ----
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.engine.take_replaced()  # after hooks and callbacks; `training_step` comes inside the optimizer's step
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         everywhere = self.config.unequal_work == "all"
         with self.precision_plugin.train_step_context(), self.engine.training_step(), self.engine.unequal(everywhere):

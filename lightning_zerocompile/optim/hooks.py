@@ -27,7 +27,7 @@ from lightning_zerocompile.optim.supported import (
     sees_whole_values,
     steps_by_unit,
 )
-from lightning_zerocompile.optim.taken_over import give_back, rename, take_masters
+from lightning_zerocompile.optim.taken_over import give_back, move, rename, take_masters
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, index_of
 from lightning_zerocompile.sharding.unsharded import master_of
@@ -51,6 +51,7 @@ class OptimizerSteps:
         stepped: called after each step.
 
     Attributes:
+        last: the optimizers that were attached last; not cleared when they are left alone.
         count: of the steps that have succeeded; one that has raised and had updated something is half a step.
         one_pass: makes updates instead of torch, where it can.
     """
@@ -88,6 +89,7 @@ class OptimizerSteps:
         if self._config.optimizer_in_backward:
             self.in_backward = InBackward(runtime, self._stepper, self._through_lightning)
         self.count = 0.0
+        self.last: list[Optimizer] = []
         self._by_unit = False  # whether the running step has updated units
 
     # ---- which are watched ----
@@ -99,6 +101,8 @@ class OptimizerSteps:
             RuntimeError: an optimizer holds parameters that are not the model's.
             MisconfigurationException: an optimizer cannot work on sharded parameters, or cannot be offloaded.
         """
+        if optimizers:
+            self.last = list(optimizers)
         for restore in self._restore.values():
             restore()
         self._stepper.forget()
@@ -124,6 +128,11 @@ class OptimizerSteps:
         self._offload.attach(optimizers, self._shared)
         if self.in_backward is not None:
             self.in_backward.attach(optimizers, self._shared)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a step of an optimizer has begun and not ended."""
+        return bool(self._running or self._through_lightning)
 
     def states(self) -> Iterator[Tensor]:
         """All tensors that the watched optimizers keep, counters too."""
@@ -156,6 +165,28 @@ class OptimizerSteps:
         self._count_owners(self._restore)
         held = {master for optimizer in self._restore for master in masters_of(optimizer)}
         return {master for master in former if master not in held}
+
+    def follow(
+        self, before: OptimizerSteps, moved: Mapping[Tensor, Tensor], new: Mapping[Tensor, Tensor]
+    ) -> tuple[list[Optimizer], list[Tensor]]:
+        """Takes over what ``before`` knew of a model that was laid out anew, see [Note: other layouts].
+
+        Args:
+            before: of the former layout; it watches no optimizer any more.
+            moved: as for :func:`~lightning_zerocompile.optim.taken_over.move`.
+            new: masters, by the new parameters whose values they have.
+
+        Returns:
+            The optimizers, which are to be attached, and the masters whose state was dropped.
+        """
+        dropped: list[Tensor] = []
+        for number, optimizer in enumerate(before.last):
+            dropped += move(optimizer, moved, self._runtime.mesh)
+            take_masters(number, optimizer, new, sees_whole_values(optimizer, self._config.full_param_optimizers))
+        self._taken_over, self.count = before._taken_over, before.count
+        if self.in_backward is not None and before.in_backward is not None:
+            self.in_backward.clip_value = before.in_backward.clip_value
+        return before.last, dropped
 
     def give_back(self, parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None) -> None:
         """Optimizers made elsewhere hold the whole ``parameters``, by their masters, from now on; collective."""

@@ -99,9 +99,10 @@ def remedy(optimizer: Optimizer) -> str:
     )
 
 
-def masters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's parameters, without those that the model has no longer, see [Note: replaced parameters]."""
-    return [p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, Former)]
+def masters_of(optimizer: Optimizer, formers: bool = False) -> list[Tensor]:
+    """The optimizer's parameters; those that the model has no longer with ``formers`` only, see [Note: replaced
+    parameters]."""
+    return [p for group in optimizer.param_groups for p in group["params"] if formers or not isinstance(p, Former)]
 
 
 def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.supported import masters_of
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
+from lightning_zerocompile.sharding.layout import in_mesh, local_part, over_local, shard_like
 from lightning_zerocompile.sharding.replaced import Former
 from lightning_zerocompile.sharding.sharded import STATES_ON_HOST, sharded_as
 from lightning_zerocompile.sharding.unsharded import master_of
@@ -78,6 +79,35 @@ def rename(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
         state = optimizer.state.pop(parameter, None)
         if state is not None and parameter in held:
             optimizer.state[other] = state
+
+
+def move(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """Puts the parameters of a new layout where the optimizer holds those of the former one, with their state; no
+    communication. See [Note: other layouts] in sharding/replaced.py.
+
+    Args:
+        moved: masters, or formers, of the new layout, by those that the optimizer may hold now.
+        mesh: of the new layout.
+
+    Returns:
+        Those of the new layout whose state did not fit, and was dropped: they have another shape.
+    """
+    held = set(masters_of(optimizer, formers=True))
+    dropped = []
+    for group in optimizer.param_groups:
+        group["params"] = [moved.get(p, p) for p in group["params"]]
+    for before, after in moved.items():
+        state = optimizer.state.pop(before, None)
+        if state is None or before not in held:
+            continue
+        if state and before.shape != after.shape:
+            dropped.append(after)
+            continue
+        optimizer.state[after] = {
+            name: sharded_as(in_mesh(kept, mesh), after) if isinstance(kept, DTensor) else kept
+            for name, kept in state.items()
+        }
+    return dropped
 
 
 def give_back(

@@ -273,16 +273,20 @@ def bind_gradient(master: Tensor, grad: Tensor | None) -> None:
 
 
 def set_data(master: Tensor, value: Tensor) -> None:
-    """``p.data = value`` copies: the memory stays the strategy's."""
+    """``p.data = value`` copies: the memory stays the strategy's. A value of another shape replaces the parameter, see
+    [Note: other layouts]."""
     sharded = _parameter_of(master)
     if sharded is None:  # an ordinary parameter again
         Tensor.data.__set__(master, value)  # type: ignore[attr-defined]
         return
-    if tuple(value.shape) != tuple(master.shape) or value.dtype != master.dtype:
+    if tuple(value.shape) != tuple(master.shape):
+        sharded.renew(value)
+        return
+    if value.dtype != master.dtype:
         raise RuntimeError(
-            f"Parameter `{sharded.name}` has shape {tuple(master.shape)} and is kept in {master.dtype}; its `data` was "
-            f"set to a tensor of shape {tuple(value.shape)} in {value.dtype} after the model was sharded. Change it "
-            "in `configure_model` or `setup`, before `fit` shards the model."
+            f"Parameter `{sharded.name}` is kept in {master.dtype}; its `data` was set to a tensor in {value.dtype} "
+            "after the model was sharded. Put a new parameter there (`module.weight = nn.Parameter(value)`), or change "
+            "it in `configure_model` or `setup`, before `fit` shards the model."
         )
     with torch.no_grad():
         master.copy_(sharded.like_master(value))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -31,6 +32,7 @@ from lightning_zerocompile.sharding.master import (
     release_master,
 )
 from lightning_zerocompile.sharding.parameter import Core, ShardedParameter
+from lightning_zerocompile.sharding.replaced import Changes
 from lightning_zerocompile.sharding.sharded import refuse_left
 from lightning_zerocompile.sharding.unsharded import sharded_of
 
@@ -259,6 +261,7 @@ class ClassCache:
         """Lets the module read the parameter, which it has in ``_parameters``, through its record."""
         module.__dict__.setdefault(PARAMETERS, {})[name] = sharded
         module.__dict__[TRACED + name] = sharded.traced()
+        sharded.places.append((weakref.ref(module), name))
         self.swap(module, frozenset(module.__dict__[PARAMETERS]))
 
     def _make(self, base: type, names: frozenset[str], forward: Callable[..., Any] | None) -> type:
@@ -372,12 +375,35 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def refresh_all(model: nn.Module, modules: Sequence[nn.Module]) -> dict[ShardedParameter, nn.Parameter]:
+class Layers:
+    """The modules of a model when it was sharded, by their paths."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {path: weakref.ref(module) for path, module in model.named_modules(remove_duplicate=False)}
+
+    def stands_in(self, model: nn.Module, path: str) -> bool:
+        """Whether the module at ``path``, or one around it, was put in the place of another one since then."""
+        while path:
+            known = self._modules.get(path)
+            if known is not None:
+                return known() is not model.get_submodule(path)
+            path = path.rpartition(".")[0]
+        return False
+
+    def gone(self, model: nn.Module) -> list[nn.Module]:
+        """Those that the model has no longer, and somebody still holds."""
+        left = set(modules_of(model))
+        found = dict.fromkeys(module for held in self._modules.values() if (module := held()) is not None)
+        return [module for module in found if module not in left]
+
+
+def refresh_all(model: nn.Module, modules: Sequence[nn.Module], layers: Layers) -> Changes:
     """:func:`refresh` of every module of ``model``.
 
     Args:
         model: for the names in messages.
         modules: of ``model``.
+        layers: of ``model``, when it was sharded.
 
     Returns:
         What somebody has put in place of parameters, see [Note: replaced parameters] in replaced.py.
@@ -385,17 +411,20 @@ def refresh_all(model: nn.Module, modules: Sequence[nn.Module]) -> dict[ShardedP
     Raises:
         RuntimeError: a parameter was removed or added; it names the parameter and the way to do it.
     """
-    replaced = {} if refresh(modules) else _replaced(model, modules)
+    changes = Changes({} if refresh(modules) else _replaced(model, modules), {})
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, Master):
                 if name in module.__dict__.get(PARAMETERS, ()):
                     continue
-                raise RuntimeError(
-                    f"Parameter `{path_of(model, module, name)}` was added after the model was sharded, so no other "
-                    "rank would see its gradient. Create it in `__init__`, `configure_model` or `setup`."
-                )
-    return replaced
+                path = path_of(model, module, name)
+                if not layers.stands_in(model, path.rpartition(".")[0]):
+                    raise RuntimeError(
+                        f"Parameter `{path}` was added after the model was sharded, so no other rank would see its "
+                        "gradient. Create it in `__init__`, `configure_model` or `setup`."
+                    )
+                changes.layers[path] = parameter
+    return changes
 
 
 def _replaced(model: nn.Module, modules: Sequence[nn.Module]) -> dict[ShardedParameter, nn.Parameter]:
@@ -475,9 +504,7 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
     for module in model.modules():
         for sharded in module.__dict__.get(PARAMETERS, {}).values():
             if sharded not in full:
-                value = sharded.master.detach()
-                whole = full_value(value, group) if isinstance(value, DTensor) else value
-                full[sharded] = _whole_parameter(sharded, whole.to(sharded.dtype).to("cpu"))
+                full[sharded] = _whole_parameter(sharded, _whole_value(sharded, group))
                 attributes = {  # those that users have set on the parameter, and none of ours
                     name: value
                     for name, value in vars(sharded.master).items()
@@ -493,6 +520,12 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
                 module._parameters[name] = full[sharded]
     restore_classes(model)
     return {sharded.master: parameter for sharded, parameter in full.items()}
+
+
+def _whole_value(sharded: ShardedParameter, group: dist.ProcessGroup | None) -> Tensor:
+    value = sharded.master.detach()
+    whole = full_value(value, group) if isinstance(value, DTensor) else value
+    return whole.to(sharded.dtype).to("cpu")
 
 
 def _whole_parameter(sharded: ShardedParameter, value: Tensor) -> nn.Parameter:
@@ -527,6 +560,24 @@ def remove_regions(model: nn.Module) -> None:
         inputs = module.__dict__.pop(INPUTS, None)
         if inputs is not None:
             inputs.remove()
+
+
+def release_gone(gone: Iterable[nn.Module], lost: Sequence[ShardedParameter]) -> None:
+    """Gives full parameters to modules that the model has no longer; collective, also on ranks where nobody holds them.
+
+    Args:
+        gone: modules that were sharded with the model.
+        lost: the parameters that no module of the model has, the same on all ranks; all are gathered.
+    """
+    full = {sharded: _whole_parameter(sharded, _whole_value(sharded, None)) for sharded in lost}
+    for module in gone:
+        for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
+            if sharded in full and module._parameters.get(name) is sharded.master:
+                module._parameters[name] = full[sharded]
+        remove_regions(module)
+        restore_classes(module)
+    for sharded in lost:
+        release_master(sharded.master)
 
 
 def make_whole(model: nn.Module) -> dict[Tensor, Tensor]:

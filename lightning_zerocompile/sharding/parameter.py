@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -99,6 +99,8 @@ class ShardedParameter:
     dtype: torch.dtype  # of the parameter before it was sharded, and again when it is whole
     original: TensorWeakRef  # the parameter before it was sharded; gone, unless somebody else holds it
     grad_dtype: torch.dtype | None  # of the parameter before it was sharded; ``None``: each gradient keeps its own
+    places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)  # modules that have it, and its name
+    renewed: nn.Parameter | None = None  # what took its place by `p.data = value`, see [Note: other layouts]
     on_host: bool = False  # whether ``local`` is in host memory, see [Note: masters in host memory]
 
     def read(self, current: Tensor | None, cast: torch.dtype | None = None) -> Tensor | None:
@@ -164,6 +166,26 @@ class ShardedParameter:
     def require_grad(self, value: bool) -> None:
         """Freezes or unfreezes the parameter, from the next forward on."""
         self.master.requires_grad_(value)
+
+    def renew(self, value: Tensor) -> None:
+        """Puts a parameter of another shape in the place of this one, in all modules that have it, until the next step
+        lays the model out anew; see [Note: other layouts] in replaced.py."""
+        with as_plain_tensors():
+            self.renewed = nn.Parameter(value.detach(), requires_grad=self.master.requires_grad)
+        for held, name in self.places:
+            module = held()
+            if module is not None and module._parameters.get(name) is self.master:
+                module._parameters[name] = self.renewed
+
+    def take_rows(self, rows: Tensor, grad: Tensor | None) -> None:
+        """Gives the master this rank's rows and gradient of a former layout, both [<=rows, ...]; see [Note: other
+        layouts] in replaced.py."""
+        if rows.dtype != self.local.dtype:  # it was frozen, and its shard is a master's already
+            self.widen()
+        with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
+            self.local.copy_(rows)
+        if grad is not None:
+            self.bind_gradient(grad)
 
     def bind_gradient(self, local: Tensor) -> Tensor:
         """Makes ``local``, this rank's rows of the reduced gradient, the master's ``grad``.

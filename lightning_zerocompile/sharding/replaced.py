@@ -8,6 +8,13 @@ parameter they get a :class:`Former`, with its values, its gradient and its stat
 parameter, it gets the master. Until the next step the new parameter is a plain tensor. Modules, compiled or not,
 compute with it, and its gradient would be that of one rank, so a backward before that step raises.
 
+[Note: other layouts] A new parameter of another shape or dtype, or one of a layer that was put in the place of another
+layer, does not fit into the record, the unit and the graphs of the old one. Then the whole model is laid out anew
+before the step: it is made whole and sharded again, as between two fits. What was there stays: the rows of masters (in
+half precision whole values have fewer bits), gradients, the states of optimizers. ``p.data = value`` of another shape
+is such a replacement too, but of the same object, so optimizers go on with the new parameter. Their old state for it
+does not fit, and is dropped with a warning.
+
 All ranks must have replaced the same parameters. In a step in which no rank has replaced any, nothing is communicated.
 A rank that has replaced one asks the others. A rank that has not does not answer, so the two are found as any other
 knot, see [Note: ranks that wait for each other].
@@ -15,18 +22,19 @@ knot, see [Note: ranks that wait for each other].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from lightning_zerocompile.ranks.consistency import first_difference
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
-from lightning_zerocompile.sharding.layout import over_local, shard_like
+from lightning_zerocompile.sharding.layout import in_mesh, over_local, shard_like
 from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of, refuse_hooks
 from lightning_zerocompile.sharding.parameter import ShardedParameter
 
@@ -39,17 +47,48 @@ class Former(DTensor):
     """What an optimizer holds in place of a parameter that the model has no longer, see [Note: replaced parameters]."""
 
 
-def check_alike(replaced: Mapping[ShardedParameter, nn.Parameter], messages: Messages) -> None:
-    """Raises unless every rank has put parameters of the right kind in place of the same ones.
+@dataclass(frozen=True)
+class Changes:
+    """What users have put into the model since the last step.
+
+    Attributes:
+        replaced: the new parameters, by the records of those in whose place they are.
+        layers: the parameters of layers that were put in the place of others, by their fully qualified names.
+    """
+
+    replaced: dict[ShardedParameter, nn.Parameter]
+    layers: dict[str, nn.Parameter]
+
+    def __bool__(self) -> bool:
+        return bool(self.replaced or self.layers)
+
+    @property
+    def fits(self) -> bool:
+        """Whether records and units can stay as they are, see [Note: other layouts]."""
+        return not self.layers and all(_same_layout(sharded, new) for sharded, new in self.replaced.items())
+
+    @property
+    def names(self) -> list[str]:
+        """Fully qualified, of all parameters that are new."""
+        return [*(sharded.name for sharded in self.replaced), *self.layers]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that are new, each once."""
+        return list(dict.fromkeys([*self.replaced.values(), *self.layers.values()]))
+
+
+def check_alike(changes: Changes, messages: Messages) -> None:
+    """Raises unless every rank has put the same parameters in place of the same ones.
 
     Collective if all ranks have replaced parameters.
 
     Raises:
         RuntimeError: names the first parameter, and what is wrong with the new one, or the rank that has another.
     """
-    first = next(iter(replaced)).name
+    first = changes.names[0]
     mine = f"Parameter `{first}` was replaced after the model was sharded on rank {dist.get_rank()}"
-    lines = {sharded.name: _described(sharded, parameter) for sharded, parameter in replaced.items()}
+    lines = {sharded.name: _described(sharded.name, sharded, new) for sharded, new in changes.replaced.items()}
+    lines |= {name: _described(name, None, new) for name, new in changes.layers.items()}
     late = partial(messages.silent, doing="has come there")
     try:
         found = first_difference(messages, _SERIES, lines, f"the replacement of parameter `{first}`", late)
@@ -63,23 +102,28 @@ def check_alike(replaced: Mapping[ShardedParameter, nn.Parameter], messages: Mes
         )
 
 
-def _described(sharded: ShardedParameter, parameter: nn.Parameter) -> str:
-    name, dtype = f"Parameter `{sharded.name}` was replaced after the model was sharded", parameter.dtype
-    if isinstance(parameter, DTensor) or tuple(parameter.shape) != sharded.size or dtype != sharded.dtype:
-        kind = "a DTensor" if isinstance(parameter, DTensor) else "one"
+def _same_layout(sharded: ShardedParameter, parameter: nn.Parameter) -> bool:
+    return tuple(parameter.shape) == sharded.size and parameter.dtype == sharded.dtype
+
+
+def _described(name: str, sharded: ShardedParameter | None, parameter: nn.Parameter) -> str:
+    what, dtype = f"Parameter `{name}` was replaced after the model was sharded", parameter.dtype
+    if isinstance(parameter, DTensor):
         raise RuntimeError(
-            f"{name}, by {kind} of shape {tuple(parameter.shape)} in {dtype}; it has shape {sharded.size} in "
-            f"{sharded.dtype}, and rows and gathers are laid out for these. {_REMEDY}"
+            f"{what}, by a DTensor of shape {tuple(parameter.shape)} in {dtype}. Put a parameter with full values "
+            "there: `with strategy.full_parameters(module) as values:` gives them."
         )
     if parameter.grad is not None:
         raise RuntimeError(
-            f"{name}, and had a backward before the next step began, so its gradient is of one rank only. Replace it "
+            f"{what}, and had a backward before the next step began, so its gradient is of one rank only. Replace it "
             "in a hook between steps, such as `on_train_batch_start` or `on_train_epoch_end`."
         )
-    if getattr(parameter, "grad_dtype", dtype) != sharded.grad_dtype:
-        raise RuntimeError(f"{name}, by one with another `grad_dtype` than {sharded.grad_dtype}. {_REMEDY}")
-    refuse_hooks(sharded.name, parameter)
-    return f"`{sharded.name}` ({'trained' if parameter.requires_grad else 'frozen'})"
+    fits = sharded is not None and _same_layout(sharded, parameter)
+    if fits and sharded is not None and getattr(parameter, "grad_dtype", dtype) != sharded.grad_dtype:
+        raise RuntimeError(f"{what}, by one with another `grad_dtype` than {sharded.grad_dtype}. {_REMEDY}")
+    refuse_hooks(name, parameter)
+    layout = "" if fits else f", of shape {tuple(parameter.shape)} in {dtype}"
+    return f"one that is {'trained' if parameter.requires_grad else 'frozen'}{layout}"
 
 
 def former_of(sharded: ShardedParameter) -> Tensor:
@@ -97,6 +141,38 @@ def former_of(sharded: ShardedParameter) -> Tensor:
             former.grad = over_local(grad._local_tensor.detach().clone(), master)
     master.grad = None
     return former
+
+
+def former_in(mesh: DeviceMesh, name: str, rows: DTensor, requires_grad: bool, grad: Tensor | None) -> Tensor:
+    """:func:`former_of` for the parameter ``name`` of a model that was laid out anew.
+
+    Args:
+        mesh: of the new layout; the rows are the same.
+        rows: the master's, as they were, over the former mesh.
+        requires_grad: the parameter's.
+        grad: this rank's rows of its gradient, or None.
+    """
+    with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
+        former: Tensor = nn.Parameter(in_mesh(rows, mesh), requires_grad=requires_grad)
+        former.__class__ = Former  # type: ignore[assignment, unused-ignore]
+        former.__dict__[_NAME] = name
+        if grad is not None:
+            former.grad_dtype = grad.dtype
+            former.grad = over_local(grad, former)
+    return former
+
+
+def as_rows(sharded: ShardedParameter) -> DTensor:
+    """This rank's rows of the parameter, over the master's memory, without a record."""
+    return over_local(sharded.local.detach(), sharded.master)
+
+
+def former_again(former: Former, mesh: DeviceMesh) -> Tensor:
+    """``former`` in the mesh of a model that was laid out anew."""
+    with torch.no_grad(), as_plain_tensors():
+        grad = former.grad._local_tensor if isinstance(former.grad, DTensor) else None
+        rows: DTensor = in_mesh(former, mesh)
+        return former_in(mesh, former.__dict__[_NAME], rows, former.requires_grad, grad)
 
 
 def former_name(value: Tensor) -> str | None:

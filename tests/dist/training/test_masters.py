@@ -275,10 +275,6 @@ def _backward_of_inputs(model: nn.Module, batch: Tensor, backward: Backward) -> 
     engines.token_loss(model, batch).backward(inputs=list(model.head.parameters()))
 
 
-def _replaced(model: nn.Module, batch: Tensor, backward: Backward) -> None:
-    model.head.weight = nn.Parameter(torch.zeros(models.VOCABULARY, 11))
-
-
 def _added(model: nn.Module, batch: Tensor, backward: Backward) -> None:
     model.head.bias = nn.Parameter(torch.zeros(models.VOCABULARY))
 
@@ -287,8 +283,8 @@ def _cast(model: nn.Module, batch: Tensor, backward: Backward) -> None:
     model.head.half()
 
 
-def _other_shape(model: nn.Module, batch: Tensor, backward: Backward) -> None:
-    model.head.weight.data = torch.zeros(2, 2)
+def _other_dtype(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    model.head.weight.data = torch.zeros(models.VOCABULARY, 10, dtype=torch.bfloat16)
 
 
 def _mixed(model: nn.Module, batch: Tensor, backward: Backward) -> None:
@@ -321,10 +317,9 @@ RAISES: dict[str, tuple[User, tuple[str, ...]]] = {
     "grad": (_grad_of_parameters, ("`scale`", "strategy.full_parameters", "`backward`")),
     "grad of attribute": (_grad_of_attribute, ("read again from a sharded module", "call `backward`")),
     "backward of inputs": (_backward_of_inputs, ("`head.weight`", "requires_grad_")),
-    "replaced": (_replaced, ("`head.weight` was replaced", "configure_model")),
     "added": (_added, ("`head.bias` was added", "configure_model")),
     "cast": (_cast, ("`head.weight`", "torch.float16", "configure_model")),
-    "other shape": (_other_shape, ("`head.weight`", "(2, 2)", "configure_model")),
+    "other dtype": (_other_dtype, ("`head.weight`", "torch.bfloat16", "nn.Parameter(value)", "configure_model")),
     "mixed": (_mixed, ("`layers.0.up.weight`", "strategy.full_parameters")),
     "torch.func.grad": (_func_grad, ("torch.func", "strategy.full_parameters")),
     "torch.func.vmap": (_func_vmap, ("torch.func", "`head.weight`", "strategy.full_parameters")),

@@ -71,6 +71,33 @@ def _pruned_in_one(model: Any, optimizer: torch.optim.Optimizer) -> None:
     prune.global_unstructured([(model.layers[0].up, "weight"), (model.head, "weight")], prune.L1Unstructured, amount=9)
 
 
+def _another_shape(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer is not told, and goes on with the old one; a bias that was none."""
+    values = torch.randn(models.VOCABULARY + 3, 10, generator=torch.Generator().manual_seed(7)) * 0.3
+    model.head.weight = nn.Parameter(values.to(models.device()))
+
+
+def _another_layer(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """A head, and a block, with parameters of other names and sizes; the optimizer is told."""
+    torch.manual_seed(9)
+    model.head = nn.Linear(10, models.VOCABULARY + 5).to(models.device())
+    model.layers[1] = models.Block(10).to(models.device())
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def _another_dtype(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64, device=models.device()))
+    optimizer.add_param_group({"params": [model.scale], "lr": 0.1})
+
+
+def _resized(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """As transformers resizes an embedding: the object stays, so the optimizer trains it on, with no state of it."""
+    optimizer.state.pop(model.embedding.weight, None)
+    more = torch.randn(4, 10, generator=torch.Generator().manual_seed(6)).to(models.device())
+    model.embedding.weight.data = torch.cat([model.embedding.weight.data, more])
+    model.embedding.num_embeddings += 4
+
+
 def _made_permanent(model: Any, optimizer: torch.optim.Optimizer) -> None:
     for module in model.modules():
         for name in [name.removesuffix("_mask") for name, _ in module.named_buffers(recurse=False)]:
@@ -86,11 +113,22 @@ CHANGES: dict[str, tuple[Change, ...]] = {
     "pruned": (_pruned,),
     "pruned in one": (_pruned_in_one, _made_permanent),
     "made permanent": (_pruned, _made_permanent, _pruned),
+    "another shape": (_another_shape, _another_shape),
+    "another layer": (_another_layer, _pruned),
+    "another dtype": (_another_dtype, _replaced),
+    "resized": (_resized, _another_shape),
 }
 
 
 MODES = {"eager": EAGER, "aot_eager": AOT}
-COMPILED = {(1, "replaced and told"), (1, "pruned in one"), (3, "replaced"), (3, "made permanent")}  # that always run
+COMPILED = {
+    (1, "another layer"),
+    (3, "another layer"),
+    (1, "replaced and told"),
+    (1, "pruned in one"),
+    (3, "replaced"),
+    (3, "made permanent"),
+}  # that always run
 CELLS = [
     pytest.param(
         name, stage, MODES[mode], id=f"{name}-{stage}-{mode}",
@@ -122,6 +160,7 @@ def test_a_changed_module_trains_on(name: str, stage: int, options: dict[str, An
                 reference(twin, [number], optimizer=of_twin)
                 number += 1
     assert type(model.head) is nn.Linear
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in twin.named_parameters()}
     assert models.deviation(model, twin) <= 2e-6
     buffers = dict(twin.named_buffers())
     assert {n: torch.equal(b, buffers[n].cpu()) for n, b in model.named_buffers()} == dict.fromkeys(buffers, True)
@@ -144,12 +183,12 @@ def test_what_a_rank_replaces_is_rank_0_s_and_its_user_s_object_again() -> None:
     assert model.shift is last
 
 
-def _other_shape(model: Any) -> None:
-    model.head.weight = nn.Parameter(torch.zeros(3, 10, device=models.device()))
+def _other_shapes(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(models.VOCABULARY + models.rank(), 10, device=models.device()))
 
 
-def _other_dtype(model: Any) -> None:
-    model.head.weight = nn.Parameter(model.head.weight.detach().double())
+def _added(model: Any) -> None:
+    model.layers.append(models.Block(10).to(models.device()))
 
 
 def _on_one_rank(model: Any) -> None:
@@ -167,8 +206,8 @@ def _differentiated(model: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "other shape": (_other_shape, r"`head.weight` was replaced .*shape \(3, 10\).*it has shape \(13, 10\)"),
-    "other dtype": (_other_dtype, r"`head.weight` was replaced .*torch.float64.*torch.float32"),
+    "other shapes": (_other_shapes, r"`head.weight` was replaced .*rank [01] has replaced .*shape \(14, 10\)"),
+    "added": (_added, r"`layers.3.* was added after the model was sharded"),
     "on one rank": (_on_one_rank, r"rank 1, and another rank.*|ranks wait.* rank 1 waits in the replacement of"),
     "another on each": (_another_on_each, r"`layers.[01].norm.weight` was replaced .*rank [01] has replaced"),
     "differentiated": (_differentiated, r"`head.weight` was replaced .*gradient is of one rank only"),
@@ -324,3 +363,137 @@ def test_a_changed_module_is_saved_and_resumed(kind: str, tmp_path: Path) -> Non
     path = next(path for path in tmp_path.iterdir() if path.name.startswith("epoch=2"))
     assert _epochs(again, ZeroCompileStrategy(**options), 4, path).global_step == 8
     assert models.deviation(module, again) < 1e-6
+
+
+# ---- other layouts ----
+
+
+class Resizes(L.LightningModule):
+    """A language model of transformers with tied embeddings, whose vocabulary grows before the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(
+            vocab_size=models.VOCABULARY, num_hidden_layers=2, tie_word_embeddings=True, **sizes
+        )
+        self.model = transformers.LlamaForCausalLM(config)
+        self.resizes = True
+
+    def resize(self) -> None:
+        torch.manual_seed(4)
+        self.model.resize_token_embeddings(models.VOCABULARY + 6, mean_resizing=False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 and self.resizes:
+            self.resize()
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = batch + self.model.config.vocab_size - models.VOCABULARY
+        return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*begins anew")
+@pytest.mark.parametrize(
+    ("stage", "mode", "kind"),
+    [
+        (3, "eager", "sharded"),
+        pytest.param(1, "aot_eager", "full", marks=pytest.mark.long),
+        pytest.param(2, "eager", "full", marks=pytest.mark.long),
+        pytest.param(3, "aot_eager", "full", marks=pytest.mark.long),
+    ],
+)
+@on_ranks(2)
+def test_a_vocabulary_that_grows_in_the_middle_of_a_fit(stage: int, mode: str, kind: str, tmp_path: Path) -> None:
+    """It trains on as a plain model does whose optimizer forgets the embedding's state; it is saved and resumed."""
+    torch.manual_seed(0)
+    ours = Resizes()
+    whole, again = copy.deepcopy(ours), copy.deepcopy(ours)
+    options: dict[str, Any] = {"stage": stage, "state_dict_type": kind, **MODES[mode]}
+    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    _epochs(ours, ZeroCompileStrategy(**options), 3, callbacks=[saves], enable_checkpointing=True)
+    optimizer = whole.to(models.device()).configure_optimizers()
+    for epoch in range(3):
+        if epoch == 1:
+            optimizer.state.pop(whole.model.get_input_embeddings().weight)
+            whole.resize()
+        reference(whole, 2, loss=lambda module, batch: module.loss(batch), optimizer=optimizer)
+    assert ours.model.get_output_embeddings().weight is ours.model.get_input_embeddings().weight
+    assert models.deviation(ours, whole) <= 2e-6
+    again.resizes = False
+    again.resize()
+    path = next(path for path in tmp_path.iterdir() if path.name.startswith("epoch=1"))
+    assert _epochs(again, ZeroCompileStrategy(**options), 3, path).global_step == 6
+    assert models.deviation(ours, again) < 1e-6
+
+
+class Keeps(models.Module):
+    """Its head is replaced where masters hold more bits than the model's dtype, and gradients wait for a step."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def rows(self) -> dict[str, list[torch.Tensor]]:
+        optimizer = self.trainer.optimizers[0]
+        found = {}
+        for name, p in self.named_parameters():
+            if "head" not in name:
+                held = [p, p.grad, *(value for key, value in optimizer.state[p].items() if key != "step")]
+                found[name] = [value.to_local().clone() if hasattr(value, "to_local") else value for value in held]
+        return found
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        if batch_idx == 3:
+            self.after = self.rows()
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.before = self.rows()
+            self.model.head = nn.Linear(10, models.VOCABULARY + 2).to(models.device(), torch.bfloat16)
+            self.trainer.strategy.optimizers[0].add_param_group({"params": self.model.head.parameters()})  # type: ignore[union-attr]
+
+
+@on_ranks(2)
+def test_another_layout_keeps_every_bit_of_the_rest() -> None:
+    module = Keeps()
+    models.train(module, ZeroCompileStrategy(3, **EAGER), steps=2, precision="bf16-true")
+    assert module.model.head.bias.shape == (models.VOCABULARY + 2,)
+    assert module.before.keys() == module.after.keys()
+    for name, values in module.before.items():
+        assert len(values) == 4 and values[0].dtype == torch.float32
+        assert values[0].numel() == 0 or not torch.equal(values[0], values[0].bfloat16().float()) or "shift" in name
+        assert all(torch.equal(a, b) for a, b in zip(values, module.after[name], strict=True)), name
+
+
+@on_ranks(2)
+def test_another_layout_is_refused_with_the_way_out_where_it_cannot_be_taken() -> None:
+    model = models.ByteModel()
+    engine = engines.make_engine(model, 3, offload="optimizer", **EAGER)
+    model.head = nn.Linear(10, 3)
+    with pytest.raises(RuntimeError, match=r"`head.weight` .*another layer.*offload='optimizer'.*`configure_model`"):
+        engine.begin_training_step()
+    engine.abandon()
+    model = models.ByteModel()
+    engine = engines.make_engine(model, 3, **EAGER)
+    message = r"`head.weight` .*another layer.*inside a step.*`on_train_batch_start`"
+    with pytest.raises(RuntimeError, match=message), engine.training_step():
+        model.head = nn.Linear(10, 3).to(models.device())
+        engine.apply_writes()  # a checkpoint, say
+    engine.abandon()
