@@ -516,7 +516,8 @@ std::vector<CastPlace> Gathers::place(const Units& units, const Units& order) {
   if (peers_ == nullptr) return places;
   RowsByDtype calls;
   std::vector<int64_t> moved;
-  for (auto index : registry_.runs_of(resident, merge_bytes_, /*padded=*/true).front()) {
+  const auto runs = registry_.runs_of(resident, merge_bytes_, /*padded=*/true);
+  for (auto index : runs.front()) {
     for (auto i : registry_.units()[index].parameters) {
       const auto& v = values_[i];
       if (record(i).replicated || v.full.numel() == 0) continue;

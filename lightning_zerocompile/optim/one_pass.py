@@ -35,6 +35,8 @@ _ENTRIES = 16  # arrays in a table: their number is rounded up to a power of two
 _TABLES = 4096  # that are kept
 _ALIGNED = 16  # bytes, for vectors of four elements
 _TRIED = (2**18, 2**17 + 1)  # elements of the arrays that are updated on trial: torch has two loops
+_TRIED_LR, _TRIED_SCALE = 0.3, 1000.0
+_TRIED_OPTIONS = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.2}
 _LAST = 2**62  # larger than the number of any program
 
 
@@ -357,11 +359,16 @@ class OnePass:
 
         values, casts = [random(size) for size in _TRIED], []
         trial = object.__new__(type(optimizer))
-        groups = [{**options, "params": values}]
+        groups = [{**options, **_on_trial(options), "params": values}]
         trial.__dict__.update(vars(optimizer), param_groups=groups, state=defaultdict(dict))
+        scale, found_inf = _scaling(optimizer)
+        if scale is not None:
+            trial.__dict__["grad_scale"] = torch.full_like(scale, _TRIED_SCALE)
+        if found_inf is not None:
+            trial.__dict__["found_inf"] = torch.zeros_like(found_inf)
         for _ in range(2):
             for value in values:
-                value.grad = 1e-2 * random(value.numel())
+                value.grad = (1.0 if scale is None else _TRIED_SCALE) * random(value.numel())
             if form is None:
                 plain_step(trial)()
                 casts += [value.to(torch.bfloat16).float() for value in values for _ in range(2)]
@@ -375,6 +382,19 @@ class OnePass:
                 ]
         states = [kept for value in values for kept in trial.state[value].values() if isinstance(kept, Tensor)]
         return [*values, *states, *casts]
+
+
+def _on_trial(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the same kind, with which each operation of an update changes the bits of its result.
+
+    With the user's own, such as a learning rate of 0 in a warm-up, a wrong form could give the right bits.
+    """
+    lr = options["lr"]
+    changed: dict[str, Any] = {"lr": torch.full_like(lr, _TRIED_LR) if isinstance(lr, Tensor) else _TRIED_LR}
+    if "betas" in options:
+        changed |= {"betas": (0.9, 0.99), "eps": 1e-3}
+    changed |= {name: value for name, value in _TRIED_OPTIONS.items() if options.get(name, 0) != 0}
+    return changed
 
 
 def _unsuited(optimizer: Optimizer) -> str:

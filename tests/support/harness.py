@@ -290,7 +290,7 @@ class Ranks:
         """How a dead rank ended, and where it was if a signal killed it."""
         process = self._processes[rank]
         process.join(GRACE)  # a dump of its memory takes time
-        return f"died with exit code {process.exitcode}\n{self._stacks[rank].read_text()[-6000:]}"
+        return f"died with exit code {process.exitcode}\n{self._written(rank)}"
 
     def _dump(self, rank: int) -> str:
         pid = self._processes[rank].pid
@@ -299,7 +299,12 @@ class Ranks:
         while "(most recent call first)" not in self._stacks[rank].read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(0.5)
-        return self._stacks[rank].read_text()[-6000:]
+        return self._written(rank)
+
+    def _written(self, rank: int) -> str:
+        """The rank's stacks, without the long list of extension modules that ends them after a signal."""
+        lines = self._stacks[rank].read_text().splitlines()
+        return "\n".join(line for line in lines if not line.startswith("Extension modules:"))[-6000:]
 
     def close(self, kill: bool = False) -> None:
         for process, pipe in zip(self._processes, self._pipes, strict=True):

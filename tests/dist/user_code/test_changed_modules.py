@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,8 +176,11 @@ def test_what_a_rank_replaces_is_rank_0_s_and_its_user_s_object_again() -> None:
         model.head.weight = new
         with torch.no_grad():
             assert torch.equal(model.head.weight, new)  # before the next step: the user's own
-        with pytest.warns(UserWarning, match="`head.weight` was replaced, and no optimizer has the new one"):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             engines.step(engine, optimizer, lambda: engines.token_loss(model, models.Batches(models.rank())[0]))
+        said = "`head.weight` was replaced, and no optimizer has the new one"
+        assert models.rank() > 0 or any(said in str(warning.message) for warning in warned)
         last = nn.Parameter(torch.zeros(1))
         model.shift = last  # and no step after it
     assert model.head.weight is new and torch.equal(new, torch.ones_like(new))
