@@ -199,7 +199,7 @@ def test_a_model_trains_to_the_same_bits(
     ran = [worlds(2).run(_trained, stage, scope, options, kind, together, yes, timeout=180) for yes in (True, False)]
     for (one, losses, made, copies), (other, expected, none, _) in zip(*ran, strict=True):
         assert none == 0 and made >= 8 * 4
-        assert losses == expected and losses[-1] < losses[0]
+        assert losses == expected and len(set(losses)) == len(losses)
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a, b)
         assert (copies > 0) is options.get("copy_engine", True)
