@@ -79,7 +79,8 @@ def train(sizes: tuple[int, int, int], device: str, steps: int, **options: Any) 
     seconds = min(after - before for before, after in pairwise(model.begins[2:]))
     peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
     moved = (stats.offload_in_bytes + stats.offload_out_bytes) / steps / GIB
-    print(f"{options}: {count / 1e9:.2f} B, {seconds:.3f} s a step, peak {peak:.1f} GiB, moved {moved:.1f} GiB a step")
+    figures = f"{seconds:.3f} s a step, peak {peak:.1f} GiB, moved {moved:.1f} GiB a step"
+    print(f"{options}: {count / 1e9:.2f} B, {figures}", flush=True)
 
 
 def link() -> None:
