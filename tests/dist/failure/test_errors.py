@@ -87,11 +87,6 @@ class StepInside(models.Module):
         self.manual_backward(second)
 
 
-class Replaced(models.Module):
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        self.model.head.weight = nn.Parameter(torch.zeros(models.VOCABULARY, 11))
-
-
 def _compiled_head() -> models.Module:
     module = models.Module()
     module.model.head = torch.compile(module.model.head, backend="eager")  # type: ignore[assignment]
@@ -110,7 +105,6 @@ BAD: dict[str, tuple[Callable[[], L.LightningModule], dict[str, Any], tuple[str,
     "adam for sparse": (partial(Stepper, torch.optim.SparseAdam), {}, ("SparseAdam", "strategy='ddp'")),
     "empty": (Empty, {}, ("has no parameters", "configure_model")),
     "foreign tensor": (Foreign, {}, ("holds 1 parameters", "(2, 5)")),
-    "replaced": (Replaced, {}, ("`model.head.weight` was replaced", "load_state_dict")),
     "compiled submodule": (_compiled_head, {}, HEAD),
     "compiled submodule in place": (partial(_compiled_in_place, lambda module: module.model.head), {}, HEAD),
     "compiled in place": (
