@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from tests.support import engines, models
@@ -53,7 +54,8 @@ def reference(
     batches = [data(rank) for rank in range(models.world())]
     for number in range(steps) if isinstance(steps, int) else steps:
         optimizer.zero_grad()
-        mean_backward(lambda rank, number=number: loss(twin, batches[rank][number]))  # type: ignore[misc]
+        of_ranks = [move_data_to_device(batch[number], models.device()) for batch in batches]
+        mean_backward(lambda rank, of_ranks=of_ranks: loss(twin, of_ranks[rank]))  # type: ignore[misc]
         optimizer.step()
 
 

@@ -82,7 +82,8 @@ class Regression(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.seen.append(batch.dtype)
         x, y = batch[..., :5], batch[..., 5:]
-        return F.mse_loss(self(x, scale=x.new_ones(1)) + self.outlet(self.inlet(input=x)), y)
+        out = self(x, scale=x.new_ones(1)) + self.outlet(self.inlet(input=x))
+        return F.mse_loss(out.to(y), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -147,7 +148,7 @@ class Noisy(models.Module):
 
     def on_after_backward(self) -> None:
         for p in self.parameters():
-            p.grad.add_(torch.randn_like(p.grad) if self.right else torch.randn(p.shape))  # type: ignore
+            p.grad.add_(torch.randn_like(p.grad) if self.right else torch.randn(p.shape, device=p.device))  # type: ignore
 
 
 @pytest.mark.parametrize(("stage", "options"), CELLS)
