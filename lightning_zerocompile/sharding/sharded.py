@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 # [Note: dispatch of subclasses] Before torch 2.13 an operator of a DTensor goes straight to DTensor's code in C++, even
 # if its class overrides ``__torch_dispatch__``. torch first asks its registry of rules, by operator and class.
-# So each of torch's operators has a rule for our classes there. The rule calls the override, which hands DTensor's code
-# plain DTensors of the same parts.
+# So each of torch's operators, and each collective, has a rule for our classes there. The rule calls the override,
+# which hands DTensor's code plain DTensors of the same parts.
 _BY_RULES = TorchVersion(torch.__version__) < "2.13"
 _LIBRARY: Any = torch.library.Library  # untyped
-_RULES = _LIBRARY("aten", "FRAGMENT") if _BY_RULES else None  # the rules are removed when this object is freed
+# By namespace; the rules are removed when these objects are freed.
+_RULES = {name: _LIBRARY(name, "FRAGMENT") for name in ("aten", "c10d")} if _BY_RULES else {}
 
 _READS = "_zerocompile_reads"  # compares the ranks before a read; None: the strategy is gone
 _ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when the tensor is made zero in place
@@ -101,6 +102,9 @@ class Sharded(DTensor):
             return func(*args, **kwargs)
         if name in _NEEDS_ELEMENTS and any(map(_is_empty_somewhere, ours)):
             args, kwargs = tree_map(_replicated, (args, kwargs))
+        elif name == "clone" and any(isinstance(placement, Partial) for placement in args[0].placements):
+            # A copy is kept (Lightning's `log` makes one) and may be read when the ranks have parted: it is whole.
+            args = (_spread(args[0], name), *args[1:])
         elif _communicates(func, name, ours):
             _compare(ours[0], name)
         try:
@@ -230,15 +234,13 @@ class Sharded(DTensor):
 
 def _add_rules(cls: type[Sharded]) -> None:
     """See [Note: dispatch of subclasses]."""
-    if _RULES is None:
-        return
 
     def rule(kind: type[Sharded], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return kind.__torch_dispatch__(func, types, args, kwargs)
 
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::"):
-            torch.library.register_torch_dispatch(name, cls, rule, lib=_RULES)
+    for name in torch._C._dispatch_get_all_op_names() if _RULES else ():
+        if (library := _RULES.get(name.partition("::")[0])) is not None:
+            torch.library.register_torch_dispatch(name, cls, rule, lib=library)
 
 
 _add_rules(Sharded)
@@ -386,7 +388,12 @@ def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharde
 def _replicated(value: Any) -> Any:
     if not isinstance(value, Sharded) or not _is_empty_somewhere(value):
         return value
-    reads, whole = value.__dict__.get(_READS), _whole(value, "a reduction")
+    return _spread(value, "a reduction")
+
+
+def _spread(value: Sharded, what: str) -> Any:
+    """The whole value on every rank, as a :class:`Sharded`."""
+    reads, whole = value.__dict__.get(_READS), _whole(value, what)
     return as_sharded(DTensor.from_local(whole, value.device_mesh, [Replicate()], run_check=False), reads)
 
 
