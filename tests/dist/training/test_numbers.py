@@ -128,6 +128,7 @@ def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
             (
                 lambda: weight.grad.norm().item(),
                 lambda: weight.grad.std(),
+                lambda: weight.grad.norm().clone(),
                 lambda: float(weight.norm()),
                 lambda: weight.grad.full_tensor(),
                 lambda: engine.full_gradients(model),
