@@ -330,8 +330,9 @@ def set_calls(net: Net, calls: int) -> None:
             module.calls = calls  # type: ignore[assignment]
 
 
-def batch(width: int, rank: int, number: int) -> Tensor:
-    return torch.randn(3, width, generator=torch.Generator().manual_seed(1000 * rank + number))
+def batch(width: int, rank: int, number: int, device: torch.device | str) -> Tensor:
+    """``[3, width]``."""
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(1000 * rank + number)).to(device)
 
 
 Penalty = Callable[[Net], Tensor]

@@ -22,8 +22,9 @@ _WIDTH_OF = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 class Reference(Side):
     """``mean``: what ``p.grad`` is; ``local``: of each rank, what is not reduced yet."""
 
-    def __init__(self, program: Program) -> None:
-        super().__init__(program, nets.build(program.model))
+    def __init__(self, program: Program, device: str) -> None:
+        super().__init__(program, nets.build(program.model).to(device))
+        self.device = device
         self._optimizers = make_optimizers(self.net, program.options)
         self.names = {parameter: name for name, parameter in self.net.named_parameters()}
         self.mean: dict[Tensor, Tensor] = {}
@@ -40,7 +41,7 @@ class Reference(Side):
             nets.set_calls(self.net, number)
             self.net.trip = trip
             try:
-                loss = self.net(nets.batch(self.net.width, rank, number)).square().mean()
+                loss = self.net(nets.batch(self.net.width, rank, number, self.device)).square().mean()
             finally:
                 self.net.trip = None
             losses.append(loss + penalty_of(self.net, penalty))
@@ -205,9 +206,9 @@ def penalty_of(net: Any, penalty: str) -> Tensor | float:
     return 0.0
 
 
-def play(program: Program) -> list[Note]:
+def play(program: Program, device: str = "cpu") -> list[Note]:
     """What is right."""
-    side = Reference(program)
+    side = Reference(program, device)
     for step in range(len(program.steps)):
         side.play(step)
     side.where = "in the end"

@@ -43,7 +43,7 @@ class Sharded(Side):
         nets.set_calls(self.net, number)
         self.net.trip = trip
         try:
-            loss = self.net(nets.batch(self.net.width, self.rank, number)).square().mean()
+            loss = self.net(nets.batch(self.net.width, self.rank, number, self.module.device)).square().mean()
         finally:
             self.net.trip = None
         return loss + reference.penalty_of(self.net, penalty)
@@ -59,7 +59,7 @@ class Sharded(Side):
     def evaluate(self, number: int, how: str) -> None:
         mode = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": contextlib.nullcontext}[how]
         with mode():
-            self.net(nets.batch(self.net.width, self.rank, number))
+            self.net(nets.batch(self.net.width, self.rank, number, self.module.device))
 
     @contextlib.contextmanager
     def window(self, op: Window) -> Iterator[None]:
@@ -195,7 +195,7 @@ def body(program: Program, folder: str) -> list[str]:
         timeout=_TIMEOUT,
     )  # type: ignore[arg-type]  # fmt: skip
     trainer = L.Trainer(
-        accelerator="cpu", devices=models.world(), strategy=strategy, max_epochs=1, limit_train_batches=steps,
+        accelerator=models.device(), devices=models.world(), strategy=strategy, max_epochs=1, limit_train_batches=steps,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
@@ -203,7 +203,7 @@ def body(program: Program, folder: str) -> list[str]:
     assert module.side is not None
     state = {name: value.clone() for name, value in module.net.state_dict().items()}
     notes: list[Note] = [*module.side.notes, ("in the end: the state", state)]
-    return differences(reference.play(program), notes)
+    return differences(reference.play(program, models.device()), notes)
 
 
 def differences(right: list[Note], notes: list[Note]) -> list[str]:

@@ -145,7 +145,7 @@ LONG = pytest.mark.long
 def test_what_only_some_ranks_do_is_an_error_on_all(ranks: Ranks, body: Any, arguments: Any, text: str) -> None:
     """A window that a rank does not open, or fails in: no rank hangs, each says what happened."""
     found = ranks.expect_error(body, *arguments, timeout=60)
-    assert text in found
+    assert text in found, found
     if (
         ranks.device == "cpu" or body is not _opens_alone
     ):  # there NCCL's watchdog ends the rank that waits, later than this
