@@ -34,7 +34,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
-from lightning_zerocompile.plan.plan import Machine, Plan, StagePlan, make_plan
+from lightning_zerocompile.plan.machine import Machine
+from lightning_zerocompile.plan.plan import Plan, StagePlan, make_plan
 
 GIB = 2**30
 PHASES = ("between_steps", "forward_peak", "backward_peak", "step_peak")

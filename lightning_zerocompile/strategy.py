@@ -27,7 +27,8 @@ from typing_extensions import override
 from lightning_zerocompile.config import Config, takes_options
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.engine_owner import EngineOwner, check_device
-from lightning_zerocompile.plan.plan import Machine, Plan, make_plan
+from lightning_zerocompile.plan.machine import Machine
+from lightning_zerocompile.plan.plan import Plan, make_plan
 from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prepare_callbacks
 from lightning_zerocompile.plugins.clipping import clip_value_in_backward
 from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
@@ -139,6 +140,10 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         bandwidth: float | None = None,
         flops: float | None = None,
         gloo: bool = False,
+        ranks_per_node: int | None = None,
+        node_bandwidth: float | None = None,
+        latency: float | None = None,
+        node_latency: float | None = None,
         **options: Any,
     ) -> Plan:
         """What a run of this strategy will need, by stage; nothing is allocated, and no other rank is needed.
@@ -147,7 +152,8 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             module: an ordinary module, possibly on meta.
             batch: of one rank, as ``training_step`` gets it.
             world_size: number of ranks.
-            gpu_memory, bandwidth, flops, gloo: see :class:`~lightning_zerocompile.plan.plan.Machine`.
+            gpu_memory, bandwidth, flops, gloo, ranks_per_node, node_bandwidth, latency, node_latency: see
+                :class:`~lightning_zerocompile.plan.machine.Machine`.
             options: the others of :func:`~lightning_zerocompile.plan.plan.make_plan`.
 
         Raises:
@@ -160,7 +166,16 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             batch,
             world_size=world_size,
             config=self.config,
-            machine=Machine(gpu_memory, bandwidth, flops, gloo),
+            machine=Machine(
+                gpu_memory,
+                bandwidth,
+                flops,
+                gloo,
+                ranks_per_node=ranks_per_node,
+                node_bandwidth=node_bandwidth,
+                latency=latency,
+                node_latency=node_latency,
+            ),
             compute_dtype=compute_dtype(plugin, self.config.param_dtype),
             autocast_dtype=autocast_dtype(plugin),
             **options,

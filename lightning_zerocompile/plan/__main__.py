@@ -6,6 +6,7 @@ The model is built on the meta device, so it takes no memory, and neither GPUs n
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import logging
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -25,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.picture import svg
-from lightning_zerocompile.plan.plan import STAGES, Machine, Plan, make_plan
+from lightning_zerocompile.plan.plan import STAGES, Plan, make_plan
 from lightning_zerocompile.plan.trace import PlanError, said
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -67,6 +69,11 @@ def keywords(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON with arguments by name, such as '{{\"width\": 64}}'")
     return value
+
+
+def _nodes(text: str) -> int | Literal["nodes"]:
+    """A number, or the word."""
+    return "nodes" if text == "nodes" else int(text)
 
 
 def _named(target: str) -> Any:
@@ -215,7 +222,14 @@ def plan_of(options: argparse.Namespace) -> Plan:
         PlanError: it cannot be made.
     """
     machine = Machine(
-        int(options.gpu_memory) if options.gpu_memory else None, options.bandwidth, options.flops, options.gloo
+        int(options.gpu_memory) if options.gpu_memory else None,
+        options.bandwidth,
+        options.flops,
+        options.gloo,
+        ranks_per_node=options.ranks_per_node,
+        node_bandwidth=options.node_bandwidth,
+        latency=options.latency,
+        node_latency=options.node_latency,
     )
     found: dict[str, Any] = {"config": Config(), "precision": "32-true", "accumulate": 1}
     if options.target.endswith((".yaml", ".yml")):
@@ -232,6 +246,10 @@ def plan_of(options: argparse.Namespace) -> Plan:
         batch = _made_by(options.batch)
     precision = options.precision or found["precision"]
     config: Config = found["config"]
+    if options.replicas is not None:
+        config = dataclasses.replace(config, replicas=options.replicas, device_mesh=None)
+    if options.reshard_after_forward is not None:
+        config = dataclasses.replace(config, reshard_after_forward=options.reshard_after_forward)
     return make_plan(
         module,
         batch,
@@ -261,6 +279,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
     parser.add_argument("--gpu-memory", type=number, help="of one rank, for example 80GiB")
     parser.add_argument("--bandwidth", type=number, help="bytes a second of a rank in a collective, for example 300GB")
+    parser.add_argument("--ranks-per-node", type=int, help="ranks of one host; --bandwidth is then between hosts")
+    parser.add_argument("--node-bandwidth", type=number, help="as --bandwidth, inside a host; default: the same")
+    parser.add_argument("--latency", type=number, help="seconds of a collective's step between hosts, such as 14e-6")
+    parser.add_argument("--node-latency", type=number, help="the same inside a host; default: the same")
+    parser.add_argument("--replicas", type=_nodes, help="the strategy's: a number or 'nodes'")
+    parser.add_argument("--reshard-after-forward", type=_nodes, help="the strategy's: a number of ranks or 'nodes'")
     parser.add_argument(
         "--flops", type=number, help="FLOP a second that the model reaches on one rank, for example 400T"
     )

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.optimizers import OptimizerError
-from lightning_zerocompile.plan.plan import Machine, Plan, in_units, make_plan
+from lightning_zerocompile.plan.plan import Plan, in_units, make_plan
 from lightning_zerocompile.plan.trace import PlanError, said
 from lightning_zerocompile.ranks.groups import replicas_of
 from lightning_zerocompile.runtime.memory_budget import free_memory, smallest_share

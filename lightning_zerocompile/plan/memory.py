@@ -82,11 +82,16 @@ class Traffic:
     Attributes:
         forward, backward: of gathers in the forward (or after the optimizer) and in the backward.
         reductions: of gradients.
+        step_gathers, forward_gathers, backward_gathers: numbers of units, not bytes: of those that live for a step, and
+            of the others in the forward and in the backward.
     """
 
     forward: int
     backward: int
     reductions: int
+    step_gathers: int = 0
+    forward_gathers: int = 0
+    backward_gathers: int = 0
 
     @property
     def total(self) -> int:
@@ -365,6 +370,7 @@ class _Run:
         self._reduced = 0
         self._passing = 0  # beside what is gathered, until the next unit is used
         self._forth = self._back = 0
+        self._gathers = {False: 0, True: 0}  # by whether it is the backward
         self.most_gathered, self.most_gradients, self.most_reduced = self.resident, 0, 0
         self.after_forward = self.forward_peak = self.backward_peak = 0
 
@@ -410,6 +416,7 @@ class _Run:
         new = [other for other in (name, *ahead) if other not in self._gathered]
         size = sum(self._units[other].gathered for other in new)
         self._forth, self._back = self._forth + size * (not back), self._back + size * back
+        self._gathers[back] += len(new)
         if self._schedule.inner is not None and not back:
             self._kept_part.update(new)
             self.secondary = sum(self._units[other].gathered for other in self._kept_part) // self._schedule.inner
@@ -450,4 +457,5 @@ class _Run:
 
     def traffic(self) -> Traffic:
         reductions = sum(unit.gradient for unit in self._units.values())
-        return Traffic(self.resident + self._forth, self._back, reductions)
+        counts = (len(self._resident), self._gathers[False], self._gathers[True])
+        return Traffic(self.resident + self._forth, self._back, reductions, *counts)

@@ -1,11 +1,7 @@
 """The plan of a run: its units, and for each stage memory, communication and time, before anything is allocated.
 
 Memory is predicted as [Note: predicted memory] says, and FLOPs are those of the traced step. Seconds come from rates
-that are given or measured ([Note: timed block]). Compute and communication of a phase overlap, so the phase takes the
-longer of the two. Nothing hides the first gather and the last reduction. Forward and backward together take at least
-the time in which the host issues them, where that was measured. The optimizer's update comes after them. It is as fast
-as the device's memory, the host or (with ``offload``) the link to host memory allows, and values that live for a step
-are gathered beside it.
+that are given or measured ([Note: timed block]), by [Note: predicted seconds].
 """
 
 from __future__ import annotations
@@ -21,9 +17,11 @@ import torch
 from torch import nn
 
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.memory import Memory, Schedule, Traffic, UnitBytes, simulate, unit_bytes
 from lightning_zerocompile.plan.optimizers import optimizer_bytes
-from lightning_zerocompile.plan.timing import STRATEGY, Timer, link_rate, memory_rate, step_seconds
+from lightning_zerocompile.plan.step_time import Ranks, step_time
+from lightning_zerocompile.plan.timing import Timer, link_rate, memory_rate, step_seconds
 from lightning_zerocompile.plan.trace import PlanError, Step, Trace, trace_step, training_step
 from lightning_zerocompile.ranks.groups import inner_size, replicas_of
 from lightning_zerocompile.sharding.islands import Islands, find_islands
@@ -34,53 +32,6 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What a run has, for each rank; ``None`` is not known, and what depends on it is left out.
-
-    Attributes:
-        memory: bytes that the device has for the run.
-        bandwidth: bytes a second that a rank sends, and receives, in a collective of all ranks.
-        flops: FLOP a second that the model reaches.
-        memory_bandwidth: bytes a second that the device's memory reads and writes; where it is known, the optimizer's
-            update has a time.
-        gloo: whether the ranks are CPU processes.
-        host: seconds in which the host issues forward and backward of the model without the strategy.
-        call: seconds in which it issues one small operator.
-        link: bytes a second between host memory and device, of copies in both directions at once, together.
-        node_bandwidth: as ``bandwidth``, in a collective inside a host (``reshard_after_forward``); ``None``: the same.
-
-    Raises:
-        PlanError: one of them is not positive.
-    """
-
-    memory: int | None = None
-    bandwidth: float | None = None
-    flops: float | None = None
-    gloo: bool = False
-    memory_bandwidth: float | None = None
-    host: float | None = None
-    call: float | None = None
-    link: float | None = None
-    node_bandwidth: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, unit in (
-            ("memory", "bytes"),
-            ("bandwidth", "bytes a second"),
-            ("flops", "FLOP a second"),
-            ("memory_bandwidth", "bytes a second"),
-            ("host", "seconds"),
-            ("call", "seconds"),
-            ("link", "bytes a second"),
-            ("node_bandwidth", "bytes a second"),
-        ):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and value > 0):
-                raise PlanError(f"`{name}={value!r}` must be a positive number of {unit}, or None where it is unknown.")
-
-
-@dataclass(frozen=True)
 class StagePlan:
     """One stage.
 
@@ -88,6 +39,7 @@ class StagePlan:
         stage: of ZeRO.
         memory, traffic: of a rank in one step.
         seconds: of one step; ``None``: a rate or the batch is not known.
+        exposed: seconds of them in which only communication runs.
         fits: whether the peak fits in the machine's memory; ``None``: one of the two is not known.
     """
 
@@ -95,6 +47,7 @@ class StagePlan:
     memory: Memory
     traffic: Traffic
     seconds: float | None
+    exposed: float | None
     fits: bool | None
 
 
@@ -202,20 +155,8 @@ def make_plan(
             "first."
         )
     config, machine = config or Config(), machine or Machine()
-    if config.replicas == "nodes":
-        raise PlanError("`replicas='nodes'`: a plan knows no hosts. Give it the number of replicas.")
-    try:
-        replicas = replicas_of(config, 1, world_size)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
-    shards = world_size // replicas  # what one replica is sharded over
-    kept_inside = config.reshard_after_forward
-    if kept_inside == "nodes":
-        raise PlanError("`reshard_after_forward='nodes'`: a plan knows no hosts. Give it the number of ranks of one.")
-    try:
-        inner = inner_size(kept_inside, 1, [list(range(shards))])
-    except ValueError as error:
-        raise PlanError(str(error)) from error
+    ranks = _ranks(config, world_size, machine.ranks_per_node)
+    shards = ranks.shards
     check_names(module, config.keep_gathered)
     islands = find_islands(module, config.fp32_modules, compute_dtype, autocast_dtype)
     one_graph = config.compile == "model"
@@ -259,8 +200,11 @@ def make_plan(
         notes.append("The time in which offloaded masters and states are copied is not in the seconds of a step.")
     if config.memory_budget is not None:
         notes.append("`memory_budget` is spent on what is free at the peak; units that it keeps are not in stage 3.")
-    if replicas > 1:
-        notes.append("Bytes and seconds are of one replica: the all-reduce over the replicas is not counted.")
+    if ranks.replicas > 1:
+        notes.append(
+            "Bytes are those inside one replica. What it has reduced is summed over the replicas, 2 (R - 1)/R of a "
+            "rank's share of its gradients, which counts in the seconds."
+        )
     if not machine.gloo:
         notes.append("Not counted: the CUDA context, NCCL's buffers, the allocator's fragmentation; allow some GiB.")
     buffers = sum(buffer.nbytes for buffer in module.buffers())
@@ -271,22 +215,35 @@ def make_plan(
         away = config.offload_budget if config.offload else None
         in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
         on_cpu = config.offload_update == "cpu"
-        schedule = Schedule(stage, kept, config.prefetch, machine.gloo, defers, away, in_backward, on_cpu, inner=inner)
+        schedule = Schedule(
+            stage, kept, config.prefetch, machine.gloo, defers, away, in_backward, on_cpu, inner=ranks.inner
+        )
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         if away is not None and machine.memory is not None and memory.peak > machine.memory:
             schedule = dataclasses.replace(schedule, early=False)
             memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         traffic = accumulated(traffic, memory.resident, accumulate, defers)
         beside = config.optimizer_in_backward
-        inside = inner if memory.secondary else None
-        seconds = _seconds(stage, trace, traffic, memory, sizes, shards, accumulate, machine, beside, inside)
+        time = step_time(
+            stage,
+            trace,
+            traffic,
+            memory,
+            sizes,
+            ranks if memory.secondary else dataclasses.replace(ranks, inner=None),
+            accumulate=accumulate,
+            defers=defers,
+            machine=machine,
+            in_backward=beside,
+        )
+        seconds, exposed = (None, None) if time is None else (time.total, time.exposed)
         fits = None if machine.memory is None else memory.peak <= machine.memory
         fits = None if batch is None and fits else fits  # activations may not
-        made.append(StagePlan(stage, memory, traffic, seconds, fits))
+        made.append(StagePlan(stage, memory, traffic, seconds, exposed, fits))
     return Plan(
         type(module).__name__,
         world_size,
-        replicas,
+        ranks.replicas,
         sum(parameter.numel() for parameter in module.parameters()),
         tuple(sizes),
         optimizers.names,
@@ -297,52 +254,43 @@ def make_plan(
     )
 
 
+def _ranks(config: Config, world_size: int, ranks_per_node: int | None) -> Ranks:
+    """Who communicates.
+
+    Raises:
+        PlanError: the ranks cannot be divided so, or hosts are asked for and not known.
+    """
+    if ranks_per_node is None and "nodes" in (config.replicas, config.reshard_after_forward):
+        option = "replicas" if config.replicas == "nodes" else "reshard_after_forward"
+        raise PlanError(f"`{option}='nodes'`: a plan knows no hosts. Give it `ranks_per_node`, or a number.")
+    if ranks_per_node is not None and world_size > ranks_per_node and world_size % ranks_per_node:
+        raise PlanError(
+            f"{world_size} ranks are not on hosts of {ranks_per_node} each. Choose a multiple of `ranks_per_node`."
+        )
+    nodes = max(1, world_size // ranks_per_node) if ranks_per_node is not None else 1
+    try:
+        replicas = replicas_of(config, nodes, world_size)
+        shards = world_size // replicas
+        wanted = config.reshard_after_forward
+        if wanted == "nodes" and ranks_per_node is not None:
+            wanted = ranks_per_node if shards > ranks_per_node else True  # else there is nothing to gain
+        return Ranks(shards, replicas, inner_size(wanted, nodes, [list(range(shards))]))
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+
+
 def accumulated(traffic: Traffic, resident: int, backwards: int, defers: bool) -> Traffic:
     """Of several backwards: values that live for a step are gathered once, and what is deferred is reduced once."""
     used = traffic.forward - resident
     reductions = traffic.reductions * (1 if defers else backwards)
-    return Traffic(resident + used * backwards, traffic.backward * backwards, reductions)
-
-
-def _seconds(
-    stage: int,
-    trace: Trace | None,
-    traffic: Traffic,
-    memory: Memory,
-    units: Sequence[UnitBytes],
-    world: int,
-    accumulate: int,
-    machine: Machine,
-    in_backward: bool,
-    inner: int | None,
-) -> float | None:
-    if trace is None or machine.flops is None or (machine.bandwidth is None and world > 1):
-        return None
-    moved = (world - 1) / world / machine.bandwidth if machine.bandwidth is not None else 0.0
-    forward = max(accumulate * trace.forward_flops / machine.flops, traffic.forward * moved)
-    inside = moved
-    if inner is not None and machine.bandwidth is not None:
-        inside = (inner - 1) / inner / (machine.node_bandwidth or machine.bandwidth)
-    communicated = traffic.backward * inside + traffic.reductions * moved
-    back = max(accumulate * trace.backward_flops / machine.flops, communicated)
-    exposed = units[0].gathered * inside + units[0].gradient * moved if units else 0.0
-    issued = stepped = 0.0
-    if machine.host is not None and machine.call is not None:  # see [Note: host of the strategy]
-        calls, parameters = STRATEGY[stage], sum(len(unit.trainable) for unit in units)
-        own = (calls.unit * len(units) + calls.parameter * parameters) * machine.call
-        issued = accumulate * (machine.host + own)
-        stepped = (calls.step + calls.stepped * parameters) * machine.call
-    update = followed = 0.0
-    if machine.memory_bandwidth is not None:
-        # it reads masters, states and gradients, and writes the first two; gathers read masters and write their rows
-        owned = 2 * (memory.masters + memory.states) + memory.copied + sum(unit.reduced for unit in units)
-        update = owned / machine.memory_bandwidth
-        if memory.resident:
-            followed = (memory.masters + memory.resident // world) / machine.memory_bandwidth
-    if in_backward:
-        return max(forward + max(back, update) + exposed, issued + stepped) + followed
-    copied = memory.copied / machine.link if machine.link is not None else 0.0
-    return max(forward + back + exposed, issued) + max(update + followed, stepped, copied)
+    return dataclasses.replace(
+        traffic,
+        forward=resident + used * backwards,
+        backward=traffic.backward * backwards,
+        reductions=reductions,
+        forward_gathers=traffic.forward_gathers * backwards,
+        backward_gathers=traffic.backward_gathers * backwards,
+    )
 
 
 def _measured(
@@ -417,6 +365,7 @@ _ROWS: tuple[tuple[str, Callable[[StagePlan], str]], ...] = (
     ("gathered in a step", lambda s: in_units(s.traffic.forward + s.traffic.backward)),
     ("reduced in a step", lambda s: in_units(s.traffic.reductions)),
     ("seconds a step", lambda s: "?" if s.seconds is None else f"{s.seconds:.3f}"),
+    ("of them communication alone", lambda s: "?" if s.exposed is None else f"{s.exposed:.3f}"),
     ("fits", lambda s: {None: "?", True: "yes", False: "no"}[s.fits]),
 )
 

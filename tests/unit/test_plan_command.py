@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.__main__ import main
-from lightning_zerocompile.plan.plan import Machine, Plan, make_plan
+from lightning_zerocompile.plan.machine import Machine
+from lightning_zerocompile.plan.plan import Plan, make_plan
 from lightning_zerocompile.plan.trace import PlanError
 from lightning_zerocompile.sharding.plan import plan_units
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zerocompile.config import Config
-from lightning_zerocompile.plan.plan import Machine, make_plan
+from lightning_zerocompile.plan.machine import Machine
+from lightning_zerocompile.plan.plan import make_plan
 from lightning_zerocompile.plan.timing import STRATEGY, Seconds, Timer, step_seconds
 from lightning_zerocompile.plan.trace import PlanError
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_zerocompile import ZeroCompileFabricStrategy, ZeroCompileStrategy
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.auto import SHARE_WITHOUT_BATCH, Needs, decide
-from lightning_zerocompile.plan.plan import Machine, make_plan
+from lightning_zerocompile.plan.machine import Machine
+from lightning_zerocompile.plan.plan import make_plan
 from lightning_zerocompile.plan.trace import PlanError
 from tests.support import models
 
