@@ -1,22 +1,23 @@
 """Optimizers of known kind step unit by unit on plain tensors, so that a unit is gathered while the next is updated.
 
 [Note: step by unit] Lightning, schedulers and hooks see one ``optimizer.step(closure)``. We pass a closure of our own.
-It runs the user's, then updates every unit's local shards with the optimizer's own ``step`` (its parameter lists
-narrowed to that unit, or to a few small ones), and takes the gradients away. So the step to which the closure returns
-finds nothing to do. DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter and without the
-overlap.
+It runs the user's closure. Then it updates every unit's local shards with the optimizer's own ``step``, whose parameter
+lists are narrowed to that unit, or to a few small ones. At last it takes the gradients away, so the step to which the
+closure returns finds nothing to do. DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter and
+without the overlap.
 
 On a device the reductions that end last are those of the units that the forward uses first, and the next forward waits
 for their gathers first. So the last quarter of the units is updated first, and its units are gathered while the others
 are updated. The others follow in the order of the forward (see [Note: reductions after a backward] in
-csrc/reductions.cpp). A small model is updated in one round, since there the time of the host counts.
+csrc/reductions.cpp). With a fused Adam or AdamW a small model is updated in one round, since there the time of the host
+counts. Offloaded units, updates inside a backward and optimizers that communicate have orders of their own.
 
 [Note: whole values] Adafactor updates a parameter from all of its rows. Such an optimizer sees whole parameters,
 gradients and states, one unit at a time, on every rank. Afterwards each rank keeps its rows. So the optimizer computes
 what it computes under DDP, and memory is that of the shards plus one unit. State of another shape than its parameter's
 (Adafactor's factors) is on every rank. Users name their own optimizers of this kind in ``full_param_optimizers``. If
 one of them counts steps in its parameter groups, it finds the same count for every unit. Muon needs whole matrices,
-too, and each is one rank's work: see [Note: Muon] in matrices.py.
+too, but one rank alone orthogonalises each of them: see [Note: Muon] in matrices.py.
 """
 
 from __future__ import annotations
@@ -99,10 +100,13 @@ class _Plan:
 
     Args:
         lists: the parameters of each group.
-        units: masters of each unit, in the order of their updates.
-        together: units are added to a round until their shards have so many elements; if all units have at most twice
-            as many, there is one round. 0: each ``count`` units are a round, even if their shards have no elements.
+        units: the number and the masters of each unit, in the order in which the next forward needs them. If
+            ``together`` is 0, this is also the order of the updates. Else the last quarter is updated first.
+        together: units are added to a round until their shards have so many elements. If it is more than 1 and all
+            units have at most twice as many, there is one round. 0: each ``count`` units are a round, even if their
+            shards have no elements.
         kind: how the updates are computed.
+        count: units of a round; it counts only if ``together`` is 0.
     """
 
     def __init__(
@@ -130,7 +134,10 @@ class _Plan:
     def _rounds(
         self, units: Sequence[tuple[int, list[Tensor]]], size: int, group_of: Mapping[Tensor, int]
     ) -> Iterator[_Round]:
-        """Rounds of at least ``size`` elements; the last may be smaller. All ranks put the same units in a round."""
+        """Yields rounds of at least ``size`` elements, or of ``count`` units if ``size`` is 0; the last may be smaller.
+
+        Elements are counted as :func:`_share` does, so all ranks put the same units in a round.
+        """
         started, numel = _Round(), 0
         for unit, members in units:
             values = [_value(master, whole=False) for master in members]
@@ -162,9 +169,9 @@ class UnitStepper:
     """Updates an optimizer's parameters unit by unit.
 
     Args:
-        units: masters of each unit, in the order in which the next forward needs them.
-        updated: called with the numbers of units when their masters are written, and with the numbers of those masters
-            whose casts are placed, see [Note: updates in one pass].
+        units: returns the number and the masters of each unit, in the order in which the next forward needs them.
+        updated: called after the masters of some units were written, with the numbers of these units, and with the
+            numbers of those of their masters whose casts are placed (see [Note: updates in one pass]).
         kept: returns the masters of a list whose ``grad`` survives the step.
         gradients: where the reduced gradients are.
         full_param_optimizers: names of the user's optimizers that see whole values.
@@ -172,7 +179,7 @@ class UnitStepper:
         together: a fused Adam or AdamW updates units together until their shards have so many elements. Optimizers that
             are not fused would make temporary values of all that they update at once.
         one_by_one: every unit is updated on its own, see [Note: optimizer in backward].
-        ranks: of the shard group.
+        ranks: how many the shard group has.
         one_pass: updates the units of some optimizers; ``None``: torch updates all.
 
     Attributes:
@@ -207,10 +214,15 @@ class UnitStepper:
     def around(
         self, optimizer: Optimizer, closure: Callable[[], Any], done: Callable[[], Collection[int]] = tuple
     ) -> Iterator[Callable[[], Any]]:
-        """The closure to pass to ``optimizer.step`` inside this context.
+        """Yields the closure to pass to ``optimizer.step`` inside this context.
 
-        ``done``: asked after ``closure``, the units that a backward has updated: a gradient of them is one that user
-        code has set.
+        Args:
+            closure: the user's; ours returns its result.
+            done: called after ``closure``, returns the units that a backward has updated. Such a unit is updated here
+                only if user code has set a gradient of it since.
+
+        Raises:
+            RuntimeError: from our closure, see :meth:`_Options.note`.
         """
         kept: dict[Tensor, Tensor | None] = {}
         options: list[dict[str, Any]] = []
@@ -245,11 +257,12 @@ class UnitStepper:
         """Updates units outside of ``optimizer.step``, see [Note: optimizer in backward].
 
         Args:
-            chosen: which units, by number.
-            prepare: called with the local parts, [<=rows, ...], of a unit's masters that have a gradient.
+            chosen: whether to update the unit of this number.
+            prepare: called before the update, with the local parts, [<=rows, ...], of those of a unit's masters that
+                have a gradient.
 
         Returns:
-            The units that had a gradient. Nobody is told that they are updated.
+            The updated units: those that had a gradient. It is for the caller to tell the runtime.
         """
         lists = [group["params"] for group in optimizer.param_groups]
         plan = self._plan(optimizer, [_of_the_model(one) for one in lists])
@@ -274,7 +287,7 @@ class UnitStepper:
             kind, count = _Kind.SHARED, self._ranks
         elif sees_whole_values(optimizer, self._full_param_optimizers):
             kind = _Kind.WHOLE
-        if kind is not _Kind.LOCAL:  # it communicates, so all ranks need one order, also if their forwards differ
+        if kind is not _Kind.LOCAL:  # updates communicate, so all ranks need one order, also if their forwards differ
             together, units = 0, sorted(units, key=itemgetter(0))
         elif self._one_by_one:
             together = 0
@@ -287,7 +300,7 @@ class UnitStepper:
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, plan: _Plan, done: Collection[int]) -> list[dict[str, Any]]:
-        """Returns the groups' options after the step. ``done``: see :meth:`around`."""
+        """Updates the rounds of ``plan``, and returns the groups' options after that. ``done``: see :meth:`around`."""
         options = _Options(optimizer)
         try:
             rounds = [one for one in plan.rounds if not (done and _is_done(one, done))]
@@ -335,13 +348,18 @@ class UnitStepper:
         prepare: Callable[[Sequence[Tensor]], object] | None = None,
         placed: list[int] | None = None,
     ) -> bool:
-        """The optimizer sees plain tensors, gradients and state; local ones, or the whole ones.
+        """Updates one round. The optimizer sees plain tensors as its parameters, gradients and states.
 
-        ``prepare``: called with the values that have a gradient; if there is none, nothing is updated. ``placed``: gets
-        the numbers of the masters whose casts are placed; ``None``: none may be.
+        Args:
+            values: of the round's masters: their local parts, or whole values.
+            update: makes the update; one pass over memory may take its place.
+            whole: whether ``values`` are whole values.
+            staged: the offloaded masters of the round; ``values`` has their rows where the update runs.
+            prepare: called with the values that have a gradient. If none has, nothing is updated.
+            placed: gets the numbers of the masters whose casts are placed; ``None``: no cast may be placed.
 
         Returns:
-            Whether something was updated.
+            False if ``prepare`` is given and no value has a gradient, else True.
         """
         pairs = list(zip(one.masters, values, strict=True))
         state = optimizer.state
@@ -379,7 +397,7 @@ class UnitStepper:
                 new = new_state.get(value)
                 if master in staged:
                     if not succeeded:
-                        continue  # host memory has what was there before
+                        continue  # no state is taken: where the device updates, host memory has what it had before
                     new = None if new is None else staged[master].taken(new)
                 if new is not None:
                     _store(state[master], new, master, value, whole)
@@ -390,7 +408,10 @@ class UnitStepper:
     def _made_in_one_pass(
         self, optimizer: Optimizer, one: _Round, values: list[Tensor], placed: list[int] | None
     ) -> bool:
-        """Whether the update was made, see [Note: updates in one pass]."""
+        """Updates the round in one pass over memory, if that can be, see [Note: updates in one pass].
+
+        ``placed``: see :meth:`_update`. Returns whether the update was made.
+        """
         if self._one_pass is None or not self._one_pass.takes(optimizer):
             return False
         casts = self._one_pass.update(optimizer, one.numbers, values, () if placed is None else one.units)
@@ -418,11 +439,11 @@ class _Options:
     def restore(self) -> None:
         for group, options in zip(self._optimizer.param_groups, self._before, strict=True):
             for name in group.keys() - options.keys() - {"params"}:
-                del group[name]  # the update of another unit has added it
+                del group[name]  # the update of another unit has added this option
             group.update(options)
 
     def note(self, groups: set[int]) -> None:
-        """Keeps the options of ``groups`` as the update of a unit has left them.
+        """Keeps the options of ``groups``, given by number, as the update of a unit has left them.
 
         Raises:
             RuntimeError: another unit's update has left other options.
@@ -441,7 +462,7 @@ class _Options:
 
 
 def _narrow(optimizer: Optimizer, one: _Round, values: Sequence[Tensor]) -> None:
-    """Lets the optimizer have the parameters of a round only."""
+    """Puts ``values``, those of a round, in the optimizer's groups, in the place of all their parameters."""
     for group in optimizer.param_groups:
         group["params"] = []
     for number, value in zip(one.groups, values, strict=True):
@@ -454,7 +475,7 @@ def _is_done(one: _Round, done: Collection[int]) -> bool:
 
 
 def _of_the_model(parameters: list[Tensor]) -> list[Tensor]:
-    """Those without parameters that were replaced, which get no gradient."""
+    """The parameters that the model still has: those that were replaced get no gradient."""
     if any(isinstance(p, Former) for p in parameters):
         return [p for p in parameters if not isinstance(p, Former)]
     return parameters
@@ -478,7 +499,17 @@ def _value(value: Any, whole: bool) -> Any:
 
 
 def _store(entry: dict[str, Any], new: dict[str, Any], master: Tensor, value: Tensor, whole: bool) -> None:
-    """Keeps a plain tensor's state after an update as the master's: as DTensors, over the same memory if local."""
+    """Keeps the state of a plain tensor after an update as its master's.
+
+    State of the tensor's shape becomes a DTensor: over the same memory, or, if ``whole``, of this rank's rows alone.
+
+    Args:
+        entry: the master's state, which is changed.
+        new: the state of ``value``.
+        master: the master.
+        value: what the optimizer has updated in its place: the local part, or the whole value.
+        whole: whether it is the whole value.
+    """
     for name, kept in new.items():
         if not whole and name in entry and _value(entry[name], whole) is kept:
             continue

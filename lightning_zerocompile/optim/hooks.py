@@ -42,18 +42,22 @@ class OptimizerSteps:
     in torch. (An optimizer that updates unit by unit, or torch's own multi-tensor kernels, may have updated some of its
     parameters when it raises. Those that step unit by unit have released the gradients of the units that are updated,
     so that a retry updates the others.) A subclass's ``step`` may call its parent's: one step is the outermost call.
-    ``type(optimizer).step(optimizer)`` passes the wrapper by, so a pre-hook raises there.
+    ``type(optimizer).step(optimizer)`` bypasses the wrapper, so a pre-hook raises there.
 
     Args:
         runtime: holds the model's parameters.
-        reduce_pending: reduces what waits for its reduction, before the action that its argument names, or raises.
-        check_reducible: raises where that would raise before it reduces anything.
-        stepped: called after each step.
+        reduce_pending: reduces the gradients that wait for it. Its argument names the action that needs them. It raises
+            RuntimeError where they cannot be reduced now.
+        check_reducible: raises RuntimeError where a window or ``full_parameters`` is open, and reduces nothing; takes
+            the same argument.
+        stepped: called after each step that has succeeded.
 
     Attributes:
-        last: the optimizers that were attached last; not cleared when they are left alone.
-        count: of the steps that have succeeded; one that has raised and had updated something is half a step.
-        one_pass: makes updates instead of torch, where it can.
+        last: the optimizers that were attached last; it stays as it is when none are attached (``attach([])``).
+        count: how many steps have succeeded. A step, or a backward, that raised after it had updated units counts as
+            half a step.
+        one_pass: makes updates instead of torch, where it can and is switched on.
+        in_backward: updates units inside the backward; ``None`` without ``optimizer_in_backward``.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class OptimizerSteps:
             ranks=runtime.mesh.size(),
             one_pass=self.one_pass,
         )
-        self._restore: dict[Optimizer, Callable[[], None]] = {}  # how each is left alone again
+        self._restore: dict[Optimizer, Callable[[], None]] = {}  # ends the watch over each
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
         self._taken_over: dict[Optimizer, None] = {}  # see [Note: optimizers made elsewhere]; in order
         self._shared: set[Tensor] = set()  # masters in more than one optimizer
@@ -95,11 +99,17 @@ class OptimizerSteps:
     # ---- which are watched ----
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Watches the optimizers' steps; those of a former call are left alone.
+        """Watches the optimizers' steps, and those of a former call no longer.
+
+        Args:
+            optimizers: all of the model. Those that were made before it was sharded are given its masters.
 
         Raises:
-            RuntimeError: an optimizer holds parameters that are not the model's.
-            MisconfigurationException: an optimizer cannot work on sharded parameters, or cannot be offloaded.
+            RuntimeError: an optimizer holds parameters that are not the model's, or one of them twice; or a host has
+                no room for what is offloaded.
+            ValueError: see :func:`~lightning_zerocompile.optim.taken_over.sharded_states`.
+            MisconfigurationException: an optimizer cannot work on sharded parameters, cannot be offloaded, or cannot
+                update in a backward.
         """
         if optimizers:
             self.last = list(optimizers)
@@ -131,11 +141,11 @@ class OptimizerSteps:
 
     @property
     def runs(self) -> bool:
-        """Whether a step of an optimizer has begun and not ended."""
+        """Whether a step of an optimizer has begun and has not ended."""
         return bool(self._running or self._through_lightning)
 
     def states(self) -> Iterator[Tensor]:
-        """All tensors that the watched optimizers keep, counters too."""
+        """Yields all tensors that the watched optimizers keep, counters too."""
         for optimizer in self._restore:
             for state in optimizer.state.values():
                 yield from (kept for kept in state.values() if isinstance(kept, Tensor))
@@ -152,7 +162,7 @@ class OptimizerSteps:
             former: by master, what optimizers hold from now on instead of it.
 
         Returns:
-            The masters that no optimizer holds.
+            Those of the masters in ``former`` that no optimizer holds any more.
 
         Raises:
             RuntimeError: an optimizer holds a parameter twice.
@@ -177,7 +187,10 @@ class OptimizerSteps:
             new: masters, by the new parameters whose values they have.
 
         Returns:
-            The optimizers, which are to be attached, and the masters whose state was dropped.
+            The optimizers, which are to be attached, and the parameters of the new layout whose state was dropped.
+
+        Raises:
+            RuntimeError: an optimizer holds a parameter twice.
         """
         dropped: list[Tensor] = []
         for number, optimizer in enumerate(before.last):
@@ -189,12 +202,15 @@ class OptimizerSteps:
         return before.last, dropped
 
     def give_back(self, parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None) -> None:
-        """Optimizers made elsewhere hold the whole ``parameters``, by their masters, from now on; collective."""
+        """Gives optimizers that were made elsewhere the whole parameters in the place of their masters; collective.
+
+        ``parameters``, ``group``: as for :func:`~lightning_zerocompile.optim.taken_over.give_back`.
+        """
         give_back(self._taken_over, parameters, group)
         self._taken_over = {}
 
     def _watch(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Wraps the optimizer's ``step``; returns a function that takes that back."""
+        """Wraps the optimizer's ``step``; returns a function that undoes this."""
         mine = vars(optimizer).get("step")  # a learning rate scheduler's
         inner, this = optimizer.step, weakref.ref(self)
 
@@ -213,7 +229,7 @@ class OptimizerSteps:
         def restore() -> None:
             hook.remove()
             if vars(optimizer).get("step") is not watched:
-                return  # somebody else has wrapped our wrapper, which stays and from now on lets every step pass
+                return  # somebody else has wrapped our wrapper: it stays, and lets every step pass from now on
             if mine is None:
                 del optimizer.step
             else:
@@ -232,9 +248,20 @@ class OptimizerSteps:
     # ---- a step ----
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], runs_backward: bool = False, **kwargs: Any) -> Any:
-        """``optimizer.step(closure)``; optimizers of known kind update unit by unit, see [Note: step by unit].
+        """Calls ``optimizer.step(closure)``; optimizers of known kind update unit by unit, see [Note: step by unit].
 
-        ``runs_backward``: the closure is sure to run the step's last backward, with which an accumulation is reduced.
+        Args:
+            closure: the user's; it may run the backward.
+            runs_backward: whether the closure is sure to run the step's last backward, with which an accumulation is
+                reduced.
+            kwargs: further arguments of ``optimizer.step``.
+
+        Returns:
+            What ``optimizer.step`` returns.
+
+        Raises:
+            RuntimeError: see :meth:`before`, :func:`~lightning_zerocompile.optim.on_dtensors.on_dtensors` and
+                :meth:`InBackward.check`.
         """
 
         def settled() -> Any:
@@ -271,7 +298,8 @@ class OptimizerSteps:
         """Makes gradients and values ready for the optimizer.
 
         Raises:
-            RuntimeError: a window is open, or the optimizer cannot take the dtype of a gradient.
+            RuntimeError: a window or ``full_parameters`` is open, the last backward raised, or the optimizer cannot
+                take the dtype of a gradient.
         """
         self._runtime.core.finish_backward()
         self._reduce_pending(f"{type(optimizer).__name__}.step()")
@@ -279,7 +307,11 @@ class OptimizerSteps:
         self._runtime.core.write_back()
 
     def _end_backward(self, optimizer: Optimizer) -> None:
-        """What the backward has reduced is updated, see [Note: optimizer in backward]."""
+        """Updates what a backward has reduced and not updated, see [Note: optimizer in backward].
+
+        Raises:
+            RuntimeError: see :meth:`InBackward.ends` and :meth:`InBackward.check`.
+        """
         if self.in_backward is None:
             return
         self.in_backward.ends(optimizer)
@@ -288,24 +320,29 @@ class OptimizerSteps:
             self._by_unit = True
 
     def restored(self) -> None:
-        """The optimizers' states were loaded."""
+        """Called when the optimizers' states were loaded."""
         if self.in_backward is not None:
             self.in_backward.restored()
 
     def backward_failed(self) -> None:
-        """After a backward that raised: it may have updated a part of the model."""
+        """Called after a backward that raised, which may have updated a part of the model."""
         if self.in_backward is not None and self.in_backward.failed():
             self.count += 0.5
 
     def skip(self, optimizer: Optimizer) -> None:
-        """Releases what a step releases, when loss scaling skips the step: nothing is updated."""
+        """Releases what a step releases, and updates nothing: called in the place of a step that loss scaling skips."""
         self._offload.drop_early()
         self._runtime.core.forget_outstanding()
         self._release_gradients(masters_of(optimizer))
 
     @contextmanager
     def _around(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around the outermost call of the optimizer's ``step``, see [Note: watched steps]."""
+        """Around the outermost call of the optimizer's ``step``, see [Note: watched steps].
+
+        Raises:
+            RuntimeError: the step was called past Lightning and needs what Lightning's call prepares, or see
+                :meth:`before`, :meth:`_end_backward` and :func:`~lightning_zerocompile.sharding.master.index_of`.
+        """
         through_lightning = optimizer in self._through_lightning
         if not through_lightning and not is_elementwise(optimizer):
             name = type(optimizer).__name__
@@ -319,9 +356,10 @@ class OptimizerSteps:
                 f"{name}.step() was called past Lightning, and offload='optimizer' keeps what it updates in host "
                 "memory. Step the optimizer that `self.optimizers()` returns, or drop `offload`."
             )
-        if not (through_lightning and steps_by_unit(optimizer, self._config.full_param_optimizers)):  # the plan asks
+        # a step by unit makes this check when it plans its rounds
+        if not (through_lightning and steps_by_unit(optimizer, self._config.full_param_optimizers)):
             for parameter in masters_of(optimizer):
-                index_of(master_of(parameter))
+                index_of(master_of(parameter))  # raises if the parameter is not the model's
         if optimizer in self._backward_to_come:
             self._runtime.core.finish_backward()
             self._check_reducible(f"{type(optimizer).__name__}.step()")
@@ -334,7 +372,7 @@ class OptimizerSteps:
             self.in_backward.check(optimizer)
         elif self.in_backward is not None:
             self._end_backward(optimizer)
-            with as_plain_tensors():  # else it updates what user code has set
+            with as_plain_tensors():  # where user code has set a gradient, this step itself updates with it
                 self._by_unit &= all(bound_gradient(parameter) is None for parameter in masters_of(optimizer))
         self._running.append(optimizer)
         try:
@@ -369,7 +407,10 @@ class OptimizerSteps:
     # ---- gradients ----
 
     def _kept(self, masters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The masters whose gradient must survive this step: another optimizer holds them, too, and may step on it."""
+        """The masters whose gradient must survive this step: all with ``keep_gradients``.
+
+        Else those that another optimizer holds, too, since that one may step with the same gradient.
+        """
         if self._config.keep_gradients:
             return masters
         return [master for master in masters if master in self._shared] if self._shared else []

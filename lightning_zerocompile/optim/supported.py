@@ -43,28 +43,39 @@ _RAW_POINTERS = ("apex", "bitsandbytes")  # packages whose kernels take addresse
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether updating a shard on its own is updating the parameter (exact types: a subclass may do anything, and so
-    may what a test has put in the place of their ``step``)."""
+    """Whether an update of each shard on its own is an update of the parameter.
+
+    Exact types only: a subclass may do anything, and so may what a test has put in the place of their ``step``.
+    """
     return type(optimizer) in ELEMENTWISE and inspect.isfunction(type(optimizer).step)
 
 
 def sees_whole_values(optimizer: Optimizer, named: Sequence[str]) -> bool:
-    """Whether it steps on whole parameters, see [Note: whole values]; ``named``: the user's
-    ``full_param_optimizers``."""
+    """Whether the optimizer's kind needs whole parameters, see [Note: whole values].
+
+    ``named``: the user's ``full_param_optimizers``.
+    """
     return type(optimizer) in PER_PARAMETER or type(optimizer).__name__ in named
 
 
 def steps_by_unit(optimizer: Optimizer, named: Sequence[str]) -> bool:
-    """Whether its parameters are updated unit by unit; any other optimizer sees DTensors."""
+    """Whether the optimizer's parameters are updated unit by unit; any other optimizer sees DTensors.
+
+    ``named``: as for :func:`sees_whole_values`.
+    """
     return is_elementwise(optimizer) or sees_whole_values(optimizer, named)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], named: Sequence[str]) -> None:
     """Raises if an optimizer cannot work on sharded parameters.
 
+    Args:
+        optimizers: all of the model.
+        named: the user's ``full_param_optimizers``.
+
     Raises:
-        MisconfigurationException: names the optimizer, the reason and the remedy; or names an entry of
-            ``full_param_optimizers`` that is the class of no optimizer.
+        MisconfigurationException: names the optimizer, the reason and the remedy; or names the entries of ``named``
+            that are the class of no optimizer.
     """
     names = [type(optimizer).__name__ for optimizer in optimizers]
     if optimizers and (unknown := [name for name in named if name not in names]):
@@ -100,8 +111,10 @@ def remedy(optimizer: Optimizer) -> str:
 
 
 def masters_of(optimizer: Optimizer, formers: bool = False) -> list[Tensor]:
-    """The optimizer's parameters; those that the model has no longer with ``formers`` only, see [Note: replaced
-    parameters]."""
+    """The optimizer's parameters, in the order of its groups.
+
+    ``formers``: also those that the model has no longer, see [Note: replaced parameters].
+    """
     return [p for group in optimizer.param_groups for p in group["params"] if formers or not isinstance(p, Former)]
 
 
@@ -109,13 +122,13 @@ def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:
     """Raises before anything is updated if the optimizer cannot take a gradient of another dtype than its parameter's.
 
     [Note: trial step] No optimizer declares whether it can take such gradients. So a copy of the optimizer updates one
-    element on trial, with a state of zeros if the optimizer is torch's own and has a state. An optimizer whose trial
-    fails also with a gradient of the parameter's own dtype cannot be tried out (it depends on its real parameters). It
-    is given the gradients as they are.
+    element on trial, twice. It begins with a state of zeros if the optimizer is elementwise and has a state. An
+    optimizer whose trial fails also with a gradient of the parameter's own dtype cannot be tried out (it depends on its
+    real parameters). It is given the gradients as they are.
 
     Args:
         optimizer: its parameters are masters with their gradients.
-        taken: the combinations that were found to work; this call adds its own.
+        taken: the combinations of optimizer, group and dtypes that need no further trial; this call adds its own.
 
     Raises:
         RuntimeError: names the optimizer, the first parameter and the remedy.
@@ -143,7 +156,7 @@ def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:
 
 @torch.no_grad()
 def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dtype: torch.dtype) -> Exception | None:
-    """What the optimizer raises when it updates one element of the master's dtype twice; None: nothing."""
+    """What the optimizer raises when it updates one element of the master's dtype twice; ``None``: nothing."""
     value = _one_element(master)
     value.grad_dtype = grad_dtype
     value.grad = torch.zeros_like(value, dtype=grad_dtype)
@@ -164,10 +177,16 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dty
 def state_dtypes(
     optimizer: Optimizer, group: dict[str, Any], master: Tensor, grad_dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """The states of a master that have its shape, by name: found by an update of one element on trial.
+    """The dtypes of those states of a master that have its shape, by name: found by an update of one element on trial.
+
+    Args:
+        optimizer: an elementwise one.
+        group: that of its groups which holds the master.
+        master: nothing is written to it.
+        grad_dtype: of the gradients with which it will be updated.
 
     Raises:
-        MisconfigurationException: the update fails; names the optimizer.
+        MisconfigurationException: the trial fails; names the optimizer.
     """
     value = _one_element(master)
     value.grad_dtype = grad_dtype
@@ -193,7 +212,7 @@ def state_dtypes(
 def _one_element(kept: Any, device: torch.device | None = None) -> Any:
     """Zeros in place of a parameter or of an entry of its state: one element, with the same number of dimensions.
 
-    ``device``: what an update wants states on that may be in host memory; counters stay where they are.
+    ``device``: where an update needs a state, which may be in host memory; counters stay where they are.
     """
     if not isinstance(kept, Tensor):
         return kept
@@ -201,7 +220,7 @@ def _one_element(kept: Any, device: torch.device | None = None) -> Any:
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """The class's ``step`` without the hooks that Optimizer wraps round it."""
+    """The class's ``step`` for this optimizer, without the hooks that ``torch.optim.Optimizer`` wraps round it."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
