@@ -1,17 +1,17 @@
 """Units that are updated inside the backward, as soon as their gradient is reduced.
 
 [Note: optimizer in backward] With ``optimizer_in_backward=True`` the update of a unit runs beside the backward of the
-units before it, and the unit's gradient is gone then. The runtime says when a unit is reduced (see
+units before it. After the update the unit's gradient is gone. The runtime says when a unit is reduced (see
 [Note: updates in backward] in csrc/reductions.cpp). The unit's shards are updated with the optimizer's own kernel on
 the same gradient as without the option, so the numbers are the same to the bit. On a device the update has a stream of
-its own, which is ordered after the reduction. When a backward (or a window) ends, all that is reduced and was not
-updated yet is updated, and then all updated units are gathered, in one order on all ranks.
+its own, which is ordered after the reduction. When a backward (or a window) ends, the units that are reduced and not
+updated yet are updated. Then all updated units are gathered or dropped, in one order on all ranks.
 
 A backward opens a step of an optimizer, and ``optimizer.step()`` closes it. Inside ``optimizer.step(closure)``, where
-Lightning's automatic optimization runs the backward, the step is of that optimizer. Outside of any ``step`` it must be
-plain whose step it is: the parameters that are trained belong to one optimizer. ``step()`` itself runs its hooks,
-counts, and updates only what has a gradient by then, which is what user code has set. Its learning rate, and all other
-options of its groups, must be those with which the backward has updated.
+Lightning's automatic optimization runs the backward, the step is that optimizer's. Outside of any ``step`` the trained
+parameters must all belong to one optimizer, and the step is that one's. ``step()`` itself runs its hooks and counts. It
+updates only what has a gradient by then: what user code has set. Its learning rate, and all other options of its
+groups, must be those with which the backward has updated.
 
 A backward that raises after it has updated units leaves a model that is updated in part. No step can mend that, so each
 later backward and step raises until the optimizer's state is loaded from a checkpoint.
@@ -48,9 +48,9 @@ class _OpenStep:
     """A step that backwards have begun.
 
     Attributes:
-        options: of the optimizer's groups, with which the units were updated.
-        updated: the units.
-        gathered: those of them that have been gathered since, or dropped.
+        options: of each of the optimizer's groups, by name: with these the units were updated.
+        updated: the numbers of the updated units.
+        gathered: those of them whose values have been gathered or dropped since.
     """
 
     options: list[dict[str, Any]]
@@ -64,7 +64,7 @@ class InBackward:
     Args:
         runtime: holds the model's parameters.
         stepper: updates units.
-        stepping: the optimizers whose ``step`` runs now, the innermost last.
+        stepping: the optimizers whose ``step`` runs through Lightning now, the innermost last.
 
     Attributes:
         waits: whether gradients wait for a later backward now (an accumulation or a window is open).
@@ -75,7 +75,7 @@ class InBackward:
         self._runtime, self._stepper, self._stepping = runtime, stepper, stepping
         self._optimizers: list[Optimizer] = []
         self._open: dict[Optimizer, _OpenStep] = {}
-        self._begun: dict[Optimizer, None] = {}  # whose the backwards are that have not ended yet; in order
+        self._begun: dict[Optimizer, None] = {}  # optimizers with a backward that has not ended yet; in order
         self._handed: set[int] = set()  # units that the runtime has handed over in the backward that runs
         self._broken = ""  # why the model is updated in part
         self._stream: torch.cuda.Stream | None = None
@@ -96,6 +96,7 @@ class InBackward:
         """Takes the optimizers whose units are updated from now on.
 
         Args:
+            optimizers: all of the model.
             shared: masters in more than one of them.
 
         Raises:
@@ -126,11 +127,14 @@ class InBackward:
         self.pause(False)
 
     def pause(self, paused: bool) -> None:
-        """Whether backwards only add to gradients: those of an accumulation that are not the last."""
+        """Lets backwards only add to gradients from now on (``paused``), or update again.
+
+        An accumulation pauses until its last backward.
+        """
         self._runtime.core.set_updates(bool(self._optimizers) and not paused)
 
     def restored(self) -> None:
-        """The optimizers, or their state, are other ones now: what a failed backward has left counts no more."""
+        """Called when the optimizers or their states are others now: forgets open steps and what a backward broke."""
         self._broken = ""
         self._open.clear()
         self._begun.clear()
@@ -139,11 +143,11 @@ class InBackward:
     # ---- a backward ----
 
     def begins(self) -> None:
-        """Before a backward.
+        """Called before a backward.
 
         Raises:
-            RuntimeError: the step of an earlier backward has not been made, or that backward failed half-way; or it is
-                not known of which optimizer the step is.
+            RuntimeError: an earlier backward has updated units and its step has not been made, or it failed half-way;
+                or it is not known which optimizer's step this is.
         """
         if not self._optimizers:
             return
@@ -161,7 +165,11 @@ class InBackward:
         self._begun |= dict.fromkeys(self._owners())
 
     def _owners(self) -> list[Optimizer]:
-        """Whose step it is."""
+        """The optimizers whose step a backward makes now: one or none.
+
+        Raises:
+            RuntimeError: outside of any ``step``, several optimizers hold parameters that are trained.
+        """
         if self._stepping:
             return [self._stepping[-1]] if self._stepping[-1] in self._optimizers else []
         if len(self._optimizers) < 2:
@@ -179,7 +187,11 @@ class InBackward:
         return owners
 
     def _reduced(self, units: list[int]) -> None:
-        """The runtime calls it, with its lock, in the thread that runs the backward."""
+        """Updates units that are reduced. The runtime calls this, with its lock, in the thread that runs the backward.
+
+        Raises:
+            RuntimeError: an earlier backward failed half-way, or see :meth:`_owners`.
+        """
         self._check_whole()
         self._handed.update(units)
         owners = self._owners()
@@ -192,7 +204,7 @@ class InBackward:
                 finally:
                     self._runtime.core.masters_written(units)
         except BaseException:
-            self._drop(units)  # nobody else does, and another backward would add to them
+            self._drop(units)  # nobody else releases their gradients, and another backward would add to those
             raise
         self._runtime.updated_in_backward += len(units)
 
@@ -206,13 +218,13 @@ class InBackward:
         self._say_updated()
 
     def _prepare(self, values: Sequence[Tensor]) -> None:
-        """``values``: local parts that are to be updated, [<=rows, ...], with their gradients."""
+        """Clips the gradients of ``values``, local parts of masters, [<=rows, ...], that are to be updated."""
         if self.clip_value is not None:
             torch.nn.utils.clip_grad_value_(values, self.clip_value)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """In this context a device works beside the backward, after all that this has queued so far."""
+        """Inside, a device works on a stream of its own, after all that the current stream (the backward's) has queued."""
         device = self._runtime.device
         if device.type == "cpu":
             yield
@@ -224,17 +236,18 @@ class InBackward:
             yield
 
     def _join(self) -> None:
-        """Orders the current stream after the updates beside the backward."""
+        """Orders the current stream after the updates that run beside the backward."""
         if self._stream is not None:
             torch.cuda.current_stream(self._runtime.device).wait_stream(self._stream)
 
     def ends(self, stepping: Optimizer | None = None) -> None:
-        """Updates what is reduced, and gathers what was updated: after a backward or a window.
+        """Called after a backward or a window: updates what is reduced, and gathers or drops all updated units.
 
-        ``stepping``: it is about to step, perhaps after a backward past the strategy (``loss.backward()``).
+        ``stepping``: the optimizer that is about to step, perhaps after a backward past the strategy
+        (``loss.backward()``).
 
         Raises:
-            RuntimeError: that backward has raised after it had updated units.
+            RuntimeError: that backward has raised.
         """
         if not self._optimizers or self._broken or self.waits() or self._runtime.core.deferred():
             return
@@ -255,7 +268,10 @@ class InBackward:
             step.gathered |= step.updated
 
     def failed(self) -> bool:
-        """After a backward that raised. Returns whether it has updated something."""
+        """Called after a backward that raised. Returns whether that backward has updated something.
+
+        If so, backwards and steps raise until :meth:`restored` is called.
+        """
         if not self._optimizers:
             return False
         self._join()
@@ -279,11 +295,11 @@ class InBackward:
     # ---- a step ----
 
     def check(self, optimizer: Optimizer) -> None:
-        """Before the optimizer steps.
+        """Called before the optimizer steps.
 
         Raises:
-            RuntimeError: the model is updated in part, or the options of the optimizer's groups are not those of the
-                backward.
+            RuntimeError: the model is updated in part, or the options of the optimizer's groups are not those with
+                which the backward has updated.
         """
         self._check_whole()
         step = self._open.get(optimizer)
@@ -300,20 +316,24 @@ class InBackward:
                 )
 
     def done(self, optimizer: Optimizer) -> Collection[int]:
-        """The units that the backward has updated."""
+        """The numbers of the units that the backward has updated for the step that the optimizer has still to make."""
         step = self._open.get(optimizer)
         return () if step is None else step.updated
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """The optimizer has made its step."""
+        """Called when the optimizer has made its step."""
         self._open.pop(optimizer, None)
         self._say_updated()
 
     def clip(self, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
-        """After a backward: does nothing if the backward has clipped so.
+        """Called in the place of a clipping after the backward; does nothing if the backward has clipped in this way.
+
+        Args:
+            clip_val: as Lightning's ``clip_gradients`` takes it; not positive: nothing is to be clipped.
+            gradient_clip_algorithm: ``"norm"`` or ``"value"``.
 
         Raises:
-            RuntimeError: it has not.
+            RuntimeError: the backward has not clipped by this value.
         """
         by_value = gradient_clip_algorithm == "value" and clip_val == self.clip_value
         if clip_val > 0 and not by_value:
@@ -322,7 +342,7 @@ class InBackward:
     # ---- details ----
 
     def _say_updated(self) -> None:
-        """For whoever clips gradients that are gone."""
+        """Notes whether a backward has updated units: whoever then clips gradients that are gone gets an error."""
         self._runtime.step_state.updated = any(step.updated for step in self._open.values())
 
     def _check_whole(self) -> None:
@@ -330,7 +350,7 @@ class InBackward:
             raise RuntimeError(self._broken)
 
     def _check_ended(self) -> None:
-        """A backward past the strategy (``loss.backward()``) may have raised unseen."""
+        """Raises RuntimeError if a backward past the strategy (``loss.backward()``) has raised unseen."""
         if not self._open:
             return
         try:
@@ -341,13 +361,16 @@ class InBackward:
             raise
 
     def _drop(self, units: Sequence[int]) -> None:
-        """The gradients of these units do not count any more."""
+        """Releases the gradients of these units, which do not count any more."""
         masters = dict(self._runtime.units_in_order())
         self._runtime.core.release_gradients([index_of(p) for unit in units for p in masters[unit]], [])
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Of its groups. A tensor stands with its version: to compare its value would wait for the device."""
+    """The options of each of the optimizer's groups, by name, without ``params``.
+
+    A tensor stands there with its version: to compare its value would be to wait for the device.
+    """
     return [
         {name: (value, value._version) if isinstance(value, Tensor) else value for name, value in group.items()}
         for group in ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)

@@ -2,18 +2,19 @@
 
 [Note: Muon] Muon orthogonalises the whole matrix of a parameter's update (Newton-Schulz). All else that it does is
 elementwise: the momentum, Nesterov's step, weight decay, the write to the parameter. So each rank does all else on its
-own rows. The rows of the update travel in bfloat16, to which Newton-Schulz casts them first, to the rank that owns the
-matrix in this step, and the rows of the result travel back in bfloat16, which it is. On an element that is 2 bytes
-there and 2 bytes back. Every operation is torch's own on the same numbers, so the result is Muon's on whole matrices,
-to the bit where the matrix products are deterministic. The momentum stays sharded as its parameter is.
+own rows. One rank owns a matrix in this step. The rows of the update travel to that rank, and the rows of the result
+travel back. Both travel in bfloat16: Newton-Schulz casts its input to bfloat16 first, and its result has this dtype. So
+each element costs 2 bytes there and 2 bytes back. Every operation is torch's own on the same numbers, so the result is
+Muon's on whole matrices, to the bit where the matrix products are deterministic. The momentum stays sharded as its
+parameter is.
 
 Units are updated in rounds of as many as there are ranks, so that each rank has about one unit's matrices whole at a
 time. The owners of a round follow from the matrices' shapes, alike on all ranks: the most costly matrix goes to the
 rank with the least work so far. The cost of m x n is m n min(m, n).
 
-The two functions of torch's that it calls are private. So an optimizer is taken only if, on two small matrices, this
-way gives what Muon itself gives (:func:`can_share_matrices`); any other one sees whole values on every rank, see
-[Note: whole values].
+This module calls two private functions of torch, which another version may change. So an optimizer is updated in this
+way only if, on two small matrices, it gives what Muon itself gives (:func:`can_share_matrices`). Else the optimizer
+sees whole values on every rank, see [Note: whole values].
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class _Matrix:
     Attributes:
         rows: this rank's part of the parameter, [<=rows, n].
         size: of the whole matrix, (m, n).
-        update: this rank's part of what is orthogonalised, [<=rows, n]; afterwards of the result. In bfloat16.
-        group: the optimizer's options.
+        update: this rank's rows of the matrix that is orthogonalised, [<=rows, n] in bfloat16; afterwards its rows of
+            the result.
+        group: the optimizer's group of the parameter, with its options.
     """
 
     rows: Tensor
@@ -60,7 +62,12 @@ class _Matrix:
 
 
 def owners(costs: Sequence[int], ranks: int) -> list[int]:
-    """Which rank does which piece of work: the largest first, each to the rank that has the least."""
+    """The rank that does each piece of work: the largest is given first, each to the rank that has the least so far.
+
+    Args:
+        costs: of each piece, in any unit.
+        ranks: how many there are.
+    """
     loads, chosen = [0] * ranks, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
         rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
@@ -69,10 +76,10 @@ def owners(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def shares_matrices(optimizer: Optimizer) -> bool:
-    """Whether it is updated in this way, see [Note: Muon].
+    """Whether the optimizer is updated in this way, see [Note: Muon].
 
-    Without Nesterov's step torch's Muon writes to a momentum that is bfloat16 while it orthogonalises it: such
-    parameters keep torch's own way.
+    Without Nesterov's step torch's Muon orthogonalises the momentum itself. If that is in bfloat16, Newton-Schulz
+    writes to it, which :func:`step` does not do where it is sharded. An optimizer with such a parameter is updated in torch's way.
     """
     if type(optimizer) is not Muon or not inspect.isfunction(Muon.step):
         return False
@@ -82,7 +89,7 @@ def shares_matrices(optimizer: Optimizer) -> bool:
 
 @cache
 def can_share_matrices() -> bool:
-    """Whether this torch's Muon computes what :func:`step` does; tried on the CPU, with and without Nesterov."""
+    """Whether the Muon of this torch computes what :func:`step` does; tried on the CPU, with and without Nesterov."""
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     for size, nesterov in (((4, 3), True), ((2, 5), False)):
@@ -109,8 +116,8 @@ def step(optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
     """A step of Muon on this rank's rows; collective over the shard group if a parameter is sharded.
 
     Args:
-        optimizer: its groups hold this rank's rows of each parameter, [<=rows, n], with their gradients and states.
-            Which of them have a gradient is alike on all ranks.
+        optimizer: a Muon. Its groups hold this rank's rows of each parameter, [<=rows, n], with their gradients and
+            states. The same parameters have a gradient on all ranks.
         masters: by these rows; a DTensor is sharded, any other tensor is whole.
 
     Raises:
@@ -157,7 +164,10 @@ def _orthogonal(whole: Tensor, group: Mapping[str, Any]) -> Tensor:  # [m, n] ->
 
 
 def _share(matrices: Sequence[_Matrix], group: dist.ProcessGroup) -> None:
-    """Orthogonalises matrices of which each rank of ``group`` has its rows, each on one rank."""
+    """Orthogonalises matrices, each on one rank, of which each rank of ``group`` has its rows; collective.
+
+    The results take the place of the matrices' ``update``.
+    """
     world, here = dist.get_world_size(group), dist.get_rank(group)
     chosen = owners([matrix.cost for matrix in matrices], world)
     of_rank = [[m for m, owner in zip(matrices, chosen, strict=True) if owner == rank] for rank in range(world)]
@@ -193,15 +203,16 @@ def _exchange(
     group: dist.ProcessGroup,
     like: Tensor,
 ) -> list[list[Tensor]]:
-    """Gives each rank its tensors; one collective.
+    """Sends each rank its tensors, and receives this rank's; one collective.
 
     Args:
-        sent: by rank, tensors in bfloat16.
-        sizes: by rank, of what comes from there.
-        like: a tensor without elements on their device.
+        sent: by rank, the tensors that go there, in bfloat16.
+        sizes: by rank, those of the tensors that come from there.
+        group: of these ranks; one rank alone communicates nothing.
+        like: a tensor without elements, of the same dtype and device.
 
     Returns:
-        By rank, what has come from there: views of one piece of memory.
+        By rank, the tensors that have come from there: views of one piece of memory.
     """
     if len(sent) == 1:
         return [list(sent[0])]
