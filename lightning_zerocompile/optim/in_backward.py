@@ -224,7 +224,7 @@ class InBackward:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Inside, a device works on a stream of its own, after all that the current stream (the backward's) has queued."""
+        """Inside, a device works on a stream beside the backward's, after all that the backward has queued so far."""
         device = self._runtime.device
         if device.type == "cpu":
             yield

@@ -79,7 +79,8 @@ def shares_matrices(optimizer: Optimizer) -> bool:
     """Whether the optimizer is updated in this way, see [Note: Muon].
 
     Without Nesterov's step torch's Muon orthogonalises the momentum itself. If that is in bfloat16, Newton-Schulz
-    writes to it, which :func:`step` does not do where it is sharded. An optimizer with such a parameter is updated in torch's way.
+    writes to it, which :func:`step` does not do where it is sharded. An optimizer with such a parameter is updated in
+    torch's own way.
     """
     if type(optimizer) is not Muon or not inspect.isfunction(Muon.step):
         return False

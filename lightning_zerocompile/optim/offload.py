@@ -2,24 +2,27 @@
 
 [Note: offload] With ``offload="optimizer"`` the states and the masters of a unit lie in one slab of host memory, which
 is pinned where there is CUDA. A step copies the slabs of the next two units to the device while this unit is updated
-and the slab of the unit before goes back. The copies in and the copies out have a stream each, of different priority:
-streams of one priority may share a queue of the device, and then copies that need not wait for each other do. So a link
-that works in both directions does so. Three slabs of the largest unit's size are on the device during a step, and none
-between steps. The update itself is the one without offload, on tensors of the device, so the numbers are the same to
-the bit. The smallest unit is updated last, since nothing runs beside its way out.
+and the slab of the unit before goes back. The copies in and the copies out have a stream each, of different priority.
+Streams of one priority may share a queue of the device, where a copy would wait for others that it does not need. With
+two queues a link that works in both directions does so. Three slabs of the largest unit's size are on the device during
+a step, and none between steps. The update itself is the one without offload, on tensors of the device, so the numbers
+are the same to the bit. The smallest unit is updated last, since nothing runs beside its way out. With
+``offload_update="cpu"`` no slab goes to the device: see [Note: updates on the CPU] in on_host.py.
 
 [Note: copies in the backward] The first two units come in while the last backward before a step runs, if one optimizer
-alone is offloaded and the device has room for them (on the CPU it always has). A step that follows in the same order
-finds them there. Whoever writes to host memory in between raises a version, and then that slab is copied again. In a
-window nothing comes early, since user code may step in it at any time.
+alone is offloaded and has made a step before. If the device has room for one unit only, one comes; on the CPU there is
+always room. A step that follows in the same order finds them there. Whoever writes to host memory in between raises a
+version, and then that slab is copied again. In a window or an accumulation nothing comes early: no step follows the
+backward, or user code may step in it at any time.
 
-What gathers read stays on the device, see [Note: masters in host memory] in csrc/registry.cpp. At stage 3 a master
-whose dtype is also the dtype in which it is gathered stays on the device, since gathers read it at each use. Then only
-its states are in host memory. Units that fit into ``offload_budget`` bytes stay on the device whole. So do parameters
-without dimensions, those that are frozen when the optimizers are set up, and those that several optimizers hold.
+What gathers read stays on the device, see [Note: masters in host memory] in csrc/registry.cpp. Where the device
+updates, a master of stage 3 whose dtype is also the dtype in which it is gathered stays on the device, since gathers
+read it at each use. Then only its states are in host memory. Units that fit into ``offload_budget`` bytes stay on the
+device whole. So do parameters without dimensions, those that are frozen when the optimizers are set up, and those that
+several optimizers hold.
 
-A step that raises loses nothing. A unit goes back to host memory only after its update has succeeded, so the unit whose
-update raised keeps in host memory what it had before the step.
+Where the device updates, a step that raises loses nothing. A unit goes back to host memory only after its update has
+succeeded, so the unit whose update raised keeps in host memory what it had before the step.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ from lightning_zerocompile.sharding.sharded import STATES_ON_HOST, as_sharded, m
 
 _BUFFERS = 3  # one unit comes in, one is updated, one goes out
 _AHEAD = 2  # units that come in before the one that is updated
-_PATIENCE, _PAUSE = 5.0, 1e-3  # seconds: for copies of a step that does not come, and between two looks
-_SPARE = 0.1  # of the device's memory, which stays free beside the units that come early
+_PATIENCE, _PAUSE = 5.0, 1e-3  # seconds: to wait for copies of a step that does not come, and between two looks
+_SPARE = 0.1  # the share of the device's memory that stays free beside the units that come early
 _GIB = 2**30
 _Pin: TypeAlias = "weakref.finalize[..., Tensor]"  # unpins memory when it is called, or when the memory is freed
 _Members = tuple[int, Sequence[Tensor]]  # a unit's number and its masters
@@ -70,10 +73,10 @@ class Offload:
         self._pins: list[_Pin] = []
         self._attached = 0
         self._on_host = runtime.config.offload_update == "cpu"
-        self._ranks_here = 1  # of this host
+        self._ranks_here = 1  # ranks on this host
         self._staging: dict[str, Tensor] = {}  # see `HostUpdates`
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        self._orders: dict[Optimizer, list[list[Slab]]] = {}  # of the last step
+        self._orders: dict[Optimizer, list[list[Slab]]] = {}  # the slabs of each round of the last step
         self._early: tuple[Optimizer, Stream] | None = None  # see [Note: copies in the backward]
         self._ahead: int | None = None  # units that come early; None: not decided yet
 
@@ -93,7 +96,7 @@ class Offload:
 
         Raises:
             MisconfigurationException: an optimizer cannot be offloaded. Nothing has been moved.
-            RuntimeError: a host has no room; names the bytes. Nothing has been moved.
+            RuntimeError: a host has no room, or refuses to pin memory; names the bytes. Nothing has been moved.
         """
         config = self._runtime.config
         if not config.offload or not optimizers:
@@ -130,7 +133,7 @@ class Offload:
         early = self._early
         self.drop_early()
         if early is not None and not early[1].has_come(_PATIENCE):
-            for pin in self._pins:  # a device that hangs may still read there, so nothing waits for the end of that
+            for pin in self._pins:  # a device that hangs may still read this memory: it stays pinned, and nothing waits
                 pin.detach()
             self._pins = []
         self._orders, self._ahead, self._staging = {}, None, {}
@@ -180,7 +183,10 @@ class Offload:
         return slabs
 
     def _allocate(self, slabs: Sequence[Slab]) -> list[_Pin]:
-        """Gives each slab its memory, on all ranks or on none. Returns what unpins it.
+        """Gives each slab its memory, on all ranks or on none; the ranks tell each other what they need and have.
+
+        Returns:
+            What unpins the memory: one for each slab that is pinned.
 
         Raises:
             RuntimeError: names the rank, the bytes and the remedy, alike on all ranks.
@@ -216,7 +222,7 @@ class Offload:
         return pins
 
     def _fill(self, slab: Slab) -> None:
-        """Moves the masters of a slab into it."""
+        """Moves the masters of a slab into it, and makes the places of their states there."""
         assert slab.memory is not None
         for master, slot in slab.slots.items():
             master.__dict__[STATES_ON_HOST] = True
@@ -228,7 +234,7 @@ class Offload:
                 self._move(slot, places[MASTER])
 
     def _move(self, slot: Slot, place: Tensor) -> None:
-        """Makes ``place``, in host memory, the master's rows."""
+        """Copies the master's rows to ``place``, in host memory, which has them from now on."""
         sharded = slot.sharded
         before = sharded.local
         place.copy_(before)
@@ -241,14 +247,18 @@ class Offload:
         self._show(slot)
 
     def _show(self, slot: Slot, rows: Tensor | None = None) -> None:
-        """Says what gathers read: ``rows``, on the device, or what there is between steps."""
+        """Tells the runtime what gathers of a master read.
+
+        ``rows``: [<=rows, ...] on the device. ``None``: what stands for the rows between steps (``shown`` or ``empty``
+        of the slot).
+        """
         sharded = slot.sharded
         local = rows if rows is not None else slot.shown if slot.shown is not None else slot.empty
         assert local is not None
         self._runtime.core.set_rows(sharded.index, local, sharded.local, local is not slot.empty)
 
     def _bring_back(self, sharded: ShardedParameter) -> None:
-        """A master that no offloaded optimizer holds any more is on the device again."""
+        """Moves the rows of a master that no offloaded optimizer holds any more back to the device."""
         if sharded.on_host:
             rows = sharded.local.to(self._runtime.device, copy=True)
             _raise_version(rows, sharded.local)
@@ -258,7 +268,7 @@ class Offload:
     # ---- states that were made elsewhere ----
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Moves states that are not in host memory (loaded ones, or a constructor's) there."""
+        """Moves an optimizer's states that are not in its slabs (loaded ones, or a constructor's) there."""
         for slab in self._slabs.get(optimizer, {}).values():
             for master, slot in slab.slots.items():
                 entry = optimizer.state.get(master)
@@ -272,7 +282,7 @@ class Offload:
                         entry[name] = place
 
     def let_go(self, masters: Iterable[Tensor]) -> None:
-        """The states of these masters get memory of their own: another parameter takes the master's place."""
+        """Gives the states of these masters memory of their own on the device: other parameters take their place."""
         self.drop_early()
         for master in masters:
             for optimizer, units in self._slabs.items():
@@ -288,9 +298,11 @@ class Offload:
 
     @contextmanager
     def stream(self, optimizer: Optimizer, rounds: Sequence[Sequence[int]]) -> Iterator[Stream | HostUpdates | None]:
-        """Around the updates of an optimizer: units come and go; ``rounds`` are the units of each update.
+        """Around the updates of an optimizer. Yields what brings its units and takes them away; ``None``: it has none.
 
-        When it ends all copies are done, so that host memory can be read.
+        When the context ends all copies are done, so that host memory can be read.
+
+        ``rounds``: the numbers of the units of each update.
         """
         if optimizer not in self._slabs:
             yield None
@@ -307,7 +319,7 @@ class Offload:
             stream.close()
 
     def ordered(self, optimizer: Optimizer, units: Sequence[_Members]) -> Sequence[_Members]:
-        """The units of an update: those of the optimizer's slabs, the smallest of which comes last."""
+        """``units`` in the order of their updates: the one with the smallest slab of the optimizer comes last."""
         slabs = self._slabs.get(optimizer, {})
         sizes = [slabs[unit].most if unit in slabs else 0 for unit, _ in units]
         if not any(sizes):
@@ -329,7 +341,7 @@ class Offload:
             self._early[1].begin(self._ahead)
 
     def drop_early(self) -> None:
-        """No step follows the backward, or it updates something else."""
+        """Drops what came early: no step follows the backward, or the step updates something else."""
         early, self._early = self._early, None
         if early is not None:
             early[1].drop()
@@ -355,10 +367,10 @@ class Stream:
     """The units of one step: which are on the device, on their way in, and on their way out.
 
     Args:
-        runtime: its core gathers, its ``host_traffic`` counts.
+        runtime: its core gathers, and its ``host_traffic`` counts what is copied.
         order: the slabs of each round.
         streams: for copies in and for copies out; ``None``: the CPU, where copies are done at once.
-        show: says what gathers of a master read.
+        show: ``Offload._show``, which tells the runtime what gathers of a master read.
     """
 
     def __init__(
@@ -373,18 +385,21 @@ class Stream:
         count, self._size = min(_BUFFERS, sum(size > 0 for size in sizes)), max(sizes, default=0)
         self._buffers: list[Tensor] = []  # at most `count`, each of `_size` bytes
         self._here = None if streams is None else torch.cuda.current_stream(runtime.device)
-        self._free: list[torch.cuda.Event | None] = [None] * count  # when what was in a buffer has gone out
-        self._came: dict[int, tuple[torch.cuda.Event | None, list[Tensor]]] = {}  # by round: the slabs on the device
+        self._free: list[torch.cuda.Event | None] = [None] * count  # by buffer: when what was in it has gone out
+        self._came: dict[int, tuple[torch.cuda.Event | None, list[Tensor]]] = {}  # by round: when it came, and where
         self._seen: dict[int, list[list[int]]] = {}  # by round: the versions of what has been copied in
         self._next, self._fetched = 0, 0  # the next round to fetch; how many fetches there were
 
     def serves(self, order: Sequence[Sequence[Slab]]) -> bool:
-        """Whether these are the slabs of its rounds, and the step runs where copies were ordered after its memory."""
+        """Whether a step with this order can use what was copied.
+
+        It has the same slabs in each round, and runs on the stream after which the copies were ordered.
+        """
         here = None if self._streams is None else torch.cuda.current_stream(self._runtime.device)
         return here == self._here and [list(slabs) for slabs in self._order] == [list(slabs) for slabs in order]
 
     def begin(self, ahead: int) -> None:
-        """Starts to copy in so many rounds, if fewer have been started."""
+        """Starts to copy in the slabs of further rounds, until ``ahead`` rounds have been started in all."""
         for _ in range(ahead - self._fetched):
             self._fetch()
 
@@ -407,7 +422,10 @@ class Stream:
         self._next, self._fetched = self._next + 1, self._fetched + 1
 
     def _copy_in(self, number: int, parts: list[Tensor], after: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """The slabs of a round to their places on the device; returns the moment when they are there."""
+        """Copies the slabs of a round to ``parts``, their places on the device, after the event ``after``.
+
+        Returns the event after which they are there; ``None`` on the CPU, where they are there now.
+        """
         slabs = self._order[number]
         self._seen[number] = [slab.versions() for slab in slabs]
         with self._on(0, after) as stream:
@@ -421,7 +439,10 @@ class Stream:
 
     @contextmanager
     def _on(self, which: int, after: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
-        """Inside, copies run on a stream of their own, after an event."""
+        """Inside, copies run on a stream of their own, after an event. Yields the stream; ``None`` on the CPU.
+
+        ``which``: 0 for copies in, 1 for copies out.
+        """
         if self._streams is None:
             yield None
             return
@@ -432,12 +453,12 @@ class Stream:
             yield stream
 
     def enter(self, number: int) -> dict[Tensor, Staged]:
-        """What the round updates in the place of its offloaded masters, by master; the next round's is fetched."""
+        """Returns what the round updates in the place of its offloaded masters, by master; fetches a further round."""
         if number not in self._came:
             return {}
         came, parts = self._came[number]
         if self._seen.pop(number) != [slab.versions() for slab in self._order[number]]:
-            came = self._copy_in(number, parts, None)  # it has come before somebody wrote to it
+            came = self._copy_in(number, parts, None)  # somebody has written since it came
             del self._seen[number]
         if came is not None:
             assert self._here is not None
@@ -452,11 +473,11 @@ class Stream:
         return staged
 
     def options(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Around an update: it runs with the optimizer's own options."""
+        """Around an update, which runs with the optimizer's own options."""
         return contextlib.nullcontext()
 
     def updated(self, staged: Mapping[Tensor, Staged]) -> None:
-        """The round's update has succeeded: gathers read the new rows."""
+        """Called when the round's update has succeeded: from now on gathers read the new rows."""
         for one in staged.values():
             slot = one.slot
             if MASTER not in slot.offsets:
@@ -471,7 +492,13 @@ class Stream:
                 self._show(slot)
 
     def leave(self, number: int, staged: Mapping[Tensor, Staged], units: Sequence[int]) -> None:
-        """The round's units have been gathered where they live for a step: what it updated goes out."""
+        """Called when those of the round's units that live for a step have been gathered: the round's slabs go out.
+
+        Args:
+            number: of the round.
+            staged: what :meth:`enter` has returned.
+            units: the numbers of the round's units.
+        """
         for one in staged.values():
             if MASTER in one.slot.offsets and one.slot.shown is None:
                 self._show(one.slot)
@@ -491,14 +518,14 @@ class Stream:
         self._free[position % len(self._free)] = gone
 
     def drop(self) -> None:
-        """What has come is not updated. Nothing waits: the buffers' memory is used again when the copies are done."""
+        """Drops what has come. Nothing waits: the buffers' memory is used again when the copies are done."""
         if self._streams is not None:
             for buffer in self._buffers:
                 buffer.record_stream(self._streams[0])
         self._buffers = []
 
     def has_come(self, within: float) -> bool:
-        """Whether all copies in are done, or are in some seconds."""
+        """Whether all copies in are done; waits for them, but no longer than ``within`` seconds."""
         deadline = time.monotonic() + within
         for came, _ in self._came.values():
             while came is not None and not came.query():  # type: ignore[no-untyped-call]
@@ -508,7 +535,7 @@ class Stream:
         return True
 
     def close(self) -> None:
-        """Waits for all copies, and frees the buffers."""
+        """Waits for all copies in and out, and frees the buffers."""
         if self._streams is not None:
             for stream in self._streams:
                 stream.synchronize()
@@ -523,7 +550,7 @@ def _room(device: torch.device, size: int) -> int:
     """How many units of ``size`` bytes may come to the device before the backward has ended."""
     if device.type == "cpu" or size == 0:
         return _AHEAD
-    free, total = torch.cuda.mem_get_info(device)  # beside what torch's allocator has reserved in a whole step
+    free, total = torch.cuda.mem_get_info(device)  # without what torch has reserved, as a whole step needs
     return min(_AHEAD, max(0, int(free - _SPARE * total) // size))
 
 
@@ -534,10 +561,10 @@ def _raise_version(value: Tensor, other: Tensor) -> None:
 
 
 def _pin(memory: Tensor) -> _Pin:
-    """Pins memory where it lies: torch's own allocator of pinned memory takes up to twice as much.
+    """Pins memory where it lies, since torch's own allocator of pinned memory takes up to twice as much.
 
     Returns:
-        What unpins it, also when the tensor is freed.
+        What unpins the memory when it is called, or when the tensor is freed.
 
     Raises:
         RuntimeError: CUDA refuses.

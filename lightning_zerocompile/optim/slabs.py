@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_zerocompile.sharding.parameter import ShardedParameter
 
 _ALIGNED = 512  # bytes, as torch's allocators align
-MASTER = ""  # the master among the tensors of a slot, beside the names of its states
+MASTER = ""  # the key of the master among the tensors of a slot; the others have the names of their states
 
 
 @dataclass(eq=False)
@@ -23,13 +23,15 @@ class Slot:
 
     Attributes:
         sharded: the parameter.
-        offsets: of each tensor in the slab, in bytes, by the state's name; the master's is ``""``, if it is there.
-        dtypes: of each of these tensors.
-        states: the DTensor over each state's place in host memory.
+        offsets: of each tensor in the slab, in bytes, by the state's name. The master's is at :data:`MASTER`, if it is
+            in the slab.
+        dtypes: of each of these tensors, by the same names.
+        states: the DTensor over each state's place in host memory, by name.
         read_at_each_use: whether gathers read the rows at each use, and not once after the update.
-        shown: what gathers read at each use, [<=rows, ...] in the model's dtype; ``None``: they read the rows of the
-            update itself, once, or the master is not in the slab.
-        empty: stands for the rows on the device between steps, if ``shown`` is ``None``: their sizes, one element.
+        shown: what gathers read at each use, [<=rows, ...] on the device, in the dtype in which the parameter is
+            gathered. ``None``: gathers read the rows of the update itself, once, or the master is not in the slab.
+        empty: stands for the rows on the device between steps, if ``shown`` is ``None``: it has their sizes, and one
+            element in memory.
     """
 
     sharded: ShardedParameter
@@ -41,7 +43,12 @@ class Slot:
     empty: Tensor | None = None
 
     def places(self, slab: Tensor) -> dict[str, Tensor]:
-        """The tensors in ``slab``, [bytes] on any device. Each has a version of its own, as separate tensors have."""
+        """The tensors in ``slab``, by name, each [<=rows, ...] over its memory.
+
+        Each has a version of its own, as separate tensors have.
+
+        ``slab``: [bytes] of uint8, on any device.
+        """
         rows, start, found = self.sharded.local, slab.storage_offset(), {}
         for name, dtype in self.dtypes.items():
             place = torch.empty(0, dtype=dtype, device=slab.device)
@@ -57,9 +64,9 @@ class Slab:
     Attributes:
         unit: its number.
         slots: by master.
-        nbytes: of this rank's slab.
-        most: of the largest rank's.
-        memory: [nbytes] bytes in host memory, once it is allocated.
+        nbytes: the size of this rank's slab.
+        most: the size that the slab has on the rank with the most rows, in bytes; equal on all ranks.
+        memory: [nbytes] of uint8 in host memory; ``None`` until it is allocated.
     """
 
     unit: int
@@ -77,7 +84,7 @@ class Slab:
         self.slots[master] = slot
 
     def versions(self) -> list[int]:
-        """These change when somebody writes to what the slab holds, by a DTensor or by its rows."""
+        """Numbers that change when somebody writes to what the slab holds, by a DTensor or by its rows."""
         found = []
         for master, slot in self.slots.items():
             for kept in (*slot.states.values(), *([master] if MASTER in slot.offsets else [])):
@@ -90,13 +97,14 @@ class Staged:
     """What an optimizer updates in the place of an offloaded master: its rows and its states, where the update runs.
 
     Attributes:
-        value: [<=rows, ...].
-        states: by name.
-        kept: the DTensors over host memory that stand for ``states`` in the optimizer.
+        value: the rows, [<=rows, ...].
+        states: by name, [<=rows, ...].
+        kept: the DTensors over host memory that stand for ``states`` in the optimizer, by name.
+        slot: of the master.
         version: of ``value`` before the update.
-        gradient: the rows' in host memory, where the CPU updates.
-        on_host: whether it does.
-        written: whether the update has a gradient for ``value``, so that it writes it.
+        gradient: of the rows, in host memory and in the dtype of ``value``, if the CPU updates.
+        on_host: whether the CPU updates.
+        written: whether the update has a gradient for ``value``, and so writes to ``value``.
     """
 
     value: Tensor
@@ -109,7 +117,7 @@ class Staged:
     written: bool = False
 
     def take_gradient(self) -> None:
-        """Called when ``value`` has the gradient on the device: gives it the one that is where it is."""
+        """Called when ``value`` has a gradient on the device; if the CPU updates, puts the one in host memory there."""
         if self.on_host:
             self.value.grad = self.gradient
         self.written = self.value.grad is not None
@@ -119,19 +127,27 @@ class Staged:
         return self.written or self.value._version != self.version
 
     def states_of(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The states where the update runs in the place of those of ``entry`` that are not there."""
+        """The states that the update uses in the place of some of ``entry``, by name.
+
+        These are the states in host memory and, if the CPU updates, the counters on a device.
+
+        ``entry``: the optimizer's state of the master.
+        """
         found = {name: self.states[name] for name, kept in self.kept.items() if entry.get(name) is kept}
         if self.on_host:  # counters
             found |= {name: v.cpu() for name, v in entry.items() if isinstance(v, Tensor) and v.dim() == 0}
         return found
 
     def taken(self, new: Mapping[str, Any]) -> dict[str, Any]:
-        """The states after an update, as the optimizer keeps them: new ones are copied to their places."""
+        """The states after an update, as the optimizer keeps them; those that it made anew are copied to their places.
+
+        ``new``: the states as the update has left them.
+        """
         result = dict(new)
         for name, place in self.states.items():
             value = new.get(name)
             if value is None or value.dtype != place.dtype or value.shape != place.shape:
-                continue  # what the trial did not show stays on the device
+                continue  # the trial (`state_dtypes`) did not show it so, and no place fits: it stays where it is
             if value is not place:
                 place.copy_(value)
             result[name] = self.kept[name]
