@@ -1,11 +1,11 @@
 """Optimizers that step once, on DTensors.
 
-[Note: other optimizers] An optimizer that is not torch's own, and that the user has not named, steps once, on DTensors.
-With them it computes what it would compute with whole values, also sums over parameters. If DTensor does not know an
-operation it raises, and our error names the optimizer. DTensor gets one thing wrong: ``item()`` (and so ``float()``) of
-a value that is spread over ranks, such as a norm, is that of the rank's own part. :class:`ExactScalars` makes it that
-of the whole value. Such an optimizer is not given whole values unasked: unit by unit, what it computes over all
-parameters would be wrong.
+[Note: other optimizers] An optimizer that is not of torch's own classes (a subclass is not), and that the user has not
+named, steps once, on DTensors. With them it computes what it would compute with whole values, also sums over
+parameters. If DTensor does not know an operation it raises, and our error names the optimizer. DTensor gets one thing
+wrong: ``item()`` (and so ``float()``) of a value that is spread over ranks, such as a norm, is that of the rank's own
+part. :class:`ExactScalars` makes it that of the whole value. Such an optimizer is not given whole values unasked: it
+would see them unit by unit, and what it computes over all parameters would be wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_zerocompile.sharding.full_values import full_value
 
 
 class ExactScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In this mode ``item()`` of a DTensor is that of the whole value, see [Note: other optimizers], and collective."""
+    """In this mode ``item()`` of a DTensor is that of the whole value, and collective; see [Note: other optimizers]."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -38,9 +38,12 @@ class ExactScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def on_dtensors(
     optimizer: Optimizer, closure: Callable[[], Any], alike: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[Callable[[], Any]]:
-    """The closure to pass to the step of an optimizer that sees DTensors, see [Note: other optimizers].
+    """Yields the closure to pass to the step of an optimizer that sees DTensors, see [Note: other optimizers].
 
-    ``alike``: entered where all ranks do the same.
+    Args:
+        optimizer: for the message of the error.
+        closure: the user's; ours returns its result.
+        alike: makes a context that is entered after ``closure``: from there on all ranks do the same.
 
     Raises:
         RuntimeError: the step used an operation that DTensor does not know; names the optimizer and the remedy.

@@ -1,11 +1,15 @@
 """Updates on the CPU of what an offload keeps in host memory.
 
 [Note: updates on the CPU] With ``offload_update="cpu"`` masters and states never leave host memory. A step copies the
-gradients of a unit down, in their own dtype, while the CPU updates the unit before; the updated rows go up in the dtype
-in which gathers read them. So much less than with the streaming way goes over the link (6 bytes for each element of a
-model in bfloat16, and not 24), and no unit's states are on the device. The update is torch's own: of Adam and AdamW the
-fused kernel of CPUs, whatever the optimizer's option ``fused`` says, since the others take several passes over memory.
-A step uses the cores of the host, divided by its ranks, and leaves the number of threads as it was.
+gradients of a unit down (to the host), in their own dtype, while the CPU updates the unit before. The updated rows go
+up (to the device) in the dtype in which gathers read them. So much less goes over the link than where slabs go to the
+device and back: with AdamW, float32 masters and a model in bfloat16, 6 bytes for each element and not 24. No unit's
+states are on the device.
+
+The update is torch's own. For Adam and AdamW it is the fused kernel of CPUs, whatever the optimizer's option ``fused``
+says, since the other kernels take several passes over memory. The CPU updates in place, so a unit whose update raises
+may have been updated in part, as in torch. Beside a GPU a step uses the cores of the host divided by its ranks, if
+these are more than torch's threads, and leaves the number of threads as it was.
 """
 
 from __future__ import annotations
@@ -32,12 +36,13 @@ class HostUpdates:
     """One step that the CPU makes, see [Note: updates on the CPU].
 
     Args:
-        runtime: its core has the gradients, its ``host_traffic`` counts.
+        runtime: its core has the gradients, and its ``host_traffic`` counts what is copied.
         order: the slabs of each round.
-        show: says what gathers of a master read.
+        show: ``Offload._show``, which tells the runtime what gathers of a master read.
         stream: for copies of gradients; ``None``: the CPU is the device, and copies are done at once.
-        staging: pinned memory that is kept from step to step: for each buffer of gradients, and of rows that go up.
-        ranks: of this host.
+        staging: pinned memory that is kept from step to step, by name: the buffers of gradients that come down, and of
+            rows that go up. This class fills it.
+        ranks: how many ranks this host has.
     """
 
     def __init__(
@@ -55,15 +60,15 @@ class HostUpdates:
         self._came: dict[int, tuple[torch.cuda.Event | None, dict[Slot, Tensor]]] = {}
         self._turn = 0  # the buffer of the rows that go up next
         self._sent: dict[int, torch.cuda.Event] = {}  # by buffer: when the rows in it are on the device
-        # Rows on the device that gathers of these units read, on another stream: their memory must not be used again
-        # before that.
+        # Units, and their rows on the device. Gathers read the rows on another stream, so until then the rows are held
+        # here, and their memory is not used again.
         self._read: list[tuple[Sequence[int], list[Tensor]]] = []
-        self._rows: list[Tensor] = []  # of the round whose gathers start next
+        self._rows: list[Tensor] = []  # rows on the device of the round whose gathers start next
         if stream is not None:
             torch.set_num_threads(max(self._threads, len(os.sched_getaffinity(0)) // ranks))
 
     def begin(self, ahead: int) -> None:
-        """Starts to copy the gradients of the first round; more are not needed ahead."""
+        """Starts to copy the gradients of the first round down. ``ahead`` does not count: more need not come early."""
         self._fetch(0)
 
     def _fetch(self, number: int) -> None:
@@ -94,7 +99,7 @@ class HostUpdates:
         self._runtime.host_traffic.copied_out += sum(value.nbytes for value in found.values())
 
     def _gradients(self, slots: Sequence[Slot]) -> list[Tensor | None]:
-        """This rank's rows of the reduced gradients, on the device."""
+        """This rank's rows of the reduced gradients of these slots, on the device; ``None`` where there is none."""
         core = self._runtime.core
         places = [torch.empty(0) for _ in slots]
         others = core.lend_gradients([slot.sharded.index for slot in slots], places)
@@ -111,7 +116,10 @@ class HostUpdates:
         return self._staging[name]
 
     def enter(self, number: int) -> dict[Tensor, Staged]:
-        """What the round updates in the place of its offloaded masters, by master; the next gradients come down."""
+        """Returns what the round updates in the place of its offloaded masters, by master.
+
+        Waits until the round's gradients have come down, and starts to copy those of the next round.
+        """
         self._fetch(number)
         came, gradients = self._came.pop(number)
         self._fetch(number + 1)
@@ -144,7 +152,7 @@ class HostUpdates:
                 group.update(own)
 
     def updated(self, staged: Mapping[Tensor, Staged]) -> None:
-        """The round's update has succeeded: the new rows go up, and gathers read them."""
+        """Called when the round's update has succeeded: the new rows go up, and from now on gathers read them."""
         wanted = [one for one in staged.values() if one.slot.shown is None or one.has_changed()]
         sizes = [aligned(one.value.numel() * one.slot.sharded.source.element_size()) for one in wanted]
         memory, start = None, 0
@@ -175,7 +183,10 @@ class HostUpdates:
             self._sent[number] = torch.cuda.current_stream(self._runtime.device).record_event()
 
     def leave(self, number: int, staged: Mapping[Tensor, Staged], units: Sequence[int]) -> None:
-        """The round's units have been gathered where they live for a step."""
+        """Called when those of the round's units that live for a step have been gathered.
+
+        ``staged``: what :meth:`enter` has returned. ``units``: the numbers of the round's units.
+        """
         for one in staged.values():
             if one.slot.shown is None:
                 self._show(one.slot)
@@ -184,13 +195,16 @@ class HostUpdates:
         self._free(_BUFFERS)
 
     def _free(self, keep: int) -> None:
-        """Frees rows that gathers have read; those of the last ``keep`` rounds stay, since nobody waits for them."""
+        """Orders the current stream after the gathers that read rows on the device, and frees those rows.
+
+        The rows of the last ``keep`` rounds stay, so that the stream does not wait for gathers that have just begun.
+        """
         while len(self._read) > keep:
             self._runtime.core.follow_gathers(self._read[0][0])
             del self._read[0]
 
     def close(self) -> None:
-        """Waits for all copies; the CPU has as many threads as before."""
+        """Waits for all copies, and sets the number of torch's threads to what it was."""
         self._free(0)
         for came, _ in self._came.values():
             if came is not None:
@@ -203,6 +217,6 @@ class HostUpdates:
 
 
 def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """A tensor like ``like`` in ``memory``, from that byte on."""
+    """A tensor of the dtype and shape of ``like`` over ``memory``, [bytes] of uint8, from the byte ``start`` on."""
     part: Any = memory.narrow(0, start, like.nbytes).view(like.dtype)
     return part.view(like.shape)  # type: ignore[no-any-return]
