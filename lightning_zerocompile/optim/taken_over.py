@@ -1,9 +1,8 @@
-"""Optimizers that were made before the model was sharded: they are given its masters, and after the run its whole
-parameters.
+"""Optimizers made before the model was sharded: they are given its masters, and after the run its whole parameters.
 
 [Note: optimizers made elsewhere] An optimizer that was made in ``__init__``, or before ``fit``, holds the parameters
-that the model had then. Each parameter is recognised by the object. Its master takes its place in the group, and its
-state becomes the master's, of which each rank keeps its rows. Under DDP such an optimizer goes on with the same
+that the model had then. Each of these is recognised as an object. Its master takes its place in the group. Its state
+becomes the master's, and each rank keeps its own rows of it. Under DDP such an optimizer goes on with the same
 parameters after the run. So when the model is made whole, the optimizer is given the whole parameters, and its whole
 state, on the CPU.
 """
@@ -33,14 +32,15 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
     Args:
         number: of the optimizer, for messages.
         optimizer: what it holds beside the model's parameters stays as it is.
-        masters: by the parameters that the model had before it was sharded.
+        masters: by the parameters that the optimizer may hold in their place: those from before the sharding, or new
+            ones that have replaced others.
         whole: whether state of another shape than its parameter's is on every rank, see [Note: whole values].
 
     Returns:
-        Whether it held parameters from before the sharding, see [Note: optimizers made elsewhere].
+        Whether the optimizer held a parameter of ``masters``, see [Note: optimizers made elsewhere].
 
     Raises:
-        RuntimeError: it holds a parameter twice.
+        RuntimeError: the optimizer holds a parameter twice.
         ValueError: see :func:`sharded_states`.
     """
     before = masters_of(optimizer)
@@ -70,7 +70,8 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
 def rename(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
     """Puts another tensor, with the same state, in the place of each parameter for which ``others`` has one.
 
-    State of parameters that the optimizer holds no longer is dropped: torch could not save it.
+    If ``others`` has a tensor for a parameter that the optimizer no longer holds, the state of this parameter is
+    dropped, since torch could not save it.
     """
     held = set(masters_of(optimizer))
     for group in optimizer.param_groups:
@@ -82,15 +83,18 @@ def rename(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
 
 
 def move(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """Puts the parameters of a new layout where the optimizer holds those of the former one, with their state; no
-    communication. See [Note: other layouts] in sharding/replaced.py.
+    """Puts the parameters of a new layout where the optimizer holds those of the former one, with their state.
+
+    There is no communication. See [Note: other layouts] in sharding/replaced.py.
 
     Args:
-        moved: masters, or formers, of the new layout, by those that the optimizer may hold now.
+        optimizer: of the former layout.
+        moved: masters, or parameters that were replaced (``Former``), of the new layout, by those of the former layout
+            in whose place they come.
         mesh: of the new layout.
 
     Returns:
-        Those of the new layout whose state did not fit, and was dropped: they have another shape.
+        Those of the new layout whose state was dropped, because they have another shape.
     """
     held = set(masters_of(optimizer, formers=True))
     dropped = []
@@ -116,8 +120,9 @@ def give_back(
     """Puts the whole parameters where the optimizers hold masters, with their whole state, on the CPU; collective.
 
     Args:
-        optimizers: alike on all ranks.
-        parameters: by the masters that they have replaced.
+        optimizers: the same, in the same order, on all ranks.
+        parameters: the whole parameters, by their masters. A parameter that the model had no longer gets its whole
+            value from the optimizer's own tensor.
         group: a process group of the same ranks, on the CPU; it communicates instead of the shard group.
     """
     for optimizer in optimizers:
@@ -141,11 +146,15 @@ def _whole(kept: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def sharded_states(states: Sequence[tuple[Tensor, Mapping[str, Any]]], whole: bool) -> list[dict[str, Any]]:
-    """Full states of parameters as those of their masters: each rank takes its rows. Counters stay as they are.
+    """Makes the full states of parameters those of their masters; no communication.
 
     Args:
         states: masters, and the full state of each, the same on all ranks.
         whole: whether state of another shape than its parameter's is on every rank, see [Note: whole values].
+
+    Returns:
+        The state of each master, in the same order. A tensor of the parameter's shape is a DTensor over this rank's
+        rows; counters, and what is on every rank, are plain.
 
     Raises:
         ValueError: a state tensor has neither its parameter's shape nor one element, and ``whole`` is false.
@@ -168,7 +177,8 @@ def _sharded_state(name: str, value: Any, parameter: Tensor, moment: bool, whole
         name: of the entry.
         value: of the entry, full.
         parameter: the master.
-        moment: whether entries of this name have their parameter's shape elsewhere; else a 0-dim value is a counter.
+        moment: whether an entry of this name has its parameter's shape for any parameter with dimensions. If none has,
+            the entry of a 0-dim parameter is a counter.
         whole: whether an entry of another shape than its parameter's is kept on every rank.
     """
     on_host = parameter.__dict__.get(STATES_ON_HOST)
