@@ -1,15 +1,15 @@
-"""AdamW, Adam and SGD in one pass over memory: the update, the cast of its result, and where gathers read that.
+"""AdamW, Adam and SGD in one pass over memory: the update, the cast of its result, and the write to where gathers read.
 
 [Note: updates in one pass] A unit that stays gathered from step to step is gathered anew right after its update (see
 [Note: one pass] in csrc/gather.cpp). torch's fused optimizer reads and writes the masters. Without this module another
 kernel reads them again, casts them, and writes the casts to this rank's rows of the gathered values and to the memory
-from which the other ranks read. Here one kernel does both. Other units (of stage 3, of a backward) are updated by the
-same kernel, which is faster than torch's, and places nothing.
+from which the other ranks read. Here one kernel does both. For other units (of stage 3, of a backward) the same kernel
+makes the update, faster than torch's, and places nothing. All of this is off until :meth:`OnePass.switch` turns it on.
 
-The kernel's arithmetic is that of torch's fused kernels, bit by bit. That is a fact of a version of torch and of its
-compiler. So before a kind of update is made for the first time in a run, some values are updated on trial by torch and
-by the kernel. Where no form of it gives torch's bits torch updates, as it does for all other optimizers, on other
-devices, and where there is no Triton. Ranks need not decide alike.
+The kernel's arithmetic is that of torch's fused kernels, bit by bit. This holds for a version of torch and its
+compiler, and may not for another. So before a kind of update is made for the first time in a run, some values are
+updated on trial by torch and by the kernel. If no form of the kernel gives torch's bits, torch updates. It also updates
+for all other optimizers, on other devices, and where there is no Triton. Ranks need not decide alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS = (optim.AdamW, optim.Adam, optim.SGD)
 _CASTS = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK, _WARPS = 1024, 4  # elements that a program updates, and its warps
 _ENTRIES = 16  # arrays in a table: their number is rounded up to a power of two, at least to this one
-_TABLES = 4096  # that are kept
+_TABLES = 4096  # as many tables are kept at most
 _ALIGNED = 16  # bytes, for vectors of four elements
 _TRIED = (2**18, 2**17 + 1)  # elements of the arrays that are updated on trial: torch has two loops
 _TRIED_LR, _TRIED_SCALE = 0.3, 1000.0
@@ -41,7 +41,11 @@ _LAST = 2**62  # larger than the number of any program
 
 
 class Places(Protocol):
-    """Where the runtime reads casts, see [Note: one pass] in csrc/gather.cpp."""
+    """The runtime, which says where it reads casts, see [Note: one pass] in csrc/gather.cpp.
+
+    ``place`` returns, for each parameter of ``units`` whose cast can be placed: its number; this rank's rows of its
+    gathered value, [<=rows, ...]; and as many in the memory from which other ranks read, or ``None``.
+    """
 
     def place(self, units: Sequence[int], /) -> list[tuple[int, Tensor, Tensor | None]]: ...
 
@@ -52,9 +56,9 @@ class _Array:
 
     Attributes:
         tensors: [<=rows, ...] float32, contiguous: the parameter, its gradient, and its states.
-        own: gets the cast of the parameter; ``None``: nothing does.
-        staged: gets it, too.
-        step: Adam's counter, 0-dim.
+        own: this rank's rows of the gathered value, which get the cast of the parameter; ``None``: nothing gets it.
+        staged: rows from which other ranks read, which get the cast, too; ``None``: they do not.
+        step: Adam's counter, 0-dim float32 on the device; ``None`` for SGD.
     """
 
     tensors: list[Tensor]
@@ -67,7 +71,7 @@ class _Array:
         return (self.own is not None) + (self.staged is not None)
 
     def addresses(self) -> list[int]:
-        """In the order of a table's rows."""
+        """The addresses of all these tensors in the order of a table's rows; 0 for what there is not."""
         found = [tensor.data_ptr() for tensor in self.tensors]
         found += [0] * (5 - len(found))
         return [*found, *(0 if copy is None else copy.data_ptr() for copy in (self.own, self.staged))]
@@ -78,11 +82,11 @@ class _Group:
     """The update of one parameter group.
 
     Attributes:
-        options: of the group.
-        arrays: those that have elements.
-        steps: all counters of Adam, those of empty arrays, too.
-        first: whether SGD has no momentum yet.
-        new_states: of SGD, by parameter.
+        options: of the group, by name.
+        arrays: the updates of parameters that have elements.
+        steps: all counters of Adam, those of parameters without elements, too.
+        first: whether no parameter has a momentum of SGD yet.
+        new_states: parameters and their momentum, if SGD makes that in this update.
     """
 
     options: Mapping[str, Any]
@@ -106,12 +110,12 @@ class OnePass:
         self._off = "" if device.type == "cuda" and torch.version.hip is None else "this is not a CUDA device"
         self._kernels: Any = None
         self._told = WeakSet[Optimizer]()
-        self._forms: dict[tuple[Any, ...], int | None] = {}  # by kind of update: that which gave torch's bits on trial
+        self._forms: dict[tuple[Any, ...], int | None] = {}  # by kind of update: the one that gives torch's bits
         self._tables: dict[tuple[int, ...], tuple[Tensor, int]] = {}
         self._betas: dict[tuple[float, float], Tensor] = {}
 
     def switch(self, on: bool) -> None:
-        """Whether updates are made in one pass from now on, where they can be."""
+        """Sets whether updates are made in one pass from now on, where they can be."""
         self._on = on
 
     # ---- whether ----
@@ -154,13 +158,15 @@ class OnePass:
         """Updates what the optimizer's groups hold now, as its ``step`` would.
 
         Args:
-            optimizer: :meth:`takes` it; its groups hold ``values``, and its state is theirs.
+            optimizer: one for which :meth:`takes` returns true. Its groups hold ``values``, and its states are those
+                of ``values``.
             numbers: the runtime's number of each value.
             values: local parts of masters, [<=rows, ...], with their gradients.
-            units: those of them whose masters are all in ``values``, and which are gathered after this.
+            units: the units of these masters, if they are gathered right after this update. Empty: no cast is placed.
 
         Returns:
-            The numbers of those whose casts are where :meth:`Places.place` has said; ``None``: nothing is updated.
+            The numbers of the values whose casts are where :meth:`Places.place` has said. ``None``: nothing was
+            updated, and torch is to do it.
         """
         groups = list(self._groups(optimizer))
         if not all(map(self._fits, groups)):
@@ -184,7 +190,10 @@ class OnePass:
         return placed
 
     def _groups(self, optimizer: Any) -> Iterator[_Group]:
-        """What the optimizer's ``step`` finds in its groups. It initialises states, which a second call finds."""
+        """Yields what the optimizer's ``step`` would find in each group. States that are missing are made, as by torch.
+
+        Only the first momentum of SGD is not in the optimizer's state before :meth:`_run` has updated.
+        """
         for options in optimizer.param_groups:
             group = _Group(options)
             values: list[Tensor] = []
@@ -294,9 +303,14 @@ class OnePass:
             torch._foreach_sub_(group.steps, [found_inf] * len(group.steps))
 
     def _table(self, arrays: Sequence[_Array]) -> tuple[Tensor, int, int]:
-        """The arrays' addresses on the device, int64 of [9 * entries]; how many programs work; entries.
+        """The table of these arrays, as one_pass_kernels.py describes it.
 
-        The same addresses come back in most steps, so tables are kept. What is in one depends on addresses alone.
+        The same addresses come back in most steps, so tables are kept. What is in a table depends on the addresses and
+        sizes alone.
+
+        Returns:
+            The table, int64 of [9 * entries] on the device; the number of programs that work on it; entries, a power
+            of two.
         """
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
         columns = [[*array.addresses(), array.tensors[0].numel()] for array in arrays]
@@ -351,7 +365,10 @@ class OnePass:
 
     @torch.no_grad()
     def _trained(self, optimizer: Optimizer, options: Mapping[str, Any], form: int | None) -> list[Tensor]:
-        """Parameters, states and casts after two steps on trial; ``form``: of the kernel; ``None``: by torch."""
+        """Parameters, states and casts, float32 on the device, after two steps on trial.
+
+        ``form``: that of the kernel; ``None``: torch updates.
+        """
         generator = torch.Generator(self._device).manual_seed(0)
 
         def random(size: int) -> Tensor:
@@ -387,7 +404,7 @@ class OnePass:
 def _on_trial(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the same kind, with which each operation of an update changes the bits of its result.
 
-    With the user's own, such as a learning rate of 0 in a warm-up, a wrong form could give the right bits.
+    With the user's own options, such as a learning rate of 0 in a warm-up, a wrong form could give the right bits.
     """
     lr = options["lr"]
     changed: dict[str, Any] = {"lr": torch.full_like(lr, _TRIED_LR) if isinstance(lr, Tensor) else _TRIED_LR}
@@ -398,7 +415,7 @@ def _on_trial(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unsuited(optimizer: Optimizer) -> str:
-    """Why the optimizer is not one whose units are updated in one pass; "": it is one."""
+    """Why the optimizer's units cannot be updated in one pass; "": they can."""
     if type(optimizer) not in _KINDS or not is_elementwise(optimizer):
         return "only torch's AdamW, Adam and SGD are updated in one pass, and no subclass"
     for group in optimizer.param_groups:
@@ -410,7 +427,10 @@ def _unsuited(optimizer: Optimizer) -> str:
 
 
 def _scaling(optimizer: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The scale by which the step divides gradients, and whether it is to be skipped, as torch's scaler sets them."""
+    """The scale by which the step divides gradients, and whether the step is to be skipped (1.0 if so).
+
+    Both are as torch's scaler sets them on the optimizer; ``None`` where it has not.
+    """
     return getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
 
 

@@ -1,13 +1,17 @@
-"""Kernels that update, cast and place in one pass over memory. This module needs Triton, which only some torches bring.
+"""Kernels that update, cast and place in one pass over memory. They need Triton, which not every build of torch brings.
 
 The arithmetic is that of torch's fused optimizers (aten/src/ATen/native/cuda/fused_adam_utils.cuh, FusedSgdKernel.cu),
 operation by operation, in float32. The compiler that torch is built with contracts products and sums. Where it does,
-there is an explicit ``fma`` here; launches say ``enable_fp_fusion=False``, so nothing else is contracted. Where it
-contracts in some of its kernels only, ``FORM`` chooses.
+there is an explicit ``fma`` here. Launches say ``enable_fp_fusion=False``, so nothing else is contracted. Where torch's
+compiler contracts in some of its kernels only, ``FORM`` chooses.
 
-A table has a column for each array that is updated, and these rows: the addresses of the parameter, the gradient, the
-two or three states, and of the two places for the cast; the number of elements; the number of the first program that
-works at it. What is beyond the last array has a first program that does not exist.
+A table, int64 of [9, ENTRIES], has a column for each array that is updated. Its rows are:
+
+* 0 to 4: the addresses of the parameter, of the gradient and of up to three states; 0 for a state that there is not;
+* 5 and 6: the addresses of the two places for the cast (``own`` and ``staged``); 0 where there is none;
+* 7: the number of elements;
+* 8: the number of the first program that works on the array. Columns beyond the last array have a number here that no
+  program has.
 """
 # mypy: ignore-errors
 # ruff: noqa: SIM108 (what is constant for the compiler chooses a statement, not a value)
@@ -20,7 +24,7 @@ FORMS = (0, 1)
 
 
 def dtype_of(dtype):
-    """Triton's name of a dtype in which casts are placed."""
+    """Triton's name of a dtype in which casts are placed; bfloat16 for ``None``, where none is placed."""
     return {torch.float16: tl.float16, torch.float32: tl.float32}.get(dtype, tl.bfloat16)
 
 
@@ -34,7 +38,7 @@ def _place(own, staged, offsets, mask, value, COPIES: tl.constexpr):
 
 @triton.jit
 def _found(table, BLOCK: tl.constexpr, ENTRIES: tl.constexpr):
-    """The array that this program works at, and its first element there."""
+    """The column of the array that this program works on, and its first element in this array."""
     program = tl.program_id(0).to(tl.int64)
     numbers = tl.arange(0, ENTRIES)
     starts = tl.load(table + 8 * ENTRIES + numbers)
