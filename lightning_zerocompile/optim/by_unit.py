@@ -2,7 +2,7 @@
 
 [Note: step by unit] Lightning, schedulers and hooks see one ``optimizer.step(closure)``. We pass a closure of our own.
 It runs the user's closure. Then it updates every unit's local shards with the optimizer's own ``step``, whose parameter
-lists are narrowed to that unit, or to a few small ones. At last it takes the gradients away, so the step to which the
+lists are narrowed to that unit, or to a few small ones. Finally it takes the gradients away, so the step to which the
 closure returns finds nothing to do. DTensors would give the same numbers, at 20 to 30 us of dispatch per parameter and
 without the overlap.
 
