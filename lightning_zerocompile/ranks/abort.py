@@ -1,13 +1,13 @@
 """The end of a process group: what is pending on this rank's device returns, and nothing communicates any more.
 
-[Note: ended groups] On a device a collective that another rank never comes to blocks its stream, and then the host at
-the next look at a number. Nothing but an end of the communicator brings it back. So after ranks have come apart each of
-them ends all its groups of devices: Lightning's tear-down looks at numbers, and this rank's error must leave it.
-Barriers of mapped memory, of which no group knows, are ended first: the end of a communicator frees memory, and so
-waits for whatever looks at numbers. A group that has ended stays known to torch. Each later collective in it raises, on
-this rank, at once; a new one could not be made beside it in the same store. The store keeps why it has ended, for
-errors of later runs. On the CPU nothing is ended: there our own waits raise, see [Note: ranks that wait for each
-other].
+[Note: ended groups] On a device a collective that another rank never comes to blocks its stream. It also blocks the
+host, as soon as the host reads a number from the device. Only the end of the communicator frees them. Lightning's
+tear-down reads such numbers, and without that end this rank's error would never get out of it. So after ranks have come
+apart each of them ends all its groups of devices. Barriers of mapped memory, which belong to no group, are ended first:
+the end of a communicator frees memory, and so waits for whatever reads numbers. A group that has ended stays known to
+torch. Each later collective in it raises on this rank at once, and no new group can be made in the same store. The
+store keeps the reason, for errors of later runs. On the CPU nothing is ended: there our own waits raise, see [Note:
+ranks that wait for each other].
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ START_ANEW = "This run's process group has ended, so start the processes anew, f
 def end_groups(reason: str, barriers: Sequence[Callable[[], None]] = ()) -> None:
     """Ends all process groups of this process that communicate on devices. It does not wait for other ranks.
 
+    It waits at most ``_ENDS_WITHIN`` seconds for them, and does not raise if a group or the store has failed before.
+
     Args:
-        reason: why, for the errors of later runs.
-        barriers: each ends barriers on this rank's device that no process group knows of.
+        reason: why the groups end, for the errors of later runs.
+        barriers: functions to call first. Each ends barriers on this rank's device that belong to no process group.
     """
     for end in barriers:
         end()
     with suppress(RuntimeError):  # a store whose host has died raises it
         dist.distributed_c10d._get_default_store().compare_set(_KEY, "", reason)
-    # all at once: one group's end may wait for the device, where another group's kernels wait
+    # All groups end at once: the end of one may wait for the device, where kernels of another group still wait.
     threads = [
         threading.Thread(target=_abort, args=(group,), daemon=True, name="zerocompile-abort")
         for group in groups_of_devices()
@@ -58,7 +60,7 @@ def groups_of_devices() -> list[dist.ProcessGroup]:
 
 
 def ended_group() -> str | None:
-    """Why the default process group has ended; None: as far as this process can know it has not."""
+    """Why the default process group has ended; None if it has not, or if this process cannot know."""
     if not dist.is_initialized() or not groups_of_devices():
         return None
     store = dist.distributed_c10d._get_default_store()
@@ -69,10 +71,10 @@ def ended_group() -> str | None:
 
 
 def refuse_ended_group() -> None:
-    """Called before a run.
+    """Called before a run: a run cannot begin in a process group that has ended.
 
     Raises:
-        RuntimeError: an earlier run has ended the process group.
+        RuntimeError: an earlier run has ended the process group; the message gives that run's reason.
     """
     reason = ended_group()
     if reason is not None:
@@ -83,14 +85,14 @@ def refuse_ended_group() -> None:
 
 
 def destroy_group_at_exit() -> None:
-    """Called after Lightning has made the default process group: destroys all groups before the interpreter ends.
+    """Called after Lightning has made the default process group: on the CPU, destroys all groups at the process's end.
 
-    Lightning does so for NCCL. gloo's threads may drop their last tensors a moment after a collective has returned, and
-    a thread that needs the interpreter lock for that after the interpreter has ended aborts the process
-    (https://github.com/pytorch/pytorch/pull/179291). The end of a group waits for those threads, so whoever has it last
-    must not hold that lock: the runtime drops its references when it shuts down, before this is called. After an
-    unhandled exception the groups stay as they are: a collective that waits for other ranks would keep this process
-    from ending.
+    With NCCL Lightning does so itself. gloo's threads may drop their last tensors a moment after a collective has
+    returned. A thread that needs the interpreter lock for that, after the interpreter has ended, aborts the process
+    (https://github.com/pytorch/pytorch/pull/179291). The end of a group waits for those threads, so whoever holds the
+    last reference to the group must not hold that lock. The runtime drops its references when it shuts down, before the
+    groups are destroyed here. After an unhandled exception the groups stay as they are: a collective that waits for
+    other ranks would keep this process from ending.
     """
     if dist.is_initialized() and not groups_of_devices():
         atexit.register(_destroy)
@@ -102,5 +104,5 @@ def _destroy() -> None:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # it has failed or ended before
+    with suppress(RuntimeError):  # the group has failed or ended before
         group.abort()

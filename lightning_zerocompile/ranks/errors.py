@@ -1,8 +1,8 @@
 """The error on the other ranks when one died, hangs or raised: it names the phase of the training, and the rank.
 
 Gloo notices a dead peer at once, and every wait for a message in the store ends at ``timeout``. NCCL's waits are on the
-device, where nothing of ours can raise. So there a thread ends the process group, see [Note: ended groups], and what
-comes next in the main thread raises.
+device, where our code cannot raise. So with NCCL a thread ends the process group, see [Note: ended groups], and the
+next call in the main thread raises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 
 __all__ = ["TEARDOWN", "CommunicationError", "explain", "in_phases", "is_communication", "phase"]
 
-TEARDOWN = "the teardown"  # the name of that phase
+TEARDOWN = "the teardown"  # the name of the phase in which Lightning tears the strategy down
 _GRACE = timedelta(seconds=5)  # how long the others may take to say that they live; at most a tenth of the timeout
 _SIGNS = (  # torch raises a plain RuntimeError for gloo's failures; the last sign is that of our own runtime
     "/gloo/", "Connection closed by peer", "Connection reset by peer", "Application timeout caused", "NCCL error",
@@ -48,7 +48,8 @@ def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Conc
     Where such methods call each other, the innermost one names the phase.
 
     Raises:
-        CommunicationError: instead of torch's error, which is its cause.
+        CommunicationError: raised by the decorated method. Either communication has failed in it, and torch's error is
+            the cause; or this rank's process groups have ended, see :func:`raise_if_ended`.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -78,16 +79,16 @@ def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Conc
 
 
 def raise_if_ended(messages: Messages | None, name: str) -> None:
-    """:meth:`Messages.raise_if_ended`, but not in the teardown, which must do its work after any error."""
+    """Calls :meth:`Messages.raise_if_ended`, except in the teardown, which must do its work after any error."""
     if messages is not None and name != TEARDOWN:
         messages.raise_if_ended()
 
 
 def in_phases(names: Mapping[str, str]) -> Callable[[type[C]], type[C]]:
-    """Decorates a strategy's class: applies :func:`phase` to the methods that ``names`` has, also to inherited ones.
+    """Decorates a strategy's class: applies :func:`phase` to the methods in ``names``, also to inherited ones.
 
     Args:
-        names: the phases' names, by the methods' names.
+        names: the name of each method's phase, by the method's name.
     """
 
     def decorate(strategy: type[C]) -> type[C]:
@@ -99,12 +100,15 @@ def in_phases(names: Mapping[str, str]) -> Callable[[type[C]], type[C]]:
 
 
 def is_communication(error: RuntimeError) -> bool:
-    """Whether ``error`` is of the kind that another rank's end causes."""
+    """Whether ``error`` is one that communication raises when another rank has ended."""
     return isinstance(error, (dist.DistError, CommunicationError)) or any(sign in str(error) for sign in _SIGNS)
 
 
 def explain(error: RuntimeError, name: str, messages: Messages | None, timeout: timedelta) -> str:
-    """The message for the user. It asks the other ranks through the store, for at most five seconds."""
+    """The message for the user about ``error`` in the phase ``name``. It tells the other ranks that this one ends.
+
+    It also asks them through the store why they have ended, for at most five seconds.
+    """
     rank = dist.get_rank() if dist.is_initialized() else "?"
     lines = [f"zerocompile: rank {rank} lost another rank in {name}: {_first(error)}"]
     ended = ended_group()

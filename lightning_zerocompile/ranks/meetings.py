@@ -1,9 +1,10 @@
 """All ranks meet before a collective that blocks: at the meeting a rank that comes alone can still raise.
 
 Lightning's collectives (a barrier, a broadcast, the reduction of a logged value) and those of checkpoints block inside
-torch, and gloo has no way to end them before `timeout`. So on the CPU a small all-reduce comes before each of them, and
-our own code waits for it, where it can look at the other ranks: see [Note: ranks that wait for each other]. On devices
-the all-reduce would wait for the work that is queued there, so the ranks meet in the store: see `Consistency.meet`.
+torch, and gloo has no way to end them before `timeout`. So on the CPU a small all-reduce comes before each of them. Our
+own code waits for this all-reduce, and meanwhile looks at the other ranks: see [Note: ranks that wait for each other].
+On devices the all-reduce would wait for the work that is queued there, so the ranks meet in the store: see
+`Consistency.meet`.
 """
 
 from __future__ import annotations
@@ -22,26 +23,30 @@ from lightning_zerocompile.ranks.waits import REMEDY
 
 STREAM = "meeting"
 _LOOK = 1.0  # seconds between two looks at the other ranks
-_PAUSE = 2e-3
+_PAUSE = 2e-3  # seconds that a rank first waits without sleep, and then sleeps between two questions
 
 
 class Meetings:
     """Meetings of all ranks.
 
     Args:
-        messages: the conversation of these ranks.
-        group: a process group of the same ranks, used by nothing else; None: they meet in the store.
-        comparisons: of the same ranks.
+        messages: the conversation of all ranks.
+        group: a process group of all ranks, used by nothing else; None: the ranks meet in the store.
+        comparisons: holds the meetings in the store.
+
+    Attributes:
+        count: how many meetings this rank has begun.
+        before: called before each meeting, with what the meeting is for.
     """
 
     def __init__(self, messages: Messages, group: dist.ProcessGroup | None, comparisons: Consistency) -> None:
         self._messages, self._group, self._comparisons = messages, group, comparisons
-        self.count = 0  # of meetings that were begun
-        self.before: Callable[[str], object] = lambda what: None  # called before each meeting, with what it is for
+        self.count = 0
+        self.before: Callable[[str], object] = lambda what: None
         self._open: dist.Work | None = None  # the meeting in which this rank waits, or which an exception has ended
 
     def meet(self, what: str) -> None:
-        """Called before ``what``, to which all ranks must come.
+        """Called before ``what``, to which all ranks must come; blocks until they are there.
 
         Raises:
             CommunicationError: another rank has come to something else, waits for this one in something else, or is
@@ -72,7 +77,7 @@ class Meetings:
             raise self._apart(number, what)
 
     def meet_in_step(self, what: str) -> None:
-        """:meth:`meet` before what every step does. On devices nobody meets for it: there a step waits for no rank."""
+        """Calls :meth:`meet` before ``what``, which every step does. On devices it does nothing: steps wait for nobody."""
         if self._group is not None:
             self.meet(what)
 
