@@ -77,7 +77,7 @@ class Meetings:
             raise self._apart(number, what)
 
     def meet_in_step(self, what: str) -> None:
-        """Calls :meth:`meet` before ``what``, which every step does. On devices it does nothing: steps wait for nobody."""
+        """Calls :meth:`meet` before ``what``, a part of every step. Does nothing on devices, where no step waits for a rank."""
         if self._group is not None:
             self.meet(what)
 

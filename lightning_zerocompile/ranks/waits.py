@@ -2,13 +2,13 @@
 
 [Note: ranks that wait for each other] If one rank alone reads a weight at stage 3, saves or generates, it waits in a
 gather for the others, and they wait for it in something else. So a rank that has waited for a second sends a report to
-the first rank, over the connection of [Note: liveness]: what it waits for, and how many collectives of each stream it
-has started. It sends the report again every second while the wait lasts. From the reports the first rank knows which
-rank depends on which. A rank that reports nothing computes, compiles, loads or saves. It may go on, and so may a rank
-that waits only for ranks that may go on. The ranks that remain are a knot. A knot counts when every rank in it has
-repeated the same report. Then all of them were waiting at one moment, so nothing that is still to come could have ended
-a wait. Each of them then raises, and says where all of them stand. In the normal path, where waits are short, no
-reports are sent.
+the first rank, over the connection of [Note: liveness]. The report says what the rank waits for, and how many
+collectives of each stream it has started. The rank sends it again every second while the wait lasts. From the reports
+the first rank knows which rank depends on which. A rank that reports nothing computes, compiles, loads or saves. It may
+go on, and so may a rank that waits only for ranks that may go on. The ranks that remain are a knot. A knot counts when
+every rank in it has repeated the same report often enough. Then all of them were waiting at one moment, so nothing that
+is still to come could have ended a wait. Each of them then raises, and says where all of them stand. In a normal run,
+where waits are short, no reports are sent.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from types import CodeType, FrameType
 
 import torch.distributed as dist
 
-DIRECT = "direct"  # the stream of collectives that others run by torch.distributed; we do not know their order
-_STALE = 5.0  # seconds after which a report that was not repeated counts no longer
+DIRECT = "direct"  # the stream of torch.distributed's collectives that others run; their order is not known here
+_STALE = 5.0  # seconds after which a report that was not repeated no longer counts
 _REPEATS = 2  # how often each report of a knot must be repeated
 _REPEATS_DIRECT = 10  # the same if the knot has direct collectives in it, which may take long
 _NAMED = 16  # groups of ranks that a message names at most
@@ -46,12 +46,13 @@ class Wait:
     """What one rank waits for.
 
     Attributes:
-        stream: a stream of collectives ("gather", "reduction", "meeting"), "message", or ``DIRECT``.
-        number: of the collective in its stream, from 1.
-        what: what the rank waits for, and where in the training; for the message.
-        on: if it waits for messages: the ranks that have not sent theirs.
+        stream: a stream of collectives ("gather", "reduction", "meeting"), "gate" (see [Note: turns]), "message", or
+            ``DIRECT``.
+        number: the number of the collective or gate in its stream, from 1; of a message, any number.
+        what: what the rank waits for, and where in the training, as the error shows it.
+        on: where the rank waits for messages, the ranks that have not sent theirs; else ().
         started: how many collectives this rank has started, by stream.
-        among: the ranks that the collective is of; (): all.
+        among: the ranks that take part in the collective; (): all.
     """
 
     stream: str
@@ -62,6 +63,7 @@ class Wait:
     among: Sequence[int] = ()
 
     def line(self) -> str:
+        """This report as one line of JSON, as it is sent."""
         return json.dumps(asdict(self))
 
 
@@ -69,11 +71,14 @@ def knot(waits: Mapping[int, Wait], ranks: Sequence[int]) -> set[int]:
     """The ranks that cannot go on, whatever happens elsewhere.
 
     Args:
-        waits: by rank, of the ranks that wait; the others may go on.
-        ranks: all of them.
+        waits: the reports of the ranks that wait, by rank; the other ranks may go on.
+        ranks: all ranks.
+
+    Returns:
+        The ranks of the knot; empty if there is none.
     """
     direct = {rank for rank, wait in waits.items() if wait.stream == DIRECT}
-    if direct and len(waits) == len(ranks):  # nobody knows what these wait for: they are stuck if all others are
+    if direct and len(waits) == len(ranks):  # nobody knows for whom `direct` wait: they are stuck if all others are
         stuck = _stuck({rank: wait for rank, wait in waits.items() if rank not in direct}, waits, free=set())
         if stuck and stuck | direct == waits.keys():
             return stuck | direct
@@ -85,9 +90,9 @@ def _stuck(waits: Mapping[int, Wait], known: Mapping[int, Wait], free: set[int])
     """The ranks of ``waits`` that depend on a rank which cannot go on.
 
     Args:
-        waits: by rank, of the ranks that wait.
-        known: the reports that say what their ranks have started.
-        free: ranks that may go on.
+        waits: the reports of ranks that wait, by rank; only these ranks are judged.
+        known: the reports from which to read what ranks have started, by rank.
+        free: the ranks that may go on.
     """
     blockers: dict[tuple[str, int, tuple[int, ...], tuple[int, ...]], set[int]] = {}
     key_of = {rank: (wait.stream, wait.number, tuple(wait.on), tuple(wait.among)) for rank, wait in waits.items()}
@@ -104,17 +109,17 @@ def _stuck(waits: Mapping[int, Wait], known: Mapping[int, Wait], free: set[int])
 
 
 class Jury:
-    """Belongs to the first rank, hears the reports and finds knots.
+    """Hears the reports and finds knots; the first rank has the only one.
 
     Args:
-        ranks: all of them.
+        ranks: all ranks.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
-        self._lines: dict[int, tuple[str, float]] = {}  # by rank, and when it was heard last
-        self._suspects: dict[int, str] = {}
-        self._repeats: Counter[int] = Counter()
+        self._lines: dict[int, tuple[str, float]] = {}  # each rank's last report, and when it was heard
+        self._suspects: dict[int, str] = {}  # the knot that was found last: its ranks' reports
+        self._repeats: Counter[int] = Counter()  # how often each of these ranks has repeated its report since
 
     def hear(self, rank: int, line: str) -> None:
         """Takes the report of a rank that waits; ``line`` is its :meth:`Wait.line`."""
@@ -126,7 +131,10 @@ class Jury:
             self._suspects = {}
 
     def verdict(self) -> dict[int, str]:
-        """The reports of ranks that wait for each other, by rank; empty while no ranks are known to do so."""
+        """The reports of ranks that wait for each other, by rank; empty while no ranks are known to do so.
+
+        A knot is returned once: after that its ranks' reports count anew.
+        """
         oldest = time.monotonic() - _STALE
         self._lines = {rank: said for rank, said in self._lines.items() if said[1] >= oldest}
         waits = {rank: Wait(**json.loads(line)) for rank, (line, _) in self._lines.items()}
@@ -143,7 +151,7 @@ class Jury:
 
 
 def explain_knot(lines: Mapping[int, str]) -> str:
-    """The message for all ranks of a knot."""
+    """The message for all ranks of a knot, from their reports (:meth:`Wait.line`) by rank."""
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(lines):
         ranks_at.setdefault(json.loads(lines[rank])["what"], []).append(rank)
@@ -162,12 +170,13 @@ def _names(ranks: Sequence[int]) -> str:
 class StandingThread:
     """How long the main thread seems to stand in one instruction of its Python code.
 
-    A thread that waits for a device stands so, and so does one that sleeps, reads or computes outside of Python. One
-    that comes to the same place again and again may seem to stand, since no frame is kept: a frame would keep tensors.
+    A thread that waits for a device stands like this. A thread that sleeps, reads or computes outside of Python does,
+    too. A thread that comes to the same place again and again may seem to stand: looks compare places, not frames,
+    since a frame that is kept would keep its tensors.
 
     Attributes:
-        looks: how many looks in a row have found it where the look before had found it.
-        where: the place outside of torch where it stands; "" if it moves.
+        looks: how many looks in a row have found the thread where the look before had found it.
+        where: the innermost place outside of torch where the thread stands, as "file:line"; "" if it moves.
     """
 
     def __init__(self) -> None:
@@ -175,7 +184,7 @@ class StandingThread:
         self.looks, self.where = 0, ""
 
     def look(self) -> None:
-        """Called about once a second, by another thread."""
+        """Looks at the main thread and updates the attributes; called about once a second, by another thread."""
         ident = threading.main_thread().ident
         frame = None if ident is None else sys._current_frames().get(ident)
         stack, where = [], ""
@@ -191,7 +200,8 @@ class StandingThread:
 class DirectCollectives:
     """Whether the main thread stands in a blocking collective that Lightning or the user runs by torch.distributed.
 
-    On the CPU such a collective blocks inside one call. Two looks that find the same frame object are in one call.
+    On the CPU such a collective blocks inside one call. So if two looks find the same frame object, they have found the
+    same call.
     """
 
     def __init__(self) -> None:
@@ -200,7 +210,12 @@ class DirectCollectives:
         self._number = 0
 
     def look(self) -> tuple[int, str] | None:
-        """The number and the name of the call that this thread stood in at the last look, too; called once a second."""
+        """The call in which the main thread stands now and stood at the last look; called about once a second.
+
+        Returns:
+            The call's number (calls that a look has found are counted from 1), and its name and caller; None if the
+            thread is in no such call, or if this look is the first to find it.
+        """
         ident = threading.main_thread().ident
         frame = None if ident is None else sys._current_frames().get(ident)
         if frame is None or frame.f_code.co_filename != self._file:
