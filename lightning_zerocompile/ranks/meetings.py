@@ -77,7 +77,7 @@ class Meetings:
             raise self._apart(number, what)
 
     def meet_in_step(self, what: str) -> None:
-        """Calls :meth:`meet` before ``what``, a part of every step. Does nothing on devices, where no step waits for a rank."""
+        """Calls :meth:`meet` before a part of every step. On devices it does nothing: there steps wait for nobody."""
         if self._group is not None:
             self.meet(what)
 

@@ -63,7 +63,6 @@ class Wait:
     among: Sequence[int] = ()
 
     def line(self) -> str:
-        """This report as one line of JSON, as it is sent."""
         return json.dumps(asdict(self))
 
 
