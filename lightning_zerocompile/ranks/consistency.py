@@ -1,7 +1,7 @@
-"""What the ranks must do alike: compared through the store before a difference could make a collective go wrong.
+"""What the ranks must do alike: it is compared through the store before a difference could make a collective go wrong.
 
-The runtime in csrc/ calls these functions: see [Note: order of reductions], [Note: mismatched gathers],
-[Note: used flags].
+The runtime in csrc/ calls `order`, `gather`, `used_parameters` and `outside` of :class:`Consistency`: see [Note: order
+of reductions], [Note: mismatched gathers], [Note: used flags], [Note: gathers outside of steps].
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _ON_ITS_WAY = timedelta(seconds=30)  # how much later than this rank another one
 _PAUSE = 0.01  # seconds
 _LOOK = timedelta(seconds=0.5)  # how often a rank that waits looks whether the other has gone elsewhere
 _ALIKE = "alike"
-_EACH = 4  # so many gathers at one place outside of steps are compared; of the later ones every power of two
+_EACH = 4  # the first gathers at one place outside of steps, which are all compared; later ones at powers of two
 
 
 class Consistency:
     """What one rank tells the others of its gathers and reductions, and hears of theirs.
 
     Args:
-        messages: the conversation of these ranks.
-        timeout: how long ranks wait; it is named in errors.
+        messages: the conversation of all ranks.
+        timeout: how long ranks wait in a meeting; errors name it.
     """
 
     def __init__(self, messages: Messages, timeout: timedelta) -> None:
@@ -45,29 +45,36 @@ class Consistency:
         self._reads = 0  # how many reads were compared
         self._met: Counter[str] = Counter()  # how many meetings of each stream there were
         self._place = (-1, "")  # where the last gather outside of steps was: the marks before it, and the hook
-        self._at_place = 0  # how many such gathers there were
+        self._at_place = 0  # how many gathers there were at that place
 
     def in_window(self, number: int) -> None:
-        """What is exchanged from here on belongs to this window; 0: to no window.
+        """The used flags that are exchanged from here on belong to window ``number``; 0: to no window.
 
         A rank that has failed inside a window may be in the next one, or in none, while others still exchange messages
-        in the first. Their messages must not be confused.
+        in the first. The messages of different windows must not be confused, so each window has numbers of its own.
         """
         self._window = number
         self._used = ("used in a window", number * 2**20) if number else ("used", self._outside)
 
     def order(self, order: list[int]) -> list[int]:
-        """Rank 0's order of units, on all ranks.
+        """Rank 0's order of units, on all ranks. ``order`` is this rank's, and counts on rank 0 only.
 
         Raises:
-            RuntimeError: rank 0 has not told it in time.
+            CommunicationError: rank 0 has not told its order in time, or has ended.
         """
         agreed = self._messages.of_first("order", json.dumps(order), "has begun its first backward")
         result: list[int] = json.loads(agreed)
         return result
 
     def gather(self, sequence: int, unit: str) -> str:
-        """Compares gather number ``sequence`` on all ranks. Returns what is wrong; "": all gather the same unit."""
+        """Compares gather number ``sequence``, of ``unit`` on this rank, on all ranks.
+
+        Returns:
+            What is wrong, for the error: another unit, or a rank that did not come in time; "" if all is well.
+
+        Raises:
+            CommunicationError: a rank has ended, or ranks wait for each other.
+        """
         mine, topic = dist.get_rank(), f"gather/{sequence}"
         heard = self._messages.exchange_numbered(topic, 0, unit, f"gather number {sequence}, of unit `{unit}`")
         if self._compared:  # every rank that has come to this comparison has read the last one
@@ -93,11 +100,11 @@ class Consistency:
     def mark(self, mine: str) -> None:
         """Passes a mark, a place to which all ranks must come after the same gathers.
 
-        Without marks, a rank at stage 3 that runs one batch more, or generates one token more, would match its gathers
-        with other gathers of the other ranks.
+        Without marks, if a rank at stage 3 ran one batch more, or generated one token more, its gathers would meet
+        different gathers of the other ranks. A mark never blocks on another rank.
 
         Args:
-            mine: the mark, and the gathers that this rank has made before it.
+            mine: the mark, and the number of gathers that this rank has made before it, as the error shows them.
 
         Raises:
             RuntimeError: another rank came to another mark, or made other gathers before this one.
@@ -116,17 +123,22 @@ class Consistency:
             )
 
     def used_parameters(self, exchange: int, used: str, asks: bool) -> str:
-        """Which parameters have a gradient on some rank, one letter each.
+        """Which parameters have a gradient on some rank, one letter for each parameter.
 
-        "0" means no gradient. Of the letters of all ranks the largest counts.
+        The letters are those of `Reductions::agree_on_used` in csrc/reductions.cpp, with "0" for no gradient. For each
+        parameter the largest letter of all ranks counts. In an exchange a rank first calls this with ``asks=False``,
+        which sends its letters. If it needs the others' letters, it calls again with ``asks=True``.
 
         Args:
-            exchange: the number of this exchange.
+            exchange: the number of this exchange, for errors.
             used: this rank's letters.
-            asks: whether to wait for the others' letters; otherwise this rank's are sent, and returned as they are.
+            asks: whether to wait for the letters of all ranks.
+
+        Returns:
+            With ``asks`` the letters that count, else ``used``.
 
         Raises:
-            RuntimeError: a rank has not sent its letters in time.
+            CommunicationError: a rank has not sent its letters in time, or has ended.
         """
         series, number = self._used
         if not asks:
@@ -143,10 +155,10 @@ class Consistency:
         return self._messages.join_numbered(series, number, used, _largest_letters, what, late)
 
     def read(self, what: str, within: timedelta) -> None:
-        """Compares the ranks where each reads a number of a sharded tensor, before the read communicates.
+        """Compares what the ranks read, where each reads a number of a sharded tensor, before the read communicates.
 
-        Another rank is known to be elsewhere when it has ended a backward, or passed a mark, to which this one has not
-        come.
+        Another rank is known to be elsewhere when it has ended a backward, passed a mark, or (on devices) started a
+        collective of the default process group, to which this one has not come.
 
         Args:
             what: what this rank reads.
@@ -154,6 +166,7 @@ class Consistency:
 
         Raises:
             RuntimeError: another rank asks for something else, or does not ask.
+            CommunicationError: another rank has ended, or waits for this one in something else.
         """
         mine, number, start = dist.get_rank(), self._reads, time.monotonic()
         looked = start
@@ -192,15 +205,15 @@ class Consistency:
             )
 
     def meet(self, stream: str, what: str) -> None:
-        """All ranks come here before ``what``, or this one raises; on devices, where a collective blocks in torch.
+        """Waits until all ranks have come to ``what``, or raises. Used on devices, where a collective blocks in torch.
 
         A rank that has ended a backward, passed a mark, or started a collective of the default process group to which
         this one has not come will not come to this meeting: it would have done so before. So no rank is mistaken for
         one that is elsewhere because it is slow.
 
         Raises:
-            CommunicationError: another rank has come to something else, waits for this one in something else, or is
-                gone.
+            CommunicationError: another rank has come to something else, waits for this one in something else, is gone,
+                or has not come within the timeout.
         """
         self._met[stream] += 1
         number, start = self._met[stream], time.monotonic()
@@ -225,11 +238,12 @@ class Consistency:
                 self._messages.look_for(missing, what)
 
     def outside(self, unit: str) -> None:
-        """Called before a gather outside of steps, in user code, on devices: there the host would not wait for it.
+        """Called on devices before a gather of ``unit`` in user code outside of steps.
 
-        [Note: gathers outside of steps] One rank alone may read a weight, print it or run the model in a hook. So
-        there the ranks meet before gathers. Many that follow each other in one hook, as when text is generated, are
-        alike if the first ones are, so only few of these cost a meeting.
+        [Note: gathers outside of steps] One rank alone may read a weight, print it or run the model in a hook. On a
+        device the host does not wait for the gather, and so would not see that the others do not come. So the ranks
+        meet before such a gather. Where many follow each other in one hook, as when text is generated, they are alike
+        if the first ones are. So only the first few cost a meeting each, and after them every power of two.
 
         Raises:
             CommunicationError: as :meth:`meet`.
@@ -250,9 +264,9 @@ class Consistency:
         """One of ``ranks`` that has gone further than this one, and what it has done; None: there is none.
 
         Args:
-            topic, message: the numbered message that this rank waits for. A rank that has sent it meanwhile may have
-                heard this rank's, and gone on.
-            ranks: those of which it was not heard.
+            topic, message: the numbered message that this rank waits for. A rank that has sent it by now does not
+                count: it may have heard this rank's message, and gone on rightly.
+            ranks: the ranks of which this message was not heard.
         """
         series, number = self._used
         found = None
@@ -265,7 +279,7 @@ class Consistency:
         mine = self._messages.position()
         for rank in self._messages.some(ranks) if found is None and mine >= 0 else ():
             theirs, place = self._messages.stands(rank)
-            if theirs > mine:  # of one process group, where all ranks start the same
+            if theirs > mine:  # both count the default process group, where all ranks start the same collectives
                 found = rank, f"has gone on to another collective, and stands in {place}"
         if found is None or self._messages.heard_now(topic, message, found[0]):
             return None
@@ -282,8 +296,8 @@ class Difference:
 
     Attributes:
         first, other: the ranks; no rank before ``other`` differs from one before it.
-        names: of what differs, in order.
-        values: of both ranks, by name.
+        names: the names of the values that differ, in order.
+        values: all values of the two ranks, by name.
     """
 
     first: int
@@ -301,15 +315,18 @@ class Difference:
 def first_difference(
     messages: Messages, topic: str, mine: Mapping[str, object], what: str, late: Late, part: int = 0
 ) -> Difference | None:
-    """Compares values on all ranks; alike on all of them. The ranks exchange digests, and all values if these differ.
+    """Compares values on all ranks. The ranks exchange digests, and the values themselves if the digests differ.
 
     Args:
-        messages: the ranks' conversation.
-        topic: of nothing else; all ranks come to it equally often.
-        mine: this rank's values, by name; plain ones, as JSON has them.
-        what: is compared, for messages of ranks that wait.
+        messages: the conversation of all ranks.
+        topic: a topic of this comparison alone; all ranks come to it equally often.
+        mine: this rank's values, by name; of JSON's types.
+        what: what is compared, for the messages of ranks that wait.
         late: makes the error about a rank that does not come in time.
-        part: only ranks of one part need to be alike.
+        part: the part of the ranks that this rank is in; values need to be alike inside each part only.
+
+    Returns:
+        The first difference, the same on all ranks; None: there is none.
 
     Raises:
         CommunicationError: another rank does not come here.
@@ -345,7 +362,7 @@ def _first_difference(everyone: Mapping[int, tuple[int, Mapping[str, object]]]) 
 
 
 def differences_between(everyone: Sequence[Mapping[str, object]]) -> Difference | None:
-    """The first difference of what ranks, in order, have told in another way."""
+    """The first difference between values that were exchanged before: all ranks' values by name, in order of ranks."""
     return _first_difference({rank: (0, values) for rank, values in enumerate(everyone)})
 
 
@@ -353,12 +370,13 @@ class Reads:
     """Compares the ranks before a number of a sharded tensor is read, see [Note: numbers] in sharded.py.
 
     Args:
-        comparisons: what compares these ranks.
-        timeout: the strategy's.
+        comparisons: compares what the ranks read.
+        timeout: the strategy's timeout.
 
     Attributes:
-        before: lets the ranks come together before a read, or before all of them do the same; see [Note: turns] in
-            turns.py. It returns whether it has compared what they do, and does nothing where ranks do equal work.
+        before: called with what comes next, before a read or a context of :meth:`alike`. Where ranks do unequal work
+            they come together in it at a gate, see [Note: turns] in turns.py, and it returns True: the gate has
+            compared what they do. Where they do equal work it does nothing and returns False.
     """
 
     def __init__(self, comparisons: Consistency, timeout: timedelta) -> None:
@@ -369,7 +387,7 @@ class Reads:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Inside this context all ranks do the same, so nothing is compared: clipping, an optimizer's update."""
+        """A context, such as clipping or an optimizer's update, in which all ranks do the same: nothing is compared."""
         if not self._alike:
             self.before("what all ranks do alike")
         self._alike += 1
@@ -380,18 +398,20 @@ class Reads:
 
     @property
     def all_alike(self) -> bool:
-        """Whether this is inside :meth:`alike`."""
+        """Whether this rank is inside a context of :meth:`alike`."""
         return self._alike > 0
 
     def close(self) -> None:
-        """From now on the other ranks may be gone, so every read raises."""
+        """Makes every later read raise, since the other ranks may be gone by then."""
         self._closed = True
 
     def compare(self, what: str, patient: bool = False) -> None:
-        """Called before ``what``, which takes a collective; the text is for the message.
+        """Called before the read of a number that takes a collective.
 
         Args:
-            patient: whether another rank may come much later: then this one waits for it until the timeout.
+            what: what is read, for the error.
+            patient: whether another rank may come much later: then this one waits for it until the timeout, else for
+                half a minute at most.
 
         Raises:
             RuntimeError: another rank does not come to ``what``, or the strategy is gone.

@@ -19,20 +19,20 @@ class Groups:
     """The process groups of a model's ranks. See [Note: two groups], and [Note: replicas] in csrc/registry.h.
 
     [Note: two groups] Gathers and reductions overlap, and their relative order may differ between ranks, so each of the
-    two has a process group. On devices gathers use the default group if that is the shard group, which costs no further
-    communicator. gloo does not share a group well with the user's collectives (see [Note: gloo gathers]), so on the CPU
-    both groups are our own. There the ranks meet in a third.
+    two has a process group. On devices, if one shard group has all ranks, gathers use the default group, which costs no
+    further communicator. gloo does not share a group well with the user's collectives (see [Note: gloo gathers]), so on
+    the CPU both groups are our own. There the ranks meet in a third group.
 
     Attributes:
         shards: the shard group, one dimension of W ranks: masters are sharded over it. See [Note: lasting mesh].
         gathers: the gathers' group, of the shard group's ranks.
         reductions: the reductions' group, of the shard group's ranks; on the CPU it is of all ranks.
-        replicas: a group of the R ranks that hold the same rows; None: only one rank holds them, or ``reductions`` is
-            of all ranks.
+        replicas: a group of the R ranks that hold the same rows as this one; None: no other rank holds them, or
+            ``reductions`` is of all ranks.
         everyone: a group of all ranks, used between forwards only.
         meetings: a group of all ranks; None on devices, where there are no meetings.
-        inner: of the part of the shard group that this rank gathers in from secondary shards, see [Note: secondary
-            shards] in csrc/secondary.cpp; None: there are no such shards.
+        inner: the group of the inner group's ranks, in which this rank gathers from secondary shards, see [Note:
+            secondary shards] in csrc/secondary.cpp; None: there are no such shards.
         own: the groups that :meth:`destroy` destroys.
         rows: the ranks of each shard group.
     """
@@ -54,11 +54,11 @@ class Groups:
         """Makes the groups; collective over the default process group.
 
         Args:
-            device: of this rank.
-            backend: of the groups.
-            timeout: of their collectives.
+            device: this rank's device.
+            backend: the groups' backend.
+            timeout: the timeout of their collectives.
             rows: the ranks of each shard group, from :func:`shard_groups`.
-            inner: the number of ranks that hold a secondary copy together, from :func:`inner_size`; None: none do.
+            inner: the number of ranks of an inner group, from :func:`inner_size`; None: there are no inner groups.
         """
         world, on_cpu = dist.get_world_size(), device.type == "cpu"
 
@@ -90,19 +90,22 @@ class Groups:
         return cls(shards, held, reductions, alike, everyone, None, inside, own, rows)
 
     def connect(self, device: torch.device) -> None:
-        """Lets NCCL connect the ranks. It does so at first use and blocks the host; here all ranks come to it."""
+        """Lets NCCL connect the ranks: it does so at a group's first use, and blocks the host. All ranks must call."""
         if device.type != "cpu":
             for group in (self.reductions, self.replicas, self.inner):
                 if group is not None:
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def make_on_cpu(self, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """New groups of all ranks and of the shard group's ranks. All ranks must call; the caller destroys them."""
+        """New gloo groups: of all ranks, and of the shard group's ranks. All ranks must call; the caller destroys them.
+
+        ``timeout`` is that of their collectives.
+        """
         everyone = [list(range(dist.get_world_size()))]
         return new_group(everyone, "gloo", timeout), new_group(self.rows, "gloo", timeout)
 
     def destroy(self) -> None:
-        """Destroys the groups; no collective of theirs may be in flight."""
+        """Destroys the groups in ``own``; none of their collectives may be in flight."""
         for group in self.own:
             dist.destroy_process_group(group)
 
@@ -110,10 +113,10 @@ class Groups:
 def _lasting_group(partition: list[list[int]], backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """The group of DTensors that are sharded by this partition: a later model of the same process gets the same group.
 
-    [Note: lasting mesh] torch caches the layout of an operator's result on DTensors, with its mesh; the key has only
-    the mesh's ranks. So results of one model's DTensors may communicate in the group of an earlier model, which
-    therefore must still exist. It is found among torch's own groups by its description, and destroyed when these are
-    all destroyed.
+    [Note: lasting mesh] torch caches the layout and the mesh of an operator's result on DTensors, and the cache's key
+    has only the mesh's ranks. So results of one model's DTensors may communicate in the group of an earlier model,
+    which therefore must still exist. The group is found among torch's own groups by its description, and it is
+    destroyed when all of these are.
     """
     description = f"zerocompile: {partition}"
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -125,7 +128,17 @@ def _lasting_group(partition: list[list[int]], backend: str, timeout: timedelta)
 def new_group(
     partition: list[list[int]], backend: str, timeout: timedelta, description: str | None = None
 ) -> dist.ProcessGroup:
-    """A group for each part of the ranks, all made by all ranks; returns that of this rank."""
+    """Makes a group for each part of the ranks, and returns this rank's group. All ranks must call.
+
+    Args:
+        partition: the ranks of each part.
+        backend: the groups' backend.
+        timeout: the timeout of their collectives.
+        description: the groups' ``group_desc``; None: torch's.
+
+    Raises:
+        ValueError: this rank is in no part.
+    """
     mine, found = dist.get_rank(), None
     for ranks in partition:
         group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, group_desc=description)
@@ -136,7 +149,7 @@ def new_group(
 
 
 def default_group_position() -> int:
-    """How many collectives of the default process group this rank has started; -1: its backend does not say."""
+    """How many collectives of the default process group this rank has started; -1 if the backend does not say."""
     try:
         group: Any = dist.distributed_c10d._get_default_group()
         return int(group._get_sequence_number_for_group())  # missing in torch's stubs
@@ -148,12 +161,12 @@ def number_of_replicas(wanted: int | Literal["nodes"], nodes: int, ranks: int) -
     """The number of replicas, R, from the option ``replicas``.
 
     Args:
-        wanted: the option.
+        wanted: the option; "nodes" is one replica for each host.
         nodes: number of hosts.
         ranks: number of all ranks.
 
     Raises:
-        ValueError: R does not divide the number of ranks, or hosts have different numbers of ranks.
+        ValueError: R does not divide the number of ranks.
     """
     replicas = nodes if wanted == "nodes" else wanted
     if ranks % replicas:
@@ -174,7 +187,7 @@ def replicas_of(config: Config, nodes: int, ranks: int) -> int:
         ranks: number of all ranks.
 
     Raises:
-        ValueError: the ranks cannot be divided so; the message says what to do.
+        ValueError: R does not divide the number of ranks, or the mesh is not of all ranks.
     """
     mesh = config.device_mesh
     if mesh is None:
@@ -193,12 +206,15 @@ def replicas_of(config: Config, nodes: int, ranks: int) -> int:
 
 
 def shard_groups(config: Config, nodes: int, device_type: str) -> list[list[int]]:
-    """The ranks of each shard group; those at the same place of their groups hold the same rows. No communication.
+    """The ranks of each shard group. Ranks at the same place of their groups hold the same rows. No communication.
 
     Args:
         config: the options.
         nodes: number of hosts.
-        device_type: of the ranks' devices.
+        device_type: type of the ranks' devices, such as "cuda".
+
+    Returns:
+        R lists of W global ranks each, rising.
 
     Raises:
         ValueError: the options do not fit the ranks; the message says what to do.
@@ -224,18 +240,20 @@ def shard_groups(config: Config, nodes: int, device_type: str) -> list[list[int]
 
 
 def inner_size(wanted: int | Literal["nodes"], nodes: int, rows: list[list[int]]) -> int | None:
-    """How many ranks of a shard group gather in the backward among themselves, from ``reshard_after_forward``.
+    """H, the number of ranks of an inner group, from the option ``reshard_after_forward``.
 
     Args:
-        wanted: the option; ``True`` is none of them.
+        wanted: the option. ``True`` means no inner groups, and "nodes" one for each host's part of a shard group.
         nodes: number of hosts.
         rows: the ranks of each shard group.
 
     Returns:
-        The number; None: each shard group is inside one host, so nothing would be gained.
+        The number; None: there are no inner groups. With "nodes" this is so where nothing would be gained, because each
+        shard group is inside one host, or has one rank on each host.
 
     Raises:
-        ValueError: the number does not divide a shard group, or hosts have different parts of one.
+        ValueError: the number is not a divisor of W that is smaller than W, or hosts hold parts of a shard group that
+            differ in size.
     """
     if wanted is True:
         return None

@@ -1,5 +1,5 @@
-"""Which ranks are gone. Every process holds a connection to the first rank's process, and the kernel closes it when one
-dies.
+"""Which ranks are gone. Every process holds a connection to the first rank's process, and the kernel closes the
+connection when either process dies.
 
 [Note: liveness] A store keeps a process's messages after its death, so a wait in the store notices nothing. A
 connection notices the death itself. A process that computes for minutes, holds the interpreter's lock or is stopped is
@@ -47,7 +47,8 @@ class _Heard:
     Attributes:
         gone: why a rank will say nothing more.
         left: why a rank has ended, in its own words.
-        knot: this rank's own report, and where all ranks of its knot wait.
+        knot: the report of this rank with which it was found in a knot, and the message about that knot; None: it was
+            not, or has raised since.
     """
 
     gone: dict[int, str] = field(default_factory=dict)
@@ -59,9 +60,9 @@ class Liveness:
     """Notices that another rank's process is gone, or that ranks wait for each other.
 
     Args:
-        ranks: all of them, in the same order everywhere; the first one listens.
+        ranks: all ranks, in the same order everywhere; the first one listens.
         mine: this rank.
-        first_says: gives the first rank's message (its argument on that rank) to all ranks; collective.
+        first_says: called once, on all ranks; returns the first rank's argument on all of them.
         sample: called about once a second by a thread; returns the report of a wait that this rank does not report by
             itself, if there is one.
     """
@@ -96,16 +97,19 @@ class Liveness:
             self._thread.start()
 
     def gone(self, rank: int) -> str | None:
-        """Why a rank will say nothing more; ``None``: as far as is known the rank is there."""
+        """Why a rank will say nothing more: ``DIED`` or ``CLOSED``; ``None``: as far as is known the rank is there."""
         return self._heard.gone.get(rank)
 
     def leave(self, reason: str) -> None:
-        """Tells the others why this rank ends."""
+        """Tells the others why this rank ends in the middle of its run. Does not wait for them, and does not raise."""
         with suppress(OSError):
             self._wake.send(f"{_LEFT}{json.dumps(reason)}\n".encode())
 
     def left(self) -> dict[int, str]:
-        """Why other ranks have ended in the middle of their run, or that they have died, by rank."""
+        """Why ranks have ended in the middle of their run, or that they have died, by rank.
+
+        This rank is there, too, when the first rank has passed on what it has said.
+        """
         died = {rank: why for rank, why in list(self._heard.gone.items()) if why == DIED}
         return died | dict(list(self._heard.left.items()))
 
@@ -116,7 +120,7 @@ class Liveness:
             line: a :meth:`Wait.line`.
 
         Returns:
-            Where all ranks wait, if some wait for each other and this rank is one of them; else None.
+            The message about this rank's knot, which says where all its ranks wait; None: it is known to be in none.
         """
         with suppress(OSError):
             self._wake.send(f"{line}\n".encode())
@@ -128,11 +132,11 @@ class Liveness:
 
     @property
     def last_knot(self) -> str | None:
-        """Where all ranks waited when this rank was found to be in a knot, if it has not raised since; else None."""
+        """The message about the knot in which this rank was found, if :meth:`waits` has not returned it; else None."""
         return None if self._heard.knot is None else self._heard.knot[1]
 
     def close(self) -> None:
-        """Tells the others that this rank has ended its part, and gives back the connection and the thread."""
+        """Tells the others that this rank has ended its part, and ends the thread and the connections."""
         if self._closed:
             return
         self._closed = True
@@ -140,11 +144,14 @@ class Liveness:
             self._wake.send(b"closed\n")
         if self._thread is not None:
             self._thread.join(5)
-        if self._thread is None or not self._thread.is_alive():  # else the thread is still connecting; it ends then
+        if self._thread is None or not self._thread.is_alive():  # else it is still connecting, and ends after that
             self.close_sockets()
 
     def close_sockets(self) -> None:
-        """Closes this process's sockets. A forked child must close its copies: they would keep a dead rank's open."""
+        """Closes this process's sockets.
+
+        A forked child must close its copies. Otherwise they would keep the connection of its dead parent open.
+        """
         for one in [*self._sockets, self._wake, self._woken]:
             one.close()
 
@@ -156,7 +163,7 @@ def _close_copies(owner: weakref.ref[Liveness]) -> None:
 
 
 def _addresses() -> list[str]:
-    """Where this host may be reached. The name that the launcher gave the first rank's host comes last."""
+    """Names and addresses of this host. The name by which the launcher knows the first rank's host comes last."""
     name = socket.gethostname()
     found = [name]
     with suppress(OSError):
@@ -178,7 +185,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _read(connection: socket.socket) -> str | None:
-    """What has arrived on a connection, "" if nothing has; None: it is closed."""
+    """What has arrived on a connection that does not block; "": nothing has; None: the connection is closed."""
     try:
         said = connection.recv(_LINE)
     except BlockingIOError:
@@ -189,7 +196,7 @@ def _read(connection: socket.socket) -> str | None:
 
 
 class _Lines:
-    """What arrives on connections, cut into lines."""
+    """What arrives on connections, cut into lines. A connection is named by its file number."""
 
     def __init__(self) -> None:
         self._rests: dict[int, str] = {}
@@ -206,9 +213,9 @@ class _Lines:
 class _News:
     """What the first rank has to say to all others.
 
-    [Note: news] At the end of a run all ranks say that they end. If each of these words were passed on to each rank by
-    itself, that would be as many as the square of their number. So what comes within a moment is said together, and
-    ranks of which the same is said are named by ranges.
+    [Note: news] At the end of a run all ranks say that they end. If the first rank passed on each of these lines to each
+    rank by itself, it would send as many lines as the square of the number of ranks. So it sends together what comes
+    within a moment, and names ranks of which it says the same by ranges.
 
     Attributes:
         gone, left: as in :class:`_Heard`.
@@ -229,17 +236,17 @@ class _News:
 
     @classmethod
     def of(cls, line: str) -> _News:
-        """What :meth:`line` was made of."""
+        """The news from which :meth:`line` has made ``line``."""
         return cls(*(by_rank(said) for said in json.loads(line.removeprefix(_NEWS))))
 
 
 class _Connections:
-    """What a thread polls: connections to other ranks, and what else can be read."""
+    """What a thread polls: connections to other ranks, and the other sockets that it reads."""
 
     def __init__(self, sockets: list[socket.socket]) -> None:
         self._sockets, self._poller = sockets, select.poll()
         self._by_number: dict[int, socket.socket] = {}
-        self.rank_of: dict[socket.socket, int | None] = {}  # of connections; None: it has not said who it is
+        self.rank_of: dict[socket.socket, int | None] = {}  # by connection; None: it has not said whose it is
 
     def watch(self, one: socket.socket) -> None:
         self._by_number[one.fileno()] = one
@@ -253,7 +260,7 @@ class _Connections:
         self.watch(connection)
 
     def unwatch(self, one: socket.socket) -> None:
-        """No more is read from it; closes it, unless :meth:`Liveness.close_sockets` will."""
+        """Stops polling ``one``. Closes it if it came in by :meth:`follow`; else :meth:`Liveness.close_sockets` does."""
         self._poller.unregister(one.fileno())
         del self._by_number[one.fileno()]
         if self.rank_of.pop(one, -1) != -1:
@@ -261,11 +268,11 @@ class _Connections:
             one.close()
 
     def ready(self, within: float) -> list[socket.socket]:
-        """What can be read now, after at most so many milliseconds."""
+        """The sockets that can be read; waits for one ``within`` so many milliseconds."""
         return [self._by_number[number] for number, _ in self._poller.poll(within)]
 
     def tell(self, line: str) -> None:
-        """Says a line to all ranks that are connected."""
+        """Sends a line to all ranks that are connected."""
         for connection, rank in self.rank_of.items():
             if rank is not None:
                 _send(connection, line)
@@ -280,13 +287,18 @@ def _serve(
     woken: socket.socket,
     sample: Callable[[], str | None],
 ) -> None:
-    """The first rank's thread. A process that connects with the token is another rank, and gone if it disconnects."""
+    """The first rank's thread. A process that connects with the token is another rank, which is gone if it disconnects.
+
+    The thread ends with this rank's part in the run, see :meth:`Liveness.close`. The arguments are the listening socket,
+    the tokens of both ends, all ranks, what this thread fills for other threads, all sockets of this process, the end of
+    the socket pair from which it reads this rank's own lines, and :class:`Liveness`'s ``sample``.
+    """
     first, expected, gone = ranks[0], set(ranks[1:]), heard.gone
     jury, lines, judged = Jury(ranks), _Lines(), time.monotonic()
     connections = _Connections(sockets)
     for one in (listener, woken):
         connections.watch(one)
-    so_far, news, told = _News(), _News(), 0.0  # all that was said; what is still to be said; when that was done last
+    so_far, news, told = _News(), _News(), 0.0  # what all ranks were told; what they are still to be told; when last
     while True:
         ready = connections.ready(_TOGETHER if news else _LOOK)
         if time.monotonic() - judged >= _LOOK / 1000:
@@ -315,7 +327,7 @@ def _serve(
                 try:
                     connections.follow(listener.accept()[0])
                 except OSError as error:
-                    if error.errno in (errno.EMFILE, errno.ENFILE):  # the end of further ranks will not be noticed
+                    if error.errno in (errno.EMFILE, errno.ENFILE):  # no more files: further ranks are not watched
                         connections.unwatch(listener)
                 continue
             said, rank, number = _read(one), connections.rank_of[one], one.fileno()
@@ -325,7 +337,7 @@ def _serve(
                     connections.rank_of[one] = int(name)
                     expected.discard(int(name))
                     _send(one, f"{tokens[1]}\n{so_far.line()}")
-                    if not expected:  # nobody else has business here
+                    if not expected:  # all ranks are connected
                         connections.unwatch(listener)
                         listener.close()
                     continue
@@ -355,7 +367,10 @@ def _serve(
 
 
 def _send(connection: socket.socket, text: str) -> None:
-    """Sends a text that may be longer than what the connection takes at once; gives up on one that takes nothing."""
+    """Sends a text, which may be longer than what the connection takes at once.
+
+    Gives up after ``_SEND_WITHIN`` seconds, and does not raise if the connection has failed.
+    """
     with suppress(OSError):
         connection.settimeout(_SEND_WITHIN)
         connection.sendall(text.encode())
@@ -364,12 +379,12 @@ def _send(connection: socket.socket, text: str) -> None:
 
 
 def _hang_up(connections: Sequence[socket.socket]) -> None:
-    """Ends what this rank says on connections, and waits a moment until the other ends have read it.
+    """Ends what this rank sends on connections, and waits a moment until the other ends have read all of it.
 
-    A connection that is closed while something that has arrived on it is unread is reset, and what still waits to be
-    sent on it is lost. A small word waits until the one before it is confirmed. So the word that this rank has ended in
-    order could be lost after another one, and the rank would be taken for a dead one. So this reads until the other end
-    hangs up, too.
+    A connection is reset if it is closed while something that has arrived on it is unread. What still waits to be sent
+    on it is lost then, and a short line waits until the line before it is confirmed. So "closed" could be lost if it
+    followed another line, and this rank would be taken for a dead one. To prevent this, the function reads until the
+    other end hangs up, too, for at most ``_HANG_UP_WITHIN`` seconds.
     """
     poller, by_number = select.poll(), {one.fileno(): one for one in connections}
     for one in connections:
@@ -395,7 +410,8 @@ def _follow(
 ) -> None:
     """Any other rank's thread: the first rank says which ranks are gone, and is gone itself if it disconnects.
 
-    The thread ends with this rank's part in the run, see :meth:`Liveness.close`.
+    The thread ends with this rank's part in the run, see :meth:`Liveness.close`. It ends at once if the first rank
+    cannot be reached.
     """
     connection = connect()
     if connection is None:
@@ -419,7 +435,7 @@ def _follow(
             if line == "closed":
                 _hang_up([connection])
                 return
-        if connection not in ready:  # or it is not watched any more, and this thread looks at its own rank only
+        if connection not in ready:  # always so after the first rank is gone: then this only samples its own rank
             continue
         said = _read(connection)
         for line in [] if said is None else lines.of(connection.fileno(), said):
