@@ -213,9 +213,9 @@ class _Lines:
 class _News:
     """What the first rank has to say to all others.
 
-    [Note: news] At the end of a run all ranks say that they end. If the first rank passed on each of these lines to each
-    rank by itself, it would send as many lines as the square of the number of ranks. So it sends together what comes
-    within a moment, and names ranks of which it says the same by ranges.
+    [Note: news] At the end of a run all ranks say that they end. If the first rank passed on each of these lines by
+    itself, it would send as many lines as the square of the number of ranks. So it sends together what comes within a
+    moment, and names ranks of which it says the same by ranges.
 
     Attributes:
         gone, left: as in :class:`_Heard`.
@@ -260,7 +260,7 @@ class _Connections:
         self.watch(connection)
 
     def unwatch(self, one: socket.socket) -> None:
-        """Stops polling ``one``. Closes it if it came in by :meth:`follow`; else :meth:`Liveness.close_sockets` does."""
+        """Stops polling ``one``, and closes it if :meth:`follow` has added it; others are closed by their owners."""
         self._poller.unregister(one.fileno())
         del self._by_number[one.fileno()]
         if self.rank_of.pop(one, -1) != -1:
@@ -289,9 +289,8 @@ def _serve(
 ) -> None:
     """The first rank's thread. A process that connects with the token is another rank, which is gone if it disconnects.
 
-    The thread ends with this rank's part in the run, see :meth:`Liveness.close`. The arguments are the listening socket,
-    the tokens of both ends, all ranks, what this thread fills for other threads, all sockets of this process, the end of
-    the socket pair from which it reads this rank's own lines, and :class:`Liveness`'s ``sample``.
+    The thread ends with this rank's part in the run, see :meth:`Liveness.close`. It writes what it hears to ``heard``,
+    and reads this rank's own lines from ``woken``.
     """
     first, expected, gone = ranks[0], set(ranks[1:]), heard.gone
     jury, lines, judged = Jury(ranks), _Lines(), time.monotonic()

@@ -1,5 +1,5 @@
-"""What ranks tell each other through the store. Messages are no collective, so they can say what is wrong before one
-starts.
+"""What ranks tell each other through the store. Messages are no collective, so ranks can learn from them what is wrong
+before a collective starts.
 
 A rank that waits for another one, here or in a collective, looks about once a second whether the other can still come.
 The other cannot come if its process has died or has ended its part of the run (see [Note: liveness]), if it has said
@@ -34,11 +34,11 @@ Late = Callable[[int], "CommunicationError"]
 HAS_LEFT = "which has ended:"  # is in every error of a rank that waits for a rank that is gone
 _NONE = "zerocompile/none"  # the store's answer if there is no message; no message is equal to it
 _STANDS = "stands"  # the topic under which a rank says where it stands, on devices
-_JOINED = "joined"  # in the place of a rank: the answer that one rank has made of all messages
+_JOINED = "joined"  # in a key, in the place of a rank: the answer that one rank has made of all messages
 _LEFT = "left"  # the topic under which a rank says why it has ended
-_FEW = 3  # up to so many others are asked one by one, by each rank; of more one rank joins the answers
+_FEW = 3  # where there are no more other ranks than this, each rank asks all of them; else see [Note: relay]
 _LOOK = 1.0  # seconds: how often a rank that waits looks whether the other has ended
-_MANY = 16  # ranks that are asked at one look at most
+_MANY = 16  # how many ranks are asked at one look at most
 _STILL = 3  # looks that must find the main thread in one place before this rank's groups are ended from outside
 # Seconds: at first a rank asks again at once, since even a short sleep takes long; after that it sleeps in between, the
 # longer the more ranks there are, so that the store is not asked more often by more ranks.
@@ -50,8 +50,8 @@ class _Asked:
     """What was heard of one numbered message.
 
     Attributes:
-        heard: messages that this rank has read by itself, by rank.
-        missing: ranks whose message was not there when this rank has asked for it.
+        heard: the messages that this rank has read by itself, by rank.
+        missing: ranks whose message was not there when this rank asked for it.
         joined: the answer that another rank has left; ``None``: there was none.
     """
 
@@ -61,10 +61,11 @@ class _Asked:
 
 
 class CommunicationError(RuntimeError):
-    """A collective or the store failed; names the phase, this rank, and those that are gone as far as that is known.
+    """Communication has failed, or cannot succeed: another rank is gone, or ranks have come to different things.
 
     Attributes:
-        explained: whether the message says already in which phase the failure was, and what the other ranks have said.
+        explained: whether the message is complete, so that :func:`~lightning_zerocompile.ranks.errors.phase` raises it
+            as it is. Otherwise that function adds the phase, and what the other ranks have said.
     """
 
     explained = False
@@ -85,17 +86,18 @@ class Messages:
 
     Args:
         device: the kind of device of the ranks, ``"cpu"`` or ``"cuda"``.
-        name: of this conversation: the same on all ranks, and that of no other conversation.
-        timeout: how long a message is waited for.
+        name: this conversation's name: the same on all ranks, and that of no other conversation.
+        timeout: how long a rank waits for a message.
 
     Attributes:
+        others: all global ranks but this one, in rising order.
         check: called at each look while this rank waits; it may raise.
-        where: for messages, the place in the training where this rank is; "" if it is not known.
-        started: how many collectives of each stream this rank has started; see :class:`Wait`.
-        position: how many collectives of the default process group this rank has started; -1: it is not known.
+        where: returns the place in the training where this rank is, for errors; "" if it is not known.
+        started: returns how many collectives of each stream this rank has started; see :class:`Wait`.
+        position: returns how many collectives of the default process group this rank has started; -1: it is not known.
         ended: why this rank's process groups have ended, see [Note: ended groups]; None: they have not.
-        among: by stream, the ranks that its collectives are of, if these are not all.
-        barriers: of mapped memory, on this rank's device.
+        among: the ranks that take part in a stream's collectives, by stream; streams of all ranks are left out.
+        barriers: the barriers of mapped memory on this rank's device.
     """
 
     def __init__(self, device: str, name: str, timeout: timedelta) -> None:
@@ -108,11 +110,11 @@ class Messages:
         self._direct = DirectCollectives()
         self._still = StandingThread()
         self._looks_without = 0  # how many looks in a row have found another rank gone
-        self._told = (-1, "")  # of the place where the main thread has stood
+        self._told = (-1, "")  # what this rank has told last of the place where its main thread stands
         self._ending = threading.Lock()
         self.ended: str | None = None
         self.barriers: list[Barriers] = []
-        self._stands_in: dict[int, tuple[int, float]] = {}  # barrier's number, and since when, by place in `barriers`
+        self._stands_in: dict[int, tuple[int, float]] = {}  # by place in `barriers`: the barrier's number, since when
         self._has_left = False
         self._turn = 0
         self._counts: Counter[str] = Counter()
@@ -128,19 +130,23 @@ class Messages:
     # ---- who is there ----
 
     def watch(self) -> None:
-        """From here on a rank whose process dies is noticed; collective."""
+        """Begins to notice a rank whose process dies. All ranks must call.
+
+        Raises:
+            CommunicationError: the first rank does not call in time.
+        """
         if self.others and self._liveness is None:
             doing = "has set its model up"
             first_says = partial(self.of_first, "liveness", doing=doing)
             self._liveness = Liveness(self._ranks, self._mine, first_says, self._standing)
 
     def close(self) -> None:
-        """This rank takes part no longer; frees what :meth:`watch` has opened."""
+        """Ends this rank's part in the conversation; frees what :meth:`watch` has opened."""
         if self._liveness is not None:
             self._liveness.close()
 
     def leave(self, reason: str) -> None:
-        """Tells the others that this rank ends, and why. Only the first call counts; it neither blocks nor raises."""
+        """Tells the others that this rank ends, and why. Only the first call counts. Never waits for a rank or raises."""
         if self._has_left:
             return
         if self._liveness is not None:
@@ -150,13 +156,13 @@ class Messages:
             self._has_left = True
 
     def reasons(self, within: timedelta) -> dict[int, str | None]:
-        """Why the others have ended, by global rank; ``None``: nothing was heard of that rank in time."""
+        """Why the others have ended, by global rank; ``None``: nothing was heard of that rank ``within`` that time."""
         deadline = time.monotonic() + within.total_seconds()
         known = {} if self._liveness is None else self._liveness.left()
         return {rank: self._reason(rank, deadline, known.get(rank)) for rank in self.others}
 
     def _reason(self, rank: int, deadline: float, known: str | None) -> str | None:
-        if known is not None and len(self.others) > _MANY:  # many ranks do not ask the store for each other's
+        if known is not None and len(self.others) > _MANY:  # that many ranks would ask the store too much
             return known
         while (reason := self._look(self._key(_LEFT, rank))) == _NONE:
             gone = self._gone(rank)
@@ -174,7 +180,7 @@ class Messages:
         return self._gone(rank) if reason == _NONE else reason
 
     def some(self, ranks: Sequence[int]) -> list[int]:
-        """At most ``_MANY`` of the ranks, by turns: the requests of one look must not grow with the number of ranks."""
+        """At most ``_MANY`` of ``ranks``, other ones at each call: a look's requests must not grow with their number."""
         self._turn += 1
         return [ranks[(self._turn * _MANY + k) % len(ranks)] for k in range(_MANY)] if len(ranks) > _MANY else [*ranks]
 
@@ -185,9 +191,9 @@ class Messages:
         """Called about once a second while this rank waits for a collective.
 
         Args:
-            what: the collective, for the message.
-            stream: the stream of collectives that it is in; all ranks run a stream in the same order.
-            number: its number in the stream, from 1.
+            what: the collective, for errors.
+            stream: the stream of the collective; all ranks run the collectives of a stream in the same order.
+            number: the collective's number in the stream, from 1.
 
         Raises:
             CommunicationError: another rank will not come to this collective.
@@ -197,7 +203,11 @@ class Messages:
         self._look_at(self.others)
 
     def look_for(self, ranks: Sequence[int], what: str) -> None:
-        """:meth:`look` while this rank waits for messages of ``ranks``."""
+        """Does the same as :meth:`look`, while this rank waits for messages of ``ranks`` before ``what``.
+
+        Raises:
+            CommunicationError: one of ``ranks`` will not send its message.
+        """
         self.check()
         self.waits(what, "message", 0, ranks)
         self._look_at(ranks)
@@ -205,14 +215,14 @@ class Messages:
     def _look_at(self, ranks: Sequence[int]) -> None:
         for rank in self.some(ranks):
             reason = self._end_of(rank)
-            if reason is not None and reason != CLOSED:  # a rank that ended in order has done its part of it
+            if reason is not None and reason != CLOSED:  # a rank that has ended in order has done its part before
                 raise self._lost(rank, reason)
 
     def waits(self, what: str, stream: str, number: int, on: Sequence[int] = ()) -> None:
         """Reports that this rank waits; called again every second. The arguments are those of :class:`Wait`.
 
         Raises:
-            CommunicationError: this rank waits for ranks that wait for it.
+            CommunicationError: this rank waits for ranks that wait for it, or its process groups have ended.
         """
         self.raise_if_ended()
         if self._liveness is None:
@@ -225,11 +235,13 @@ class Messages:
             raise error
 
     def _standing(self) -> str | None:
-        """Called by a thread: the collective of ``torch.distributed`` in which the main thread stands, if any.
+        """Called about once a second by the thread that watches, since torch's own collectives do not :meth:`look`.
 
-        Such a collective does not call :meth:`look` by itself.
+        Returns:
+            On the CPU, the report (:meth:`Wait.line`) that the main thread stands in a collective of
+            ``torch.distributed``; None: it stands in none. On devices always None, see :meth:`_look_from_outside`.
         """
-        if self._device != "cpu":  # there torch's collectives return before they are done
+        if self._device != "cpu":  # on devices torch's collectives return before they are done
             self._look_from_outside()
             return None
         found = self._direct.look()
@@ -241,8 +253,8 @@ class Messages:
     def _look_from_outside(self) -> None:
         """Called by a thread, on devices: tells where the main thread stands, and ends the groups if it stands in vain.
 
-        It does so if another rank has been gone for some looks: what the two have started together is done by then.
-        See [Note: ended groups].
+        The main thread stands in vain if it has not moved for some looks, and another rank has been gone for as long:
+        what the two have started together is done by then. See [Note: ended groups].
         """
         self._still.look()
         liveness = self._liveness
@@ -263,7 +275,10 @@ class Messages:
             self._in_a_thread(lambda: self.end(reason))
 
     def _device_stands(self) -> str:
-        """The barrier that this rank's device stands in; "": none. Ends one in which it stands for too long."""
+        """What the barrier is for in which this rank's device stands; "": it stands in none.
+
+        If the device has stood in one barrier for the timeout, this ends the groups.
+        """
         now, found = time.monotonic(), ""
         for place, barriers in enumerate(self.barriers):
             standing = barriers.standing()
@@ -282,8 +297,10 @@ class Messages:
 
     @staticmethod
     def _in_a_thread(action: Callable[[], None]) -> None:
-        """For the thread that watches, which must go on to hear and tell, while this may wait: the store's client does
-        one thing at a time."""
+        """Runs ``action`` in a thread of its own. The thread that watches must not wait: the others need to hear from it.
+
+        A request to the store may wait, since the store's client serves one request at a time.
+        """
 
         def act() -> None:
             with suppress(RuntimeError):  # a store whose host has died raises it
@@ -292,7 +309,10 @@ class Messages:
         threading.Thread(target=act, daemon=True, name="zerocompile-end").start()
 
     def stands(self, rank: int) -> tuple[int, str]:
-        """The last place where a rank's main thread stood for seconds, and its ``position`` there; -1: it has not."""
+        """The ``position`` of a rank when its main thread last stood in one place for seconds, and that place.
+
+        (-1, ""): it never has.
+        """
         said = self._look(self._key(_STANDS, rank))
         if said == _NONE:
             return -1, ""
@@ -320,13 +340,13 @@ class Messages:
 
     @property
     def last_knot(self) -> str | None:
-        """The message about ranks that wait for each other, if this rank was one and could not raise; else None."""
+        """The message about the knot that this rank is in, if this rank has not raised it; else None."""
         return None if self._liveness is None else self._liveness.last_knot
 
     # ---- messages ----
 
     def tell(self, topic: str, message: str) -> None:
-        """Leaves ``message`` for whoever asks; never blocks on another rank."""
+        """Leaves ``message`` in the store for all ranks that ask; never waits for another rank."""
         self._store().set(self._key(topic, self._mine), message)
 
     def forget(self, topic: str, number: int) -> None:
