@@ -146,7 +146,7 @@ class Messages:
             self._liveness.close()
 
     def leave(self, reason: str) -> None:
-        """Tells the others that this rank ends, and why. Only the first call counts. Never waits for a rank or raises."""
+        """Tells the others that this rank ends, and why. Only the first call counts. It neither blocks nor raises."""
         if self._has_left:
             return
         if self._liveness is not None:
@@ -180,7 +180,7 @@ class Messages:
         return self._gone(rank) if reason == _NONE else reason
 
     def some(self, ranks: Sequence[int]) -> list[int]:
-        """At most ``_MANY`` of ``ranks``, other ones at each call: a look's requests must not grow with their number."""
+        """At most ``_MANY`` of ``ranks``, by turns: the requests of one look must not grow with the number of ranks."""
         self._turn += 1
         return [ranks[(self._turn * _MANY + k) % len(ranks)] for k in range(_MANY)] if len(ranks) > _MANY else [*ranks]
 
@@ -297,9 +297,9 @@ class Messages:
 
     @staticmethod
     def _in_a_thread(action: Callable[[], None]) -> None:
-        """Runs ``action`` in a thread of its own. The thread that watches must not wait: the others need to hear from it.
+        """Runs ``action`` in a thread of its own, so that the thread that watches can go on to hear and tell.
 
-        A request to the store may wait, since the store's client serves one request at a time.
+        An action may wait: the store's client does one thing at a time.
         """
 
         def act() -> None:
@@ -350,21 +350,23 @@ class Messages:
         self._store().set(self._key(topic, self._mine), message)
 
     def forget(self, topic: str, number: int) -> None:
-        """Removes this rank's message ``number``; all ranks must have read it."""
+        """Removes this rank's message ``number`` from the store; all ranks must have read it."""
         slot = f"{topic}/{number % SERIES}"
         self._store().delete_key(self._key(slot, self._mine))
         if self._mine == self._ranks[0] and len(self.others) > self._few:
             self._store().delete_key(self._key(slot, _JOINED))
 
     def take_back(self, topic: str, number: int) -> None:
-        """From here on this rank's message ``number`` counts as not sent."""
+        """Makes this rank's message ``number`` count as not sent from now on."""
         self.tell(f"{topic}/{number % SERIES}", "")
 
     def ask(self, topic: str, rank: int, what: str = "") -> str | None:
-        """The message of the global ``rank``; ``None`` if none came in time. ``what`` is what is asked, for errors.
+        """The message of the global ``rank``; ``None`` if none came within the timeout.
+
+        ``what`` says what is asked, for errors.
 
         Raises:
-            CommunicationError: the rank has ended meanwhile; the error says why.
+            CommunicationError: the rank has ended meanwhile, and the error says why; or ranks wait for each other.
         """
         waits = partial(self.waits, what or f"an exchange of `{topic}`", "message", 0, [rank])
         return self._await(self._key(topic, rank), lambda said: said != _NONE, waits, [rank], self._timeout)
@@ -377,14 +379,14 @@ class Messages:
         ranks: Sequence[int],
         within: timedelta,
     ) -> str | None:
-        """What the store has for a key, once ``is_there`` is true of it; None: it was not ``within`` that time.
+        """What the store has for a key, once ``is_there`` is true of it; None: it did not become so ``within`` that time.
 
         Args:
             waits: reports that this rank waits, see :meth:`waits`.
-            ranks: those that may say it.
+            ranks: the ranks that may write it.
 
         Raises:
-            CommunicationError: one of the ranks has ended meanwhile.
+            CommunicationError: one of ``ranks`` has ended meanwhile, or ranks wait for each other.
         """
         start = looked = time.monotonic()
         ended: tuple[int, str] | None = None
@@ -401,7 +403,7 @@ class Messages:
                 gone = ((rank, self._end_of(rank)) for rank in self.some(ranks))
                 ended = next(((rank, reason) for rank, reason in gone if reason is not None), None)
                 if ended is not None:
-                    continue  # it may have said it before it ended
+                    continue  # that rank may have written to the store before it ended
             self._rest(now - start)
         return said
 
@@ -412,25 +414,29 @@ class Messages:
         return str(self._store().compare_set(key, _NONE, _NONE).decode())
 
     def tell_numbered(self, topic: str, number: int, message: str) -> None:
-        """:meth:`tell` for an endless series: message ``number`` takes the place of number ``number - SERIES``."""
+        """Does :meth:`tell` for an endless series: message ``number`` takes the place of number ``number - SERIES``."""
         self.tell(f"{topic}/{number % SERIES}", f"{number}:{message}")
 
     def exchange_numbered(self, topic: str, number: int, message: str, what: str = "") -> dict[int, str | None]:
-        """Sends message ``number``; returns every rank's by global rank, None where it did not come in time."""
+        """Sends message ``number``, and returns every rank's by global rank, as :meth:`ask_numbered` and with this one's.
+
+        Raises:
+            CommunicationError: as :meth:`ask_numbered`.
+        """
         self.tell_numbered(topic, number, message)
         heard: dict[int, str | None] = {self._mine: message}
         heard |= self.ask_numbered(topic, number, what=what)
         return {rank: heard[rank] for rank in self._ranks if rank in heard}
 
     def join_numbered(self, topic: str, number: int, message: str, join: Join, what: str, late: Late) -> str:
-        """What ``join`` makes of all ranks' messages ``number``; this rank has sent its own, ``message``.
+        """What ``join`` makes of all ranks' messages ``number``. This rank must have sent its own before.
 
-        It costs a rank as many requests, and as many bytes, whatever the number of ranks: see [Note: relay].
+        But for the one rank that joins, a rank's requests do not grow with the number of ranks: see [Note: relay].
 
         Args:
-            topic, number: of the message.
-            message: this rank's.
-            join: makes the answer, on one of the ranks.
+            topic, number: the message's topic and number.
+            message: this rank's message.
+            join: makes the answer. It may run on any of the ranks, and must give the same on all.
             what: what is asked, for errors.
             late: makes the error about a rank whose message did not come in time.
 
@@ -448,6 +454,8 @@ class Messages:
     def different(self, topic: str, number: int, message: str, what: str, late: Late) -> dict[str, int]:
         """Sends message ``number``; returns all ranks' different messages, each with the first rank that has sent it.
 
+        The arguments are those of :meth:`join_numbered`.
+
         Raises:
             CommunicationError: as :meth:`join_numbered`.
         """
@@ -456,7 +464,7 @@ class Messages:
         return answer
 
     def heard_now(self, topic: str, number: int, rank: int) -> str | None:
-        """A rank's message ``number`` if it is there already; never blocks on that rank."""
+        """A rank's message ``number`` if it is there already, else None; never waits for that rank."""
         seen, _, message = self._look(self._key(f"{topic}/{number % SERIES}", rank)).partition(":")
         return message if seen == str(number) else None
 
@@ -465,13 +473,16 @@ class Messages:
     ) -> dict[int, str | None]:
         """The others' messages ``number`` by global rank; ``None`` where one did not come ``within`` that time.
 
-        Of many ranks those are left out of which this rank does not know whether their message has come; then at least
-        one is there with ``None``.
+        Where there are many ranks, and some message has not come, this rank does not ask for all of them. Ranks that it
+        has not asked are left out of the result then, and at least one rank is there with ``None``.
 
-        ``within``: by default the timeout.
+        Args:
+            topic, number: the message's topic and number.
+            within: how long to wait; ``None``: the conversation's timeout.
+            what: what is asked, for errors.
 
         Raises:
-            CommunicationError: a rank has ended meanwhile; the error says why.
+            CommunicationError: a rank has ended meanwhile, and the error says why; or ranks wait for each other.
         """
         asked = self._ask(topic, number, within or self._timeout, what, by_message)
         if asked.joined is not None:
@@ -489,7 +500,7 @@ class Messages:
         start = looked = time.monotonic()
         limit = within.total_seconds()
         ended: dict[int, str] = {}
-        together = 1  # messages that are asked for at once: twice as many each time that all of them were there
+        together = 1  # how many messages are asked for at once: twice as many after each time that all were there
         while True:
             if relay is not None and not joins and (answer := relay.look()) is not None:
                 asked.joined, asked.missing = answer, []
@@ -510,7 +521,7 @@ class Messages:
                 together = 2 * together if going_on else 1
             waiting = [rank for rank in waiting if rank not in asked.heard]
             for rank in asked.missing if looks else ():
-                if rank in ended:  # and it has not sent this message before
+                if rank in ended:  # the rank had ended before this look, so its message will not come
                     raise self._lost(rank, ended[rank])
             if not waiting:
                 asked.missing = []
@@ -535,7 +546,13 @@ class Messages:
     def _hear_each(
         self, slot: str, number: int, ranks: Sequence[int], heard: dict[int, str], all_of_them: bool
     ) -> list[int]:
-        """Asks for messages one by one, up to a few that are not there unless ``all_of_them``. Returns their ranks."""
+        """Asks for messages one by one, and adds to ``heard`` those that are there.
+
+        Unless it is to ask for ``all_of_them``, it stops after ``_MANY`` that are not there.
+
+        Returns:
+            The ranks whose message is not there.
+        """
         missing: list[int] = []
         for rank in ranks:
             sent = _sent(number, {rank: self._look(self._key(slot, rank))})
@@ -549,7 +566,8 @@ class Messages:
     def _read(self, keys: list[str]) -> list[str]:
         """The store's messages for the keys, ``_NONE`` where there is none.
 
-        More than a few keys are asked for together, in three requests, and count as missing until all have a message.
+        Keys are asked for together if there are more than a few. That takes three requests, and all of them count as
+        missing until all have a message.
         """
         store = self._store()
         if len(keys) <= self._few or not store.has_extended_api():
@@ -563,12 +581,16 @@ class Messages:
             time.sleep(min(self._pause, waited / 4))
 
     def next_number(self, topic: str) -> int:
-        """How often this rank has come to ``topic``, this time included."""
+        """Counts that this rank comes to ``topic``; returns how often it has, this time included."""
         self._counts[topic] += 1
         return self._counts[topic]
 
     def mark(self, topic: str, number: int, message: str) -> tuple[int, str]:
-        """Passes mark ``number``; returns the rank that came there first, and its message. Never blocks on a rank."""
+        """Passes mark ``number``, leaving ``message`` if this rank is the first there; never waits for a rank.
+
+        Returns:
+            The global rank that came there first, and its message.
+        """
         store, key = self._store(), f"zerocompile/{self._name}/{topic}/"
         first = store.compare_set(f"{key}{number}", "", f"{self._mine}:{message}").decode()
         if self._mine == self._ranks[0] and number >= SERIES:
@@ -585,37 +607,42 @@ class Messages:
         return int(rank), message
 
     def decide(self, topic: str, former: str, message: str) -> str:
-        """What stands under ``topic`` after this: ``message``, if it was ``former`` ("": nothing). Never blocks on a
-        rank."""
+        """Puts ``message`` under ``topic`` if ``former`` stands there ("": nothing). Never waits for a rank.
+
+        Returns:
+            What stands there after this.
+        """
         return str(self._store().compare_set(f"zerocompile/{self._name}/{topic}", former, message).decode())
 
     def count(self, topic: str) -> int:
-        """How often ranks have come to ``topic``, this time included. Never blocks on a rank."""
+        """Counts that this rank comes to ``topic``; returns how often all ranks have. Never waits for a rank."""
         return int(self._store().add(f"zerocompile/{self._name}/{topic}", 1))
 
     def await_decision(
         self, topic: str, begins: str, what: str, place: tuple[str, int], ranks: Sequence[int], within: timedelta
     ) -> str | None:
-        """What stands under ``topic``, once that begins with ``begins``; None: it did not come in time.
+        """What stands under ``topic``, once that begins with ``begins``; None: it did not come ``within`` that time.
 
         Args:
-            topic, begins: see :meth:`decide`.
-            what: what this rank waits for, for messages.
-            place: the stream that it waits in, and its number there; see :class:`Wait`.
-            ranks: those that may decide.
-            within: how long.
+            topic: as in :meth:`decide`.
+            begins: the first characters of the decision that is waited for.
+            what: what this rank waits for, for errors.
+            place: the stream that this rank waits in, and its number there; see :class:`Wait`.
+            ranks: the ranks that may decide.
+            within: how long to wait.
 
         Raises:
-            CommunicationError: one of the ranks has ended meanwhile.
+            CommunicationError: one of ``ranks`` has ended meanwhile, or ranks wait for each other.
         """
         key, waits = f"zerocompile/{self._name}/{topic}", partial(self.waits, what, *place)
         return self._await(key, lambda said: said.startswith(begins), waits, ranks, within)
 
     def of_first(self, topic: str, message: str, doing: str) -> str:
-        """The first rank's message, on all ranks.
+        """The first rank's ``message``, on all ranks. The other ranks' own are not sent.
 
         Raises:
-            CommunicationError: the message did not come in time; ``doing`` as in :meth:`silent`.
+            CommunicationError: the message did not come in time, or the first rank has ended. ``doing`` says what this
+                rank has done, as in :meth:`silent`.
         """
         if self._mine == self._ranks[0]:
             self.tell(topic, message)
@@ -626,11 +653,11 @@ class Messages:
         return theirs
 
     def exchange(self, topic: str, message: str, what: str = "") -> dict[int, str | None]:
-        """Every rank's message by global rank, as :meth:`exchange_numbered` where all ranks come equally often."""
+        """Does :meth:`exchange_numbered` with the :meth:`next_number`: all ranks must come to ``topic`` equally often."""
         return self.exchange_numbered(topic, self.next_number(topic), message, what)
 
     def hear_all(self, topic: str, message: str, doing: str) -> dict[int, str]:
-        """:meth:`exchange` where no rank's message may be missing, all by global rank in rising order.
+        """Does :meth:`exchange` where no message may be missing; returns all of them by global rank, in rising order.
 
         Raises:
             CommunicationError: a message did not come in time; ``doing`` says what this rank has done, as in
