@@ -379,7 +379,7 @@ class Messages:
         ranks: Sequence[int],
         within: timedelta,
     ) -> str | None:
-        """What the store has for a key, once ``is_there`` is true of it; None: it did not become so ``within`` that time.
+        """What the store has for a key, once ``is_there`` is true of it; None: it was not true ``within`` that time.
 
         Args:
             waits: reports that this rank waits, see :meth:`waits`.
@@ -418,7 +418,7 @@ class Messages:
         self.tell(f"{topic}/{number % SERIES}", f"{number}:{message}")
 
     def exchange_numbered(self, topic: str, number: int, message: str, what: str = "") -> dict[int, str | None]:
-        """Sends message ``number``, and returns every rank's by global rank, as :meth:`ask_numbered` and with this one's.
+        """Sends message ``number``; returns every rank's by global rank: :meth:`ask_numbered`'s answer and this rank's.
 
         Raises:
             CommunicationError: as :meth:`ask_numbered`.
@@ -653,7 +653,7 @@ class Messages:
         return theirs
 
     def exchange(self, topic: str, message: str, what: str = "") -> dict[int, str | None]:
-        """Does :meth:`exchange_numbered` with the :meth:`next_number`: all ranks must come to ``topic`` equally often."""
+        """Does :meth:`exchange_numbered` with :meth:`next_number`: all ranks must come to ``topic`` equally often."""
         return self.exchange_numbered(topic, self.next_number(topic), message, what)
 
     def hear_all(self, topic: str, message: str, doing: str) -> dict[int, str]:

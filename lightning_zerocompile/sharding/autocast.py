@@ -3,13 +3,13 @@ dtype.
 
 [Note: casting layers] Under autocast a ``Linear`` or a ``Conv`` casts its float32 weight and bias before it computes,
 in every frame, compiled or not. The ``forward`` of its subclass (see [Note: class swap]) asks for the cast value
-instead, and autocast finds nothing left to do. Nobody else sees the cast value: whatever else reads ``module.weight``
-gets the float32 parameter. Which parameters are gathered in low precision follows from what was asked for: see
-[Note: low gathers] in csrc/low_gathers.cpp.
+instead, and autocast finds nothing left to do. Nobody else sees the cast value: all other code that reads
+``module.weight`` gets the float32 parameter. Which parameters are gathered in low precision follows from what the first
+training steps have asked for: see [Note: low gathers] in csrc/low_gathers.cpp.
 
 If code reads a parameter for its ``dtype`` or ``shape`` only, a graph drops that read, while eager code gathers. So a
-graph that reads a parameter both ways asks for the full value only (compile/passes/unify_casts.py). Otherwise one rank
-would not know which dtype another needs.
+graph that reads a parameter both cast and in float32 asks for the float32 value only (compile/passes/unify_casts.py).
+Otherwise one rank would not know which dtype another needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 2  # training steps that are watched before the ranks agree
 
 
 def _read(module: nn.Module, name: str) -> Any:
-    """The parameter, in the dtype that autocast would cast it to if autocast is on."""
+    """A module's parameter ``name``; if autocast is on, in the dtype that autocast would cast it to."""
     source = module.__dict__.get(CAST + name)
     if source is None or not torch.is_autocast_enabled(source.device.type):
         return getattr(module, name)
@@ -53,7 +53,7 @@ def _conv(self: Any, input: Tensor) -> Tensor:
 
 
 skip_code(_read.__code__)
-skip_code(_linear.__code__)  # treated as torch's own layers are: inlined, never a frame of Dynamo's own
+skip_code(_linear.__code__)  # Dynamo treats it as it does torch's own layers: inlines it, and never starts with it
 skip_code(_conv.__code__)
 
 _FORWARDS: dict[type, Callable[..., Any]] = {
@@ -74,12 +74,12 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def forward_is_inlined(forward: Callable[..., Any]) -> bool:
-    """Whether ``forward`` is one of ours, which Dynamo inlines and never starts with."""
+    """Whether ``forward`` is one of this module's, which Dynamo inlines and never starts with."""
     return forward in _FORWARDS.values()
 
 
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Lets each module cast the floating-point tensors that it is passed, in whatever structure, to ``dtype``.
+    """Lets each module cast the floating-point tensors in its arguments, in whatever structure, to ``dtype``.
 
     Parameters that are read in ``dtype`` then meet inputs of the same dtype. As in FSDP2
     (``MixedPrecisionPolicy.cast_forward_inputs``), the cast comes before all other hooks.
@@ -102,10 +102,13 @@ class Casts:
     """The parameters of one model that autocast casts wherever they are used.
 
     Args:
-        classes: of the sharded modules.
+        classes: the classes of the sharded modules.
         core: the C++ runtime.
-        messages: how the ranks agree.
-        dtype: autocast's; ``None``: there is no autocast.
+        messages: the conversation in which the ranks agree.
+        dtype: autocast's dtype; ``None``: there is no autocast.
+
+    Attributes:
+        low: the numbers of the parameters whose gathers move the cast value.
     """
 
     def __init__(self, classes: ClassCache, core: Core, messages: Messages, dtype: torch.dtype | None) -> None:
@@ -113,10 +116,15 @@ class Casts:
         self._sources: dict[torch.device, Tensor] = {}
         self._places: dict[int, tuple[nn.Module, str]] = {}
         self._steps = 0
-        self.low: list[int] = []  # parameters, by number, of which a gather moves the cast
+        self.low: list[int] = []
 
     def add(self, sharded: ShardedParameter, places: list[tuple[nn.Module, str]]) -> None:
-        """Lets the module that holds the parameter ask for the cast, if it is of a class that computes only with it."""
+        """Lets the module that holds the parameter ask for the cast value, if that is all that the module computes with.
+
+        Args:
+            sharded: the parameter.
+            places: the modules that hold it, each with its name there. A tied parameter is left as it is.
+        """
         (module, name), *others = places
         base: Any = getattr(type(module), BASE, type(module))
         torchs_own = base in _FORWARDS and base.forward.__module__ == base.__module__  # nobody has replaced the method
@@ -132,18 +140,18 @@ class Casts:
         self._classes.swap(module, frozenset(module.__dict__[PARAMETERS]), _FORWARDS[base])
 
     def remove(self, sharded: ShardedParameter) -> None:
-        """The parameter stays gathered in full from now on: its module reads the full value and autocast casts it."""
+        """Undoes :meth:`add`: from now on the module reads the float32 value, and autocast casts it."""
         place = self._places.pop(sharded.index, None)
         if place is not None:
             module, name = place
-            module.__dict__.pop(CAST + name, None)  # it may have another name now
+            module.__dict__.pop(CAST + name, None)  # the parameter may have another name now
             self.low = [index for index in self.low if index != sharded.index]
 
     def begin_step(self) -> None:
         """Called at the start of each training step. After the first ``STEPS`` the ranks agree on what gathers move.
 
         Raises:
-            RuntimeError: another rank did not come here in time.
+            CommunicationError: another rank did not come here in time, or has ended.
         """
         self._steps += 1
         if self._dtype is None or not self._sources or self._steps != STEPS + 1:

@@ -20,10 +20,13 @@ def move(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def broadcast(modules: Iterable[nn.Module], group: dist.ProcessGroup, meet: Callable[[str], None]) -> None:
-    """Rank 0's values on every rank of ``group``, as DDP gives them before each forward.
+    """Writes rank 0's values of the buffers on every rank of ``group``, as DDP does before each forward.
 
-    ``meet``: called before the broadcast, if there are buffers. All ranks come to it, or it raises; the broadcast
-    itself could only hang.
+    Args:
+        modules: the modules that hold the buffers.
+        group: a group of all ranks.
+        meet: called with what follows, before the broadcast, if there are buffers. It raises if a rank does not come
+            to it; without it the broadcast would hang then.
     """
     found = dict.fromkeys(buffer for module in modules if module._buffers for buffer in module._buffers.values())
     buffers = [b.detach() for b in found if b is not None and b.numel() > 0]

@@ -1,4 +1,4 @@
-"""Errors for what this strategy does not support, raised before anything starts; explanations of torch's messages."""
+"""Errors for what this strategy does not support, raised before anything starts; and explanations of torch's errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of a user's pass or fun
 
 
 def settings_of(config: Config) -> dict[str, str]:
-    """Options and versions, by name, which every rank must have alike, as it must have the model.
+    """The options and versions that must be equal on all ranks, as the model must be: texts, by name.
 
     Neither the memory budget nor the memory limit is among them: devices may differ, and the ranks agree on the
     smallest.
@@ -52,23 +52,23 @@ def settings_of(config: Config) -> dict[str, str]:
 
 
 def trainer_settings(trainer: pl.Trainer) -> dict[str, str]:
-    """The Trainer's arguments that decide what a step computes."""
+    """The Trainer's arguments that decide what a step computes: texts, by name."""
     names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "precision")
     return {f"`Trainer({name}=)`": repr(getattr(trainer, name, None)) for name in names}
 
 
 def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> None:
-    """Raises on every rank if the ranks hold different models, or were set up differently.
+    """Raises on every rank if the ranks hold different models, or were set up differently. All ranks must call.
 
     Args:
         model: not sharded yet.
-        settings: what was chosen, by name.
+        settings: the chosen settings as texts, by name.
 
     Raises:
-        RuntimeError: the ranks differ; the message names the setting, or the first parameter or buffer, and the rank.
-            Or the model has no parameters.
+        RuntimeError: the ranks differ, and the message names the setting, or the first parameter or buffer, and the
+            rank; the model has no parameters; or a tensor is on a device that is not supported.
     """
-    loaded = {  # where values come from decides whether rank 0 sends them
+    loaded = {  # rank 0 sends values or not, depending on where they come from
         f"{path}.{name}" if path else name: source.name
         for path, inner in model.named_modules()
         for name, source in inner.__dict__.get(SOURCES, {}).items()
@@ -112,13 +112,14 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def check_equal_replicas(rows: Mapping[str, torch.Tensor], part: int, messages: Messages) -> None:
-    """Raises on every rank if two that hold the same rows hold other values of them; see [Note: replicas] in
-    csrc/registry.h.
+    """Raises on every rank if two ranks that should hold the same rows hold different values.
+
+    See [Note: replicas] in csrc/registry.h.
 
     Args:
-        rows: this rank's, by the parameters' names, ``[<=ceil(d0 / W), ...]``.
+        rows: this rank's rows by the parameters' names, each ``[<=ceil(d0 / W), ...]``.
         part: which rows these are: this rank's place in its shard group.
-        messages: the ranks' conversation.
+        messages: the conversation of all ranks.
 
     Raises:
         RuntimeError: names the first parameter and the two ranks.
@@ -136,7 +137,7 @@ def check_equal_replicas(rows: Mapping[str, torch.Tensor], part: int, messages: 
 
 
 def _sum_of_bits(value: torch.Tensor) -> int:
-    """Of a tensor's elements as integers: exact, whatever the order of the sum."""
+    """The sum of a tensor's bits, read as integers: exact, whatever the order of the sum."""
     bits = value.detach().contiguous().reshape(-1).view(torch.uint8)
     width = {1: torch.uint8, 2: torch.int16}.get(value.element_size(), torch.int32)
     return int(bits.view(width).sum(dtype=torch.int64))
@@ -149,11 +150,11 @@ def check_equal_optimizers(
 
     Args:
         optimizers: over the sharded model's parameters.
-        names: the names of these parameters.
-        messages: the ranks' conversation.
+        names: the parameters' names, by master.
+        messages: the conversation of all ranks.
 
     Raises:
-        RuntimeError: names the optimizer, what differs and the rank.
+        RuntimeError: the optimizers differ; the message names the optimizer, what differs, and two ranks.
     """
     mine = _described(optimizers, names)
     late = partial(messages.silent, doing="has set its optimizers up")
@@ -182,7 +183,7 @@ def _described(optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str
 
 
 def _plain(value: object) -> str:
-    """A value as text that is alike in all processes if the value is."""
+    """A value as text, which is equal in two processes if the value is."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_plain(item) for item in value)}]"
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -207,7 +208,16 @@ SHARD = (
 
 
 def explain(message: str, param_dtype: torch.dtype | None = None) -> str | None:
-    """What an error of torch's means for a sharded module; None: there is nothing to add to the message."""
+    """What an error of torch's means for a sharded module.
+
+    Args:
+        message: the error's message.
+        param_dtype: the dtype that parameters are read in, if the option ``param_dtype`` asks for one.
+
+    Returns:
+        The text of the error to raise in its place, which begins with the message or replaces it; None: there is
+        nothing to add to the message.
+    """
     if param_dtype is not None and "same dtype" in message:
         return (
             f"{message} (Parameters are read as {param_dtype}, since `param_dtype` asks for it. Inputs of modules are "

@@ -18,13 +18,13 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor
 
     If the rows are kept in host memory, the result is on the mesh's device.
 
-    ``group``: a process group of the same ranks in the same order, on the CPU. It communicates instead of the mesh's
-    own, and the result is on the CPU.
+    ``group``: a process group on the CPU, of the same ranks in the same order. It communicates instead of the mesh's
+    own group, and the result is on the CPU.
 
     [Note: full values on gloo] ``DTensor.full_tensor`` gathers by an operator that gloo runs as "ALLGATHER_COALESCED".
-    Two of those free one std::string twice, see [Note: gloo gathers]. With four in flight at a time a process crashes
-    within 20,000 gathers (torch 2.11 and 2.13). One after the other they crash very rarely: the first may still write
-    its name when the second does. So on the CPU the shards travel by ``all_gather``.
+    Two of these operations may free one std::string twice, see [Note: gloo gathers]. With four in flight at a time a
+    process crashes within 20,000 gathers (torch 2.11 and 2.13). If they run one after the other, it crashes very
+    rarely: the first may still write its name when the second does. So here the shards travel by ``all_gather``.
     """
     local, placements = value._local_tensor.detach(), value.placements
     place = local.device if group is None else torch.device("cpu")
@@ -32,7 +32,7 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor
         place = torch.device(value.device_mesh.device_type)
     if group is not None and all(placement.is_replicate() for placement in placements):
         return local.to(place, copy=True)
-    # a shard that `cpu()` has moved may be where the mesh's group has no backend
+    # `cpu()` may have moved the shard to a device for which the mesh's group has no backend
     local = local.to(value.device_mesh.device_type if group is None else place)
     if len(placements) == 1 and isinstance(placements[0], Partial):
         return _reduced(local, placements[0], value).to(place)
@@ -51,7 +51,7 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor
 
 
 def _reduced(local: Tensor, placement: Partial, value: DTensor) -> Tensor:
-    """All ranks' parts, reduced. Booleans are reduced as int64, since torch would add them modulo 256."""
+    """All ranks' parts, reduced. Booleans are reduced as int64, since torch would add them as bytes, modulo 256."""
     parts = local.to(torch.int64) if local.dtype is torch.bool else local
     whole = placement._reduce_value(parts, value.device_mesh, 0)
     if isinstance(whole, AsyncCollectiveTensor):
