@@ -119,7 +119,7 @@ class Casts:
         self.low: list[int] = []
 
     def add(self, sharded: ShardedParameter, places: list[tuple[nn.Module, str]]) -> None:
-        """Lets the module that holds the parameter ask for the cast value, if that is all that the module computes with.
+        """Lets the module that holds the parameter ask for the cast value, if it computes with that value only.
 
         Args:
             sharded: the parameter.

@@ -2,10 +2,10 @@
 
 [Note: float32 islands] Norms, routers and heads lose most in half precision and cost least in float32. An island is a
 module that the option ``fp32_modules`` names. Its parameters, and those of the modules inside it, are gathered in
-float32. Its ``forward`` casts floating-point tensors of lower precision that it is passed to float32, and what it
-returns back to the dtype around it. That is the dtype that the model computes in, or, where parameters of several
-dtypes each keep their own, the dtype of the first floating-point tensor that the island is passed. Hooks of the island
-see what is outside of it. An island's float32 buffers stay what they are, where a precision plugin casts the others.
+float32. Its ``forward`` casts arguments of lower floating-point precision to float32, and casts float32 results to the
+dtype around the island. That is the dtype that the model computes in. Where parameters of several dtypes each keep
+their own, it is the dtype of the first floating-point tensor among the arguments. Hooks of the island see arguments and
+results as they are outside of it. Where a precision plugin casts buffers, an island's float32 buffers stay in float32.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _IS_NORM = re.compile(r"Norm(\dd)?$")  # LlamaRMSNorm, T5LayerNorm, FrozenBatchN
 
 @dataclass(frozen=True)
 class Islands:
-    """What of one model computes in float32, see [Note: float32 islands].
+    """The parts of one model that compute in float32, see [Note: float32 islands].
 
     Attributes:
-        modules: names, as in ``named_modules()``; none lies inside another.
+        modules: the islands' names, as in ``named_modules()``; "" is the whole model. No island lies inside another.
         around: the dtype that the model computes in; ``None``: each parameter's own.
     """
 
@@ -49,7 +49,7 @@ class Islands:
         return any(name == island or not island or name.startswith(f"{island}.") for island in self.modules)
 
     def inside(self, name: str) -> Islands:
-        """Those of the submodule ``name``, by their names in it."""
+        """The islands in the submodule ``name``, by their names there; "" if the submodule is in an island."""
         if self.has(name):
             return replace(self, modules=("",))
         prefix = f"{name}." if name else ""
@@ -60,11 +60,13 @@ NONE = Islands()
 
 
 def gathered_dtype(name: str, parameter: Tensor, dtype: torch.dtype | None, islands: Islands = NONE) -> torch.dtype:
-    """What a parameter is gathered in.
+    """The dtype that a parameter is gathered in.
 
     Args:
-        name: fully qualified, as in ``named_parameters()``.
-        dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
+        name: the parameter's fully qualified name, as in ``named_parameters()``.
+        parameter: the parameter, before it is sharded.
+        dtype: the dtype that floating-point parameters are gathered in; ``None``: their own.
+        islands: the model's islands, which are gathered in float32 if ``dtype`` is of less than 4 bytes.
     """
     if not parameter.is_floating_point():
         return parameter.dtype
@@ -73,7 +75,10 @@ def gathered_dtype(name: str, parameter: Tensor, dtype: torch.dtype | None, isla
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether ``"norms"`` means the module: one of torch's, or one without children whose class is called so."""
+    """Whether ``"norms"`` means the module: torch's norms, and modules without children whose class is called a norm.
+
+    Such a class name ends in "Norm", after which a digit and "d" may follow ("FrozenBatchNorm2d").
+    """
     if isinstance(module, _TORCHS_NORMS):
         return True
     return bool(_IS_NORM.search(type(module).__name__)) and next(module.children(), None) is None
@@ -90,8 +95,11 @@ def find_islands(
     Args:
         chosen: the option ``fp32_modules``: ``"norms"``, classes, class names, and names of modules, in which ``*`` and
             ``?`` stand for any text and any letter.
-        dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
-        autocast: of the steps; ``None``: there is none.
+        dtype: the dtype that floating-point parameters are gathered in; ``None``: their own.
+        autocast: the dtype of the autocast that steps run under; ``None``: there is none.
+
+    Returns:
+        The islands; none if all parameters are gathered in float32 or more in any case.
 
     Raises:
         ValueError: an entry matches nothing, autocast decides in which dtype a module computes, or a parameter of an
@@ -185,7 +193,7 @@ def in_fp32(forward: Callable[..., Any], around: torch.dtype | None) -> Callable
 
 
 def put_islands(model: nn.Module, islands: Islands) -> None:
-    """Lets the islands of an ordinary module, a copy, compute in float32; their parameters are left as they are."""
+    """Lets the islands of ``model``, a copy that is not sharded, compute in float32; leaves parameters as they are."""
     for name in islands.modules:
         module = model.get_submodule(name)
         computing = in_fp32(type(module).forward, islands.around)

@@ -14,19 +14,19 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 def placements_of(size: tuple[int, ...]) -> tuple[Placement]:
-    """Rows are sharded; a 0-dim parameter is replicated."""
+    """The placements of a master of this size: rows are sharded, and a 0-dim parameter is replicated."""
     return (Shard(0),) if size else (Replicate(),)
 
 
 def local_part(full: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of ``full``, as a copy; the last ranks may have none."""
+    """A copy of this rank's rows of ``full``, contiguous; the last ranks may have none. A 0-dim ``full`` is copied."""
     if full.dim() == 0:
         return full.detach().clone()
     return rows_of(full.detach(), mesh.size(), mesh.get_local_rank()).clone(memory_format=torch.contiguous_format)
 
 
 def rows_of(full: Tensor, ranks: int, rank: int) -> Tensor:
-    """The rows of ``full`` that one of so many ranks holds, [<=rows, ...]: a view."""
+    """A view of the rows of ``full`` that ``rank``, of so many ``ranks``, holds: ``[<=ceil(d0 / ranks), ...]``."""
     rows, first = Shard.local_shard_size_and_offset(full.shape[0], ranks, rank)
     return full.narrow(0, first, rows)
 
@@ -39,7 +39,11 @@ def as_dtensor(local: Tensor, size: torch.Size | tuple[int, ...], mesh: DeviceMe
 
 
 def over_local(local: Tensor, master: Tensor) -> DTensor:
-    """A DTensor over the memory of ``local``, [<=rows, ...], in the layout of ``master`` and the dtype of ``local``."""
+    """A DTensor over the memory of ``local``, [<=rows, ...], in the layout of ``master`` and the dtype of ``local``.
+
+    Raises:
+        TypeError: ``master`` is no DTensor.
+    """
     if not isinstance(master, DTensor):
         raise TypeError("over_local needs a sharded master")
     spec = master._spec
@@ -56,9 +60,12 @@ def in_mesh(value: DTensor, mesh: DeviceMesh) -> DTensor:
 
 
 def shard_like(full: Tensor, master: Tensor, dtype: torch.dtype | None = None) -> DTensor:
-    """``full`` in the layout and device of ``master``, in ``dtype`` (default: the master's).
+    """``full`` in the layout and on the device of ``master``, in ``dtype`` (default: the master's).
 
     No communication: every rank must hold the same ``full``.
+
+    Raises:
+        TypeError: ``master`` is no DTensor.
     """
     if not isinstance(master, DTensor):
         raise TypeError("shard_like needs a sharded master")
@@ -68,7 +75,7 @@ def shard_like(full: Tensor, master: Tensor, dtype: torch.dtype | None = None) -
 
 
 def sharded_if_full(value: Any, master: Tensor) -> Any:
-    """A plain tensor of the master's full shape in the layout and dtype of ``master``; anything else as it is."""
+    """A plain tensor of the master's full shape, in the layout and dtype of ``master``; anything else unchanged."""
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == master.shape:
         return shard_like(value, master)
     return value
@@ -81,8 +88,10 @@ def trained_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch
 
 
 def shard_dtype(parameter: Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which the shard of a parameter is kept: a frozen parameter's own, see [Note: frozen parameters] in
-    parameter.py, else :func:`trained_dtype`."""
+    """The dtype in which the shard of a parameter is kept.
+
+    It is :func:`trained_dtype`, but for a frozen parameter its own: see [Note: frozen parameters] in parameter.py.
+    """
     return trained_dtype(parameter.dtype, master_dtype) if parameter.requires_grad else parameter.dtype
 
 
@@ -93,13 +102,18 @@ def make_master(
     master_dtype: torch.dtype | None,
     rows: Tensor | None = None,
 ) -> nn.Parameter:
-    """The sharded master of a full parameter, from rank 0's values (as DDP broadcasts them).
-
-    It is kept in :func:`shard_dtype`.
+    """The sharded master of a full parameter, in :func:`shard_dtype`, from rank 0's values (as DDP broadcasts them).
 
     Args:
-        rows: this rank's values, [<=rows, ...], if they are known: they are taken instead of the parameter's, and
-            nothing is broadcast.
+        parameter: the full parameter; its ``requires_grad`` and its attributes go to the master.
+        mesh: the shard group.
+        device: the device of the master.
+        master_dtype: the least precise dtype of a trained floating-point parameter; ``None``: its own dtype.
+        rows: this rank's values, [<=rows, ...], if they are known. They are taken instead of the parameter's, and
+            nothing is broadcast. Without them all ranks must call.
+
+    Returns:
+        A parameter over a DTensor. The caller makes it a ``Master``.
     """
     if rows is None:
         full = parameter.detach().to(device, copy=True).contiguous()
@@ -110,6 +124,6 @@ def make_master(
         local = rows.to(device, parameter.dtype).contiguous()
     local = local.to(shard_dtype(parameter, master_dtype))
     master = nn.Parameter(as_dtensor(local, tuple(parameter.shape), mesh), requires_grad=parameter.requires_grad)
-    # the caller makes it a `Master`: nn.Parameter cannot, since it insists that `detach` returns that class, too
+    # the class is not `Master` yet: nn.Parameter would insist that `detach` returns that class, too
     master.__dict__.update(parameter.__dict__)
     return master

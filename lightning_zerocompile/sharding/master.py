@@ -174,17 +174,17 @@ def release_master(master: Tensor) -> None:
 
 
 def refuse_hooks(name: str, parameter: Tensor) -> None:
-    """Raises if the user's parameter has hooks that would run on the raw gradient of one rank.
+    """Refuses a user's parameter with hooks (``register_hook``) that would run on the gradient of one rank alone.
 
     Raises:
-        RuntimeError: names the parameter and the remedy.
+        RuntimeError: the parameter ``name`` has such hooks; the message says what to use.
     """
     if parameter._backward_hooks:
         raise RuntimeError(_HOOK.format(name))
 
 
 def keep_hooks(source: Tensor, target: Tensor) -> None:
-    """Gives ``target`` the post-accumulate hooks of ``source``; the handles that users hold remove them there, too."""
+    """Lets ``target`` share the post-accumulate hooks of ``source``, so that handles that users hold remove them there."""
     if source._post_accumulate_grad_hooks:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
@@ -200,7 +200,7 @@ _HOOK = (
 
 
 def _parameter_of(arguments: Any) -> ShardedParameter | None:
-    """The parameter of the first master in the arguments; None: there is no master, or its strategy was torn down."""
+    """The parameter of the first master in the arguments; None: there is no master, or its strategy is torn down."""
     for leaf in tree_leaves(arguments):
         if isinstance(leaf, Master):
             sharded: ShardedParameter | None = leaf.__dict__[PARAMETER]()
@@ -209,7 +209,7 @@ def _parameter_of(arguments: Any) -> ShardedParameter | None:
 
 
 def is_in_place(name: str) -> bool:
-    """Whether a function or method of this name writes to its first argument: torch's convention, and Python's."""
+    """Whether a function or method of this name writes to its first argument, by torch's convention or Python's."""
     return name.strip("_") in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -244,10 +244,15 @@ def _get_data(master: Tensor) -> Tensor:
 
 
 def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
-    """The reduced gradient of a master, which may have to be bound first; for use inside :data:`as_plain_tensors`.
+    """The reduced gradient of a master, bound first if it is not yet; for use inside :data:`as_plain_tensors`.
 
-    ``waiting``: if there is no reduced gradient, return what waits for the end of a window or an accumulation: this
-    rank's own full sum or, of a gradient that was reduced early, its reduced rows.
+    Args:
+        master: a master, or any other parameter.
+        waiting: if there is no reduced gradient, return what waits for the end of a window or an accumulation.
+
+    Returns:
+        The reduced gradient, a DTensor; with ``waiting`` perhaps this rank's own full sum, [*size], or the reduced rows,
+        a DTensor, of a gradient that was reduced early; None: there is none of these.
     """
     grad: Tensor | None = _GRAD.__get__(master)
     if grad is not None or not isinstance(master, Master):
@@ -263,18 +268,23 @@ def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
 
 
 def bound_gradient(master: Tensor) -> Tensor | None:
-    """The ``grad`` that is bound to a master, and no unbound one; for use inside :data:`as_plain_tensors`."""
+    """The ``grad`` that is bound to a master, or None; binds nothing. For use inside :data:`as_plain_tensors`."""
     return _GRAD.__get__(master)  # type: ignore[no-any-return]
 
 
 def bind_gradient(master: Tensor, grad: Tensor | None) -> None:
-    """Binds ``grad`` to a master and drops no unbound gradient; for use inside :data:`as_plain_tensors`."""
+    """Binds ``grad`` to a master, and drops no unbound gradient. For use inside :data:`as_plain_tensors`."""
     _GRAD.__set__(master, grad)
 
 
 def set_data(master: Tensor, value: Tensor) -> None:
-    """``p.data = value`` copies: the memory stays the strategy's. A value of another shape replaces the parameter, see
-    [Note: other layouts]."""
+    """What ``p.data = value`` does: it copies the value, since the memory stays the strategy's.
+
+    A value of another shape replaces the parameter, see [Note: other layouts].
+
+    Raises:
+        RuntimeError: ``value`` has the parameter's shape and another dtype.
+    """
     sharded = _parameter_of(master)
     if sharded is None:  # an ordinary parameter again
         Tensor.data.__set__(master, value)  # type: ignore[attr-defined]
@@ -293,7 +303,7 @@ def set_data(master: Tensor, value: Tensor) -> None:
 
 
 def _set_grad_dtype(master: Tensor, value: torch.dtype | None) -> None:
-    """Refuses another ``grad_dtype`` than at set-up, when the runtime was told of it."""
+    """Refuses a ``grad_dtype`` other than that at set-up, of which the runtime was told then."""
     sharded, current = _parameter_of(master), _GRAD_DTYPE.__get__(master)
     if sharded is not None and value != current:
         raise RuntimeError(
@@ -323,7 +333,10 @@ def _backward(*args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_clipping(module: str | None) -> None:
-    """Raises if torch's clipping (the name of the calling module) asks for a gradient after a backward has updated."""
+    """Raises if ``module``, the name of the module that asks for a gradient, is that of torch's clipping.
+
+    Called when the backward has updated the parameters already.
+    """
     if module == torch.nn.utils.clip_grad.__name__:
         raise RuntimeError(
             "Gradients cannot be clipped here: with optimizer_in_backward=True the backward has used them already. The "

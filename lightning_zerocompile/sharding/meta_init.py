@@ -21,8 +21,8 @@ class Places:
     Hugging Face's convention). Parameters that `load_pretrained` has found in a folder are read from there instead.
 
     Args:
-        model: with ordinary parameters.
-        device: where parameters on the meta device are initialised.
+        model: a model that is not sharded yet.
+        device: the device on which parameters on the meta device are initialised.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -42,10 +42,11 @@ class Places:
         return self._places[name]
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The parameter itself, on a real device.
+        """The parameter itself, on a real device: initialises its module if it is on the meta device.
 
         Raises:
-            RuntimeError: the parameter is on the meta device and nothing says how to initialise it.
+            RuntimeError: nothing says how to initialise the parameter, or its module's initialiser leaves it on the
+                meta device or uses a tensor there; or the parameter has disappeared.
         """
         module, local_name = self._places[name][0]
         parameter = module._parameters[local_name]
@@ -59,11 +60,20 @@ class Places:
         return parameter
 
     def rows(self, name: str, rank: int, world: int) -> tuple[nn.Parameter, Tensor] | None:
-        """A parameter on the meta device and one rank's rows of its pretrained value, on the CPU.
-
-        None: the parameter has no pretrained value.
+        """A parameter on the meta device, and one rank's rows of its pretrained value, on the CPU.
 
         See [Note: pretrained weights].
+
+        Args:
+            name: the parameter's fully qualified name.
+            rank: the rank, by its place in a group of ``world`` ranks.
+            world: how many ranks the rows are divided among.
+
+        Returns:
+            The parameter and the rows, [<=ceil(d0 / world), ...]; None: the parameter has no pretrained value.
+
+        Raises:
+            RuntimeError: the file cannot be read any more.
         """
         source = self._sources.get(name)
         module, local_name = self._places[name][0]
@@ -84,7 +94,13 @@ class Places:
                 self._initializer_of(module, f"Parameter `{name}`")
 
     def finish(self) -> None:
-        """Initialises modules that have only buffers; afterwards nothing is on the meta device."""
+        """Initialises modules whose buffers are still on the meta device, and forgets where pretrained values are.
+
+        After this nothing of the model is on the meta device.
+
+        Raises:
+            RuntimeError: nothing says how to initialise such a module.
+        """
         for name, module in self._model.named_modules():
             if any(b is not None and b.is_meta for b in module._buffers.values()):
                 self._initialize(module, f"A buffer of `{name}`")
@@ -92,8 +108,8 @@ class Places:
 
     def _initialize(self, module: nn.Module, what: str) -> None:
         initialize = self._initializer_of(module, what)
-        # a tensor that is real already (a tied parameter that was sharded before) stays as it is, and the initialiser
-        # writes to a stand-in
+        # A tensor that is real already (a tied parameter that was sharded before) stays as it is. The initialiser
+        # writes to a stand-in for it.
         parameters = {n: p for n, p in module._parameters.items() if p is not None}
         kept = {n: p for n, p in parameters.items() if not p.is_meta}
         kept_buffers = {n: b for n, b in module._buffers.items() if b is not None and not b.is_meta}
@@ -142,9 +158,10 @@ class Places:
 
 
 def place(model: nn.Module, device: torch.device) -> None:
-    """Moves tensors that are neither parameters nor buffers and that modules keep on their own (torchmetrics' states).
+    """Moves modules without parameters that have an ``_apply`` of their own, such as torchmetrics' metrics.
 
-    From then on ``device`` is the ``device`` attribute of a LightningModule.
+    Such a module may keep tensors that are neither parameters nor buffers. This also sets the ``device`` attribute of
+    LightningModules.
     """
     for module in model.modules():
         if isinstance(module, _DeviceDtypeModuleMixin):

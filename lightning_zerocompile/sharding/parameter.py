@@ -1,10 +1,10 @@
 """One parameter of the model: its master, and how module code reads its full value.
 
 [Note: frozen parameters] A parameter that is frozen when the model is sharded is updated by no optimizer, so its shard
-stays in the parameter's own dtype. It becomes a master where it is first read as one that requires grad: in the next
-step, before it can have a gradient. The shard is widened in place. That changes no value, so what is gathered stays the
-same, and optimizers, states and the C++ runtime know the same objects as before. The shard stays wide when the
-parameter is frozen again.
+stays in the parameter's own dtype. The shard gets the dtype of a trained parameter where the parameter is first read as
+one that requires grad: in the next step, before it can have a gradient. The shard is widened in place. That changes no
+value, so gathered values stay the same, and optimizers, states and the C++ runtime know the same objects as before. The
+shard stays wide when the parameter is frozen again.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ FUNCTORCH = (
 
 
 class Unbound(Protocol):
-    """The kind of gradient of a master that has none bound: "REDUCED", "SUM" or "EARLY"."""
+    """The kind of a gradient that is not bound to its master: its name is "REDUCED", "SUM" or "EARLY".
+
+    See :meth:`ShardedParameter.own_gradient`.
+    """
 
     @property
     def name(self) -> str: ...
 
 
 class Core(Protocol):
-    """What this room asks of the C++ runtime, see ``runtime/core.pyi``; a ``parameter`` is an ``index``."""
+    """What this room asks of the C++ runtime, see ``runtime/core.pyi``. A ``parameter`` is the ``index`` of one."""
 
     def read(self, parameter: int, handle: Tensor, requires_grad: bool, cast: torch.dtype | None = None) -> Tensor: ...
 
@@ -67,8 +70,13 @@ class Core(Protocol):
 
 @dataclass
 class StepState:
-    """Whether the user's step runs (a step of the optimizer does not count), how many regions are entered now, and
-    whether a backward has updated parameters whose step is still to come."""
+    """Where in a step this rank is.
+
+    Attributes:
+        in_step: whether the user's step runs; an optimizer's step does not count.
+        depth: how many regions are entered now.
+        updated: whether a backward has updated parameters, and their optimizer's step is still to come.
+    """
 
     in_step: bool = False
     depth: int = 0
@@ -79,11 +87,11 @@ class StepState:
 class ShardedParameter:
     """One parameter of the model: its master, and how module code reads its full value.
 
-    Tied parameters share one of these.
+    Tied parameters share one object of this class.
     """
 
     name: str  # fully qualified, the first of a tied group
-    index: int  # in the C++ runtime
+    index: int  # the parameter's number in the C++ runtime
     size: tuple[int, ...]
     master: nn.Parameter
     source: Tensor  # of the traced gather: the resident full value, or an empty tensor of its dtype and device
@@ -95,18 +103,24 @@ class ShardedParameter:
     step_state: StepState
     never_used: Callable[[Tensor], bool]  # whether autograd has recorded nothing on a value
     local: Tensor  # the master's rows, [<=rows, ...]: unless ``on_host``, the object that the runtime gathers from
-    trained_dtype: torch.dtype  # of the master while it is trained
-    dtype: torch.dtype  # of the parameter before it was sharded, and again when it is whole
+    trained_dtype: torch.dtype  # the master's dtype while it is trained
+    dtype: torch.dtype  # the parameter's dtype before it was sharded, and again when it is whole
     original: TensorWeakRef  # the parameter before it was sharded; gone, unless somebody else holds it
-    grad_dtype: torch.dtype | None  # of the parameter before it was sharded; ``None``: each gradient keeps its own
+    grad_dtype: torch.dtype | None  # the parameter's, before it was sharded; ``None``: each gradient keeps its own
     places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)  # modules that have it, and its name
     renewed: nn.Parameter | None = None  # what took its place by `p.data = value`, see [Note: other layouts]
     on_host: bool = False  # whether ``local`` is in host memory, see [Note: masters in host memory]
 
     def read(self, current: Tensor | None, cast: torch.dtype | None = None) -> Tensor | None:
-        """The full value, ``size``, or ``current`` itself if somebody replaced the master (``functional_call``).
+        """The full value, ``[*size]``, or ``current`` itself if somebody has replaced the master (``functional_call``).
 
-        ``cast``: the dtype of the result, for code that computes in no other and hands the value to nobody.
+        Args:
+            current: what the module that is read holds in the parameter's place.
+            cast: the dtype of the result, for code that computes in no other dtype and gives the value to nobody; None:
+                the dtype that the parameter is gathered in, and the result is what user code may have.
+
+        Raises:
+            RuntimeError: a torch.func transform is active.
         """
         if current is not self.master:
             return current
@@ -123,14 +137,17 @@ class ShardedParameter:
         return as_unsharded(value, self, watched)
 
     def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...], torch.dtype | None]:
-        """What the compiler sees: a handle that requires grad exactly when the parameter does now."""
+        """The arguments of the traced gather: source, handle, size, and the dtype of this use's gradient.
+
+        The handle requires grad exactly when the parameter does now.
+        """
         if self.master.requires_grad:
             self.widen()
         handle = self.handle if self.master.requires_grad else self.frozen_handle
         return self.source, handle, self.size, self.use_grad_dtype
 
     def widen(self) -> None:
-        """Makes the shard of a parameter that was frozen a master, see [Note: frozen parameters]."""
+        """Gives the shard of a parameter that was frozen ``trained_dtype``, see [Note: frozen parameters]."""
         if self.local.dtype == self.trained_dtype:
             return
         with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
@@ -145,7 +162,12 @@ class ShardedParameter:
     def keep_rows(self, rows: Tensor, on_host: bool) -> None:
         """Makes ``rows``, which have the values of ``local``, the master's memory.
 
-        Gathers read what they have read before; see [Note: masters in host memory] in csrc/registry.cpp.
+        Gathers still read the memory that they have read before: see [Note: masters in host memory] in
+        csrc/registry.cpp.
+
+        Args:
+            rows: this rank's rows, [<=rows, ...].
+            on_host: whether they are in host memory, while the master's mesh is one of devices.
         """
         master: Any = self.master
         master._local_tensor = self.local = rows
@@ -153,7 +175,7 @@ class ShardedParameter:
         mark_on_host(master, on_host)
 
     def widen_for(self, value: Any) -> None:
-        """:meth:`widen` if the shard cannot hold the loaded ``value`` to the bit; all ranks decide alike."""
+        """Calls :meth:`widen` if the shard cannot hold the loaded ``value`` to the bit. All ranks decide alike."""
         narrow = self.local.dtype
         if narrow == self.trained_dtype or not isinstance(value, Tensor) or not value.is_floating_point():
             return
@@ -168,8 +190,10 @@ class ShardedParameter:
         self.master.requires_grad_(value)
 
     def renew(self, value: Tensor) -> None:
-        """Puts a parameter of another shape in the place of this one, in all modules that have it, until the next step
-        lays the model out anew; see [Note: other layouts] in replaced.py."""
+        """Puts a parameter of another shape in the place of this one, in all modules that have it.
+
+        It stays there until the next step lays the model out anew: see [Note: other layouts] in replaced.py.
+        """
         with as_plain_tensors():
             self.renewed = nn.Parameter(value.detach(), requires_grad=self.master.requires_grad)
         for held, name in self.places:
@@ -178,9 +202,11 @@ class ShardedParameter:
                 module._parameters[name] = self.renewed
 
     def take_rows(self, rows: Tensor, grad: Tensor | None) -> None:
-        """Gives the master this rank's rows and gradient of a former layout, both [<=rows, ...]; see [Note: other
-        layouts] in replaced.py."""
-        if rows.dtype != self.local.dtype:  # it was frozen, and its shard is a master's already
+        """Gives the master this rank's rows and gradient of a former layout, both [<=rows, ...].
+
+        See [Note: other layouts] in replaced.py.
+        """
+        if rows.dtype != self.local.dtype:  # the parameter is frozen, and its former shard was widened before
             self.widen()
         with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
             self.local.copy_(rows)
@@ -188,7 +214,7 @@ class ShardedParameter:
             self.bind_gradient(grad)
 
     def bind_gradient(self, local: Tensor) -> Tensor:
-        """Makes ``local``, this rank's rows of the reduced gradient, the master's ``grad``.
+        """Makes ``local``, this rank's rows of the reduced gradient, the master's ``grad``, and returns that DTensor.
 
         See [Note: unread gradients] in csrc/gradients.cpp.
         """
@@ -199,13 +225,13 @@ class ShardedParameter:
         return grad
 
     def own_gradient(self, value: Tensor, kind: str) -> Tensor:
-        """The ``grad`` of the master, which has none bound.
+        """What ``grad`` of a master is that has no gradient bound.
 
         Args:
             value: the gradient that the runtime has.
             kind: the name of its ``Unbound``. "REDUCED": ``value`` is this rank's rows, which become the master's
-                ``grad``. "SUM": it is this rank's own full sum, [*size]. "EARLY": it is this rank's rows of what a
-                window has reduced already.
+                ``grad``. "SUM": ``value`` is this rank's own full sum, [*size]. "EARLY": ``value`` is this rank's rows
+                of the part that a window has reduced already.
         """
         if kind == "REDUCED":
             return self.bind_gradient(value)
@@ -227,7 +253,7 @@ class ShardedParameter:
         self.core.drop_waiting(self.index)
 
     def like_master(self, value: Any) -> Any:
-        """A full tensor of the parameter's size as this rank's shard of it; anything else as it is."""
+        """This rank's shard of a full tensor of the parameter's size, as a DTensor; anything else unchanged."""
         if (
             type(value) in (Tensor, nn.Parameter, Unsharded, Watched)
             and value.dim() > 0

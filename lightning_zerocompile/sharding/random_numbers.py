@@ -1,7 +1,7 @@
 """Random numbers drawn into parameters.
 
-[Note: random numbers] Equal seeds would give every rank the same rows: each rank draws all of them, as under DDP, and
-keeps its own.
+[Note: random numbers] If each rank drew only its own rows, equal seeds would give all ranks the same rows. So each rank
+draws all rows, as under DDP, and keeps its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def scheme(name: str, caller: FrameType) -> str:
 
 
 def refuse(name: str, sharded: ShardedParameter | None) -> None:
-    """Raises for a shard that would be drawn on its own.
+    """Refuses to let a function ``name`` draw random numbers for a shard alone.
 
     Raises:
         RuntimeError: names the parameter and the remedy. If ``sharded`` is None nothing is raised.
@@ -59,12 +59,18 @@ def draw(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls ``func``, see [Note: random numbers].
+    """Calls ``func``, which draws random numbers, see [Note: random numbers].
 
     Args:
+        func: the function.
+        name: its name, see :func:`are_drawn`.
         masters: the masters among the arguments.
-        sharded: the parameter of the first master; ``None``: its strategy was torn down.
-        whole: the full value of a master.
+        sharded: the parameter of the first master; ``None``: its strategy is torn down.
+        whole: returns the full value of a master, and anything else as it is.
+        args, kwargs: the arguments of ``func``.
+
+    Returns:
+        The function's result; where it writes to a master, that master.
 
     Raises:
         RuntimeError: the numbers depend on a master's values, and outside a step there are no full values.
