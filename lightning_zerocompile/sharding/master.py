@@ -184,7 +184,7 @@ def refuse_hooks(name: str, parameter: Tensor) -> None:
 
 
 def keep_hooks(source: Tensor, target: Tensor) -> None:
-    """Lets ``target`` share the post-accumulate hooks of ``source``, so that handles that users hold remove them there."""
+    """Lets ``target`` share the post-accumulate hooks of ``source``; handles that users hold remove them there, too."""
     if source._post_accumulate_grad_hooks:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
@@ -251,8 +251,8 @@ def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
         waiting: if there is no reduced gradient, return what waits for the end of a window or an accumulation.
 
     Returns:
-        The reduced gradient, a DTensor; with ``waiting`` perhaps this rank's own full sum, [*size], or the reduced rows,
-        a DTensor, of a gradient that was reduced early; None: there is none of these.
+        The reduced gradient, a DTensor. With ``waiting``, if there is none, this rank's own full sum, [*size], or the
+        reduced rows of a gradient that was reduced early, a DTensor. None: there is none of these.
     """
     grad: Tensor | None = _GRAD.__get__(master)
     if grad is not None or not isinstance(master, Master):

@@ -1,9 +1,9 @@
-"""Module parameters -> sharded masters, and back.
+"""Puts sharded masters in the place of module parameters, and full parameters back.
 
 [Note: class swap] A sharded module keeps its masters in ``_parameters``, so ``parameters()``, ``state_dict`` keys and
-optimizers see what they expect; its class is replaced by a subclass in which each parameter's name is a property that
-returns the gathered value. The property calls the traced operator under a compiler and the runtime otherwise. It is
-never compiled as a frame of its own (``skip_code``): its gather would be in a graph that none of our passes sees.
+optimizers see what they expect. Its class is replaced by a subclass, in which each parameter's name is a property that
+returns the gathered value. Under a compiler the property calls the traced operator, otherwise the runtime. It is never
+compiled as a frame of its own (``skip_code``): its gather would be in a graph that none of our passes sees.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PARAMETERS = "_zerocompile_parameters"
 TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, the arguments of the operator `gather`
 CAST = TRACED + "cast:"  # + name: the source of the traced gather of the cast, an empty tensor of its dtype
 BASE = "_zerocompile_base"
-CLASSES = "_zerocompile_classes"  # where the class comes from
+CLASSES = "_zerocompile_classes"  # the :class:`ClassCache` that has made the class
 
 
 # ---- reading ----
@@ -65,7 +65,7 @@ def _property(name: str) -> property:
         return self.__dict__[PARAMETERS][name].read(current)
 
     def put(self: nn.Module, value: object) -> None:
-        """Called if ``value`` is no parameter; see [Note: parameters under other names]."""
+        """Called if ``value`` is no parameter, see [Note: parameters under other names]."""
         if name in self._parameters:
             raise AttributeError(f"`{name}` of a sharded {type(self).__name__} is a parameter: it cannot be set so.")
         _forget_removed(self)
@@ -102,7 +102,7 @@ def _register_parameter(self: nn.Module, name: str, param: Any) -> None:
 
 
 def _forget_removed(module: nn.Module) -> None:
-    """The module has no property any more of names that it has no parameter of."""
+    """Removes the module's properties for names under which it has no parameter any more."""
     members = module.__dict__
     held = members.get(PARAMETERS, {})
     for name in [name for name in held if name not in module._parameters]:
@@ -124,8 +124,8 @@ def _copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """``copy.deepcopy``: an ordinary module with full parameters, on every rank's device; collective.
 
     [Note: copies] ``memo`` is deepcopy's own table of what is copied already, by ``id``. Each master's copy is put
-    there first, so that whatever refers to the master (a tied module, a list) finds the same full parameter. Where an
-    optimizer was copied before, the table has a copy of the rows, which gives way.
+    there first, so that everything that refers to the master (a tied module, a list) gets the same full parameter. If
+    an optimizer was copied before, the table has a copy of the rows, which the full parameter replaces.
 
     Raises:
         RuntimeError: another rank does not copy the module.
@@ -156,8 +156,10 @@ def _copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _described(self: nn.Module) -> nn.Module:
-    """The module with masters as its attributes, for code that describes it: torch's layers ask for their ``bias`` to
-    print themselves, and one rank may print alone."""
+    """The module with masters as its attributes, for code that describes it.
+
+    torch's layers read their ``bias`` to print themselves. One rank may print alone, so that must not gather.
+    """
     base: Any = getattr(type(self), BASE)
     seen: nn.Module = object.__new__(base)
     seen.__dict__.update(self.__dict__)
@@ -173,7 +175,7 @@ def _extra_repr(self: nn.Module) -> str:
 
 
 def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
-    """What ``named_parameters`` yields under this name. torch's own would read the attribute: the gathered value."""
+    """What ``named_parameters`` yields under this name. torch's own method would read the attribute, and so gather."""
     path, _, name = target.rpartition(".")
     module = self.get_submodule(path)
     if name in module.__dict__.get(PARAMETERS, ()) and (parameter := module._parameters.get(name)) is not None:
@@ -183,8 +185,10 @@ def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
 
 
 def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-    """Full tensors load into the shards at any time: each rank takes its rows. With ``assign=True`` they replace the
-    parameters, as in torch; see [Note: replaced parameters]."""
+    """Loads full tensors into the shards, at any time: each rank takes its rows.
+
+    With ``assign=True`` they replace the parameters, as in torch, see [Note: replaced parameters].
+    """
     assigns = bool(args) and args[0].get("assign_to_params_buffers", False)
     for name, sharded in self.__dict__[PARAMETERS].items():
         if prefix + name in state_dict and not assigns:
@@ -206,10 +210,10 @@ def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """transformers' ``generate``, which runs as many forwards on each rank as the longest text of all needs.
 
     [Note: generation] Each forward at stage 3 takes all ranks, and their texts differ in length. transformers syncs the
-    ranks by itself for strategies that it knows (``synced_gpus=None``). It does not know this one, so it is told to.
-    Its synchronisation blocks inside torch, so the ranks compare first that all of them generate. Where no forward
-    gathers (stages 1 and 2, kept parameters, inside ``full_parameters``) ranks may generate alone, and nothing is
-    synced. Nor is it inside ``strategy.unequal()``, where no rank runs forwards for another one.
+    ranks by itself for strategies that it knows (``synced_gpus=None``). It does not know this one, so the argument is
+    set here. transformers' synchronisation blocks inside torch, so the ranks first compare that all of them generate.
+    Where no forward gathers (stages 1 and 2, kept parameters, inside ``full_parameters``) ranks may generate alone, and
+    nothing is synced. Inside ``strategy.unequal()`` nothing is synced either: there no rank runs forwards for others.
 
     Raises:
         RuntimeError: another rank does not generate.
@@ -223,7 +227,7 @@ def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _gathering(model: nn.Module) -> Reads | None:
-    """The object that compares the ranks, if a forward of ``model`` gathers; None: it gathers nothing."""
+    """What compares the ranks, if a forward of ``model`` needs all of them; None: ranks may run it alone."""
     found = [sharded for module in modules_of(model) for sharded in module.__dict__.get(PARAMETERS, {}).values()]
     with as_plain_tensors():
         used = [sharded for sharded in found if not sharded.source.numel() and sharded.master.numel()]
@@ -236,17 +240,23 @@ def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
 
 
 def _ignore_flat_weights(self: nn.RNNBase, value: object) -> None:
-    """RNNs cache their weights in a list; a sharded one reads them anew."""
+    """RNNs cache their weights in a list. A sharded one reads them anew, so the list is dropped."""
 
 
 class ClassCache:
-    """One subclass per class, parameter names and forward, so equal modules keep equal types and share code."""
+    """Makes one subclass per class, parameter names and forward: equal modules keep equal types, and share code."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, frozenset[str], Callable[..., Any] | None], type] = {}
 
     def swap(self, module: nn.Module, names: frozenset[str], forward: Callable[..., Any] | None = None) -> None:
-        """Replaces the module's class; ``forward`` replaces its method (a region: see compile/regions.py)."""
+        """Replaces the module's class by a subclass.
+
+        Args:
+            module: the module.
+            names: names to have properties, beside those that the module has already.
+            forward: replaces the method (for a region, see compile/regions.py); None: it stays as it is.
+        """
         base = getattr(type(module), BASE, type(module))
         names = names | frozenset(module.__dict__.get(PARAMETERS, ()))
         forward = forward or type(module).__dict__.get("_zerocompile_forward")
@@ -258,7 +268,7 @@ class ClassCache:
             module.__dict__.pop("_flat_weights", None)
 
     def add(self, module: nn.Module, name: str, sharded: ShardedParameter) -> None:
-        """Lets the module read the parameter, which it has in ``_parameters``, through its record."""
+        """Lets the module read the parameter ``name``, which is in its ``_parameters``, through ``sharded``."""
         module.__dict__.setdefault(PARAMETERS, {})[name] = sharded
         module.__dict__[TRACED + name] = sharded.traced()
         sharded.places.append((weakref.ref(module), name))
@@ -292,8 +302,7 @@ KEPT = "_zerocompile_kept"
 
 
 class Kept:
-    """What is made once for a class of models and serves every run of it, see [Note: repeated runs] in
-    compile/backend.py.
+    """What is made once for a class of models, for all its runs, see [Note: repeated runs] in compile/backend.py.
 
     It belongs to the class of the whole model and dies with it. A copy of that class (one that is pickled by value)
     starts with an empty one.
@@ -301,8 +310,8 @@ class Kept:
 
     def __init__(self) -> None:
         self.classes = ClassCache()
-        self.forwards: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}  # of regions
-        self.islands: dict[tuple[Callable[..., Any], torch.dtype | None], Callable[..., Any]] = {}  # their forwards
+        self.forwards: dict[tuple[type, Callable[..., Any]], Callable[..., Any]] = {}  # the regions' forwards
+        self.islands: dict[tuple[Callable[..., Any], torch.dtype | None], Callable[..., Any]] = {}  # the islands' ones
         self.graphs: list[tuple[Any, Any]] = []  # by configuration; the last one used comes last
 
     def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
@@ -310,7 +319,7 @@ class Kept:
 
 
 def kept_with(model: nn.Module) -> Kept:
-    """The :class:`Kept` of the class of ``model``. On a class of torch's or Lightning's none is kept: it is new."""
+    """The :class:`Kept` of the class of ``model``. For a class of torch's or Lightning's it is new at each call."""
     owner: Any = getattr(type(model), BASE, type(model))
     if owner.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
         return Kept()
@@ -324,15 +333,15 @@ def kept_with(model: nn.Module) -> Kept:
 
 
 def install(classes: ClassCache, module: nn.Module, name: str, sharded: ShardedParameter) -> None:
-    """Puts the master where the parameter was and lets the module read through its record."""
+    """Puts the master of ``sharded`` where the parameter was, and lets the module read it through ``sharded``."""
     module._parameters[name] = sharded.master
     classes.add(module, name, sharded)
 
 
 def swap_others(classes: ClassCache, model: nn.Module) -> None:
-    """Also swaps the classes of modules that hold sharded ones: their ``deepcopy``, for one, must be whole, too."""
+    """Swaps the classes of modules that hold sharded modules, too: for example, their ``deepcopy`` must be whole."""
     for module in modules_of(model):
-        compiled = isinstance(module, torch._dynamo.OptimizedModule)  # it asks the module inside for everything
+        compiled = isinstance(module, torch._dynamo.OptimizedModule)  # such a module asks the one inside for everything
         if (
             not compiled
             and not hasattr(type(module), BASE)
@@ -342,8 +351,10 @@ def swap_others(classes: ClassCache, model: nn.Module) -> None:
 
 
 def refresh(modules: Iterable[nn.Module]) -> bool:
-    """Lets the compiler see the parameters as they are now: a frozen parameter has another handle, and a parameter that
-    stays gathered has another source.
+    """Lets the compiler see the parameters as they are now.
+
+    A parameter that was frozen or unfrozen has another handle, and one that stays gathered from now on has another
+    source.
 
     Returns:
         Whether the modules hold their own parameters: ``functional_call`` puts others in their place for a while.
@@ -391,19 +402,19 @@ class Layers:
         return False
 
     def gone(self, model: nn.Module) -> list[nn.Module]:
-        """Those that the model has no longer, and somebody still holds."""
+        """The modules that ``model`` had and has no longer, and that somebody still holds."""
         left = set(modules_of(model))
         found = dict.fromkeys(module for held in self._modules.values() if (module := held()) is not None)
         return [module for module in found if module not in left]
 
 
 def refresh_all(model: nn.Module, modules: Sequence[nn.Module], layers: Layers) -> Changes:
-    """:func:`refresh` of every module of ``model``.
+    """Calls :func:`refresh` for every module of ``model``, and looks what users have put into it.
 
     Args:
-        model: for the names in messages.
-        modules: of ``model``.
-        layers: of ``model``, when it was sharded.
+        model: the model, for names.
+        modules: the modules of ``model``.
+        layers: the modules of ``model`` when it was sharded.
 
     Returns:
         What somebody has put in place of parameters, see [Note: replaced parameters] in replaced.py.
@@ -456,7 +467,7 @@ def _replaced(model: nn.Module, modules: Sequence[nn.Module]) -> dict[ShardedPar
 
 
 def path_of(model: nn.Module, module: nn.Module, name: str) -> str:
-    """The fully qualified name of a module's parameter."""
+    """The fully qualified name, in ``model``, of the parameter ``name`` of ``module``."""
     path = next(path for path, other in model.named_modules() if other is module)
     return f"{path}.{name}" if path else name
 
@@ -470,7 +481,7 @@ def owner_of(model: nn.Module) -> Core | None:
 
 
 def refuse_shards(model: nn.Module) -> None:
-    """From now on a module of ``model`` that holds a shard raises when it is called or its state is asked for.
+    """Lets each module of ``model`` that holds a shard raise when it is called, or when its state is asked for.
 
     A forward would mix the shard with full tensors, and a ``state_dict`` would hold this rank's rows without a word.
     """
@@ -494,8 +505,8 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
     parameter is whole at a time. If this raises, the model is as it was before.
 
     Args:
-        model: a sharded one.
-        group: of the same ranks, on the CPU; it communicates instead of the shard group.
+        model: a sharded model.
+        group: a group on the CPU, of the shard group's ranks; it communicates instead of the shard group.
 
     Returns:
         The whole parameters, by their masters. A parameter that somebody still holds is the same object as before.
@@ -505,7 +516,7 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
         for sharded in module.__dict__.get(PARAMETERS, {}).values():
             if sharded not in full:
                 full[sharded] = _whole_parameter(sharded, _whole_value(sharded, group))
-                attributes = {  # those that users have set on the parameter, and none of ours
+                attributes = {  # what users have set on the parameter, without what this package has set
                     name: value
                     for name, value in vars(sharded.master).items()
                     if name != "_is_param" and not name.startswith("_zerocompile")
@@ -529,7 +540,7 @@ def _whole_value(sharded: ShardedParameter, group: dist.ProcessGroup | None) -> 
 
 
 def _whole_parameter(sharded: ShardedParameter, value: Tensor) -> nn.Parameter:
-    """``value`` as the object that the parameter was before, if somebody still holds it: an optimizer, a list."""
+    """``value`` as a parameter: the same object as before, if somebody (an optimizer, a list) still holds that one."""
     original, requires_grad = sharded.original(), sharded.master.requires_grad
     if type(original) is not nn.Parameter or original.is_meta or original.dtype != value.dtype:
         return nn.Parameter(value, requires_grad=requires_grad)
@@ -538,7 +549,7 @@ def _whole_parameter(sharded: ShardedParameter, value: Tensor) -> nn.Parameter:
 
 
 def restore_classes(model: nn.Module) -> None:
-    """Gives every module its own class back; parameters stay what they are."""
+    """Gives every module its own class back. Parameters stay what they are, but masters are no longer managed."""
     for module in model.modules():
         for sharded in module.__dict__.get(PARAMETERS, {}).values():
             release_master(sharded.master)
@@ -553,7 +564,7 @@ def restore_classes(model: nn.Module) -> None:
 
 
 def remove_regions(model: nn.Module) -> None:
-    """Removes every module's region and what casts its inputs; ``restore_classes`` restores the classes."""
+    """Removes every module's region, island and cast of inputs; :func:`restore_classes` restores the classes."""
     for module in model.modules():
         module.__dict__.pop(ISLAND, None)
         module.__dict__.pop(REGION, None)
@@ -581,7 +592,11 @@ def release_gone(gone: Iterable[nn.Module], lost: Sequence[ShardedParameter]) ->
 
 
 def make_whole(model: nn.Module) -> dict[Tensor, Tensor]:
-    """Unshards the model, whichever engine has sharded it; collective. Returns the parameters by their masters."""
+    """Makes the model whole, on the CPU, whichever engine has sharded it; collective.
+
+    Returns:
+        The whole parameters, by their masters.
+    """
     owner = owner_of(model)
     if owner is not None:
         owner.write_back()
@@ -592,7 +607,11 @@ def make_whole(model: nn.Module) -> dict[Tensor, Tensor]:
 
 
 def take_over(model: nn.Module) -> None:
-    """Makes a model whole that another strategy has left sharded (``unshard_after_fit=False``)."""
+    """Makes a model whole that another strategy has left sharded (``unshard_after_fit=False``); collective if it has.
+
+    Raises:
+        RuntimeError: the model has a parameter that cannot be sharded, see :func:`check_whole`.
+    """
     if owner_of(model) is not None:
         make_whole(model)
     check_whole(model)

@@ -1,6 +1,6 @@
-"""Model -> units (gathered and reduced together) and regions (compiled together).
+"""Divides a model into units (what is gathered and reduced together), and finds the blocks that become regions.
 
-Both follow from the order of the modules alone, so they are the same on every rank.
+Both follow from the modules, their order and the options alone, so they are the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ class UnitPlan:
 
     name: str
     parameters: list[str] = field(default_factory=list)  # fully qualified names, the first of each tied group
-    bytes: int = 0
+    bytes: int = 0  # of the gathered values
     block: nn.Module | None = None  # the repeated block that this unit is, if it is one
     kept: bool = False  # stays gathered from one optimizer step to the next, at every stage
 
 
 def signature(module: nn.Module, kind: type | None = None) -> tuple[object, ...]:
-    """What makes two modules equal to the compiler: class (or ``kind``), every parameter's name, shape and dtype."""
+    """What makes two modules equal to the compiler: class (or ``kind``), and parameters' names, shapes and dtypes."""
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
     return (kind or type(module), parameters)
 
 
 def _is_block(module: nn.Module) -> bool:
-    """A module that is worth a graph of its own: it has parameters and is composed of other modules."""
+    """Whether a module is worth a graph of its own: it has parameters, and it is composed of other modules."""
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     has_children = next(module.children(), None) is not None
     return has_children and not isinstance(module, containers) and next(module.parameters(), None) is not None
 
 
 def _plain(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """What ``torch.compile`` was given, if that has made the module, with its name."""
+    """The name and the module; if ``torch.compile`` has made the module, those of what it was given."""
     while isinstance(module, torch._dynamo.OptimizedModule):
         name, module = f"{name}._orig_mod", module._orig_mod
     return name, module
@@ -80,10 +80,11 @@ def _is_inside(name: str, modules: Sequence[str]) -> bool:
 
 
 def check_names(model: nn.Module, modules: Sequence[str]) -> None:
-    """Raises if one of the names that the user gave names nothing in the model.
+    """Checks the names in the option ``keep_gathered``.
 
     Raises:
-        ValueError: names it, and the names that there are.
+        ValueError: the model has no module with parameters, and no parameter, of one of the names; the message also
+            lists the model's children.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for module in modules:
@@ -105,16 +106,20 @@ def plan_units(
 ) -> list[UnitPlan]:
     """Partitions the model's parameters into units.
 
-    Each repeated block is a unit; the parameters before, between and after the blocks are grouped in module order
-    until a group holds ``unit_bytes`` bytes of gathered values.
+    Each repeated block is a unit. The parameters before, between and after the blocks are grouped in module order, into
+    units of up to ``unit_bytes`` bytes of gathered values. A larger parameter is a unit of its own.
 
     Args:
         model: the module to shard.
-        unit_bytes: size in bytes above which a group is closed.
-        dtype: what floating-point parameters are gathered in; ``None``: their own dtype.
-        keep_gathered: names of modules or parameters whose units are marked as kept.
+        unit_bytes: size in bytes that a group does not exceed.
+        dtype: the dtype that floating-point parameters are gathered in; ``None``: their own.
+        keep_gathered: names of modules or parameters whose units are marked as kept. A block is, if its first parameter
+            is among them.
         join_blocks: whether consecutive small blocks form groups, too; for models whose blocks are not compiled alone.
         islands: what is gathered in float32.
+
+    Returns:
+        The units in module order; every parameter is in one of them.
     """
     blocks = find_blocks(model)
     block_of = {f"{name}.": (name, block) for name, block in blocks}
@@ -139,7 +144,7 @@ def plan_units(
 
 
 def _joined(units: list[UnitPlan], unit_bytes: int, blocks: bool) -> list[UnitPlan]:
-    """Joins consecutive units to groups of up to ``unit_bytes`` and splits none; ``blocks``: joins blocks, too."""
+    """Joins consecutive units into groups of up to ``unit_bytes``, and splits none; with ``blocks``, blocks, too."""
     joined: list[UnitPlan] = []
     for unit in units:
         group = joined[-1] if joined else None

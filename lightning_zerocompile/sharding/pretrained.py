@@ -2,8 +2,8 @@
 
 [Note: pretrained weights] :func:`load_pretrained` compares the folder with the module by the files' headers. For a
 parameter on the meta device it reads no value: it stores in the module where the value lies. Each rank reads its own
-rows of the value when the parameter's unit is sharded, and no rank sends them to another. The stored place is copied by
-a deep copy of the module. It is used if the parameter is still on the meta device when the model is sharded.
+rows of the value when the parameter's unit is sharded, and no rank sends them to another. A deep copy of the module has
+the stored place, too. It is used only if the parameter is still on the meta device when the model is sharded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-SOURCES = "_zerocompile_pretrained"  # attribute of a module: by the local name of a parameter, its :class:`Source`
+SOURCES = "_zerocompile_pretrained"  # attribute of a module: the :class:`Source` of parameters, by their local names
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # Hugging Face's names
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -30,7 +30,7 @@ _SHOWN = 8  # names that a message lists at most
 
 
 def _open(file: str) -> Any:
-    """The open file, a context manager; its reads are on the CPU.
+    """The open file, a context manager; it gives tensors on the CPU.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -44,7 +44,7 @@ def _open(file: str) -> Any:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor in a file: its ``name`` there, its ``shape`` and ``dtype`` (``None``: torch has no such dtype)."""
+    """A tensor in a file: the file's path, and the tensor's name there, shape and dtype (``None``: unknown here)."""
 
     file: str
     name: str
@@ -77,8 +77,9 @@ class Source:
 
 
 def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], cast: bool = False) -> None:
-    """Lets ``module`` have the values in ``folder``: safetensors files with Hugging Face's names, and the index file
-    where there are several.
+    """Gives ``module`` the values in ``folder``.
+
+    The folder has safetensors files with Hugging Face's names, and their index file if there are several.
 
     Call it on every rank, in ``configure_model`` or before. The value of a parameter on the meta device is not read
     before the strategy shards it. Then each rank reads its own rows, one unit after the other. So no rank ever holds
@@ -88,7 +89,7 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], cast: boo
 
     Args:
         module: an ordinary module, best built under ``torch.device("meta")``; its ``state_dict`` names are the files'.
-        folder: a local one that every rank sees.
+        folder: a local folder, which every rank sees.
         cast: whether floating-point tensors may have another dtype than the module's: they are cast to it.
 
     Raises:
@@ -130,7 +131,7 @@ def forget_sources(module: nn.Module) -> None:
 
 
 def _sources(folder: Path) -> dict[str, Source]:
-    """Every tensor of the folder, from the headers of its files."""
+    """Every tensor of the folder by its name, from the headers of the files."""
     index = folder / INDEX
     if (folder / SINGLE).is_file():  # `from_pretrained` prefers this file, too
         files = [folder / SINGLE]
@@ -163,7 +164,7 @@ class SavedTensor(NamedTuple):
 
 
 def saved_tensors(module: nn.Module) -> Iterator[SavedTensor]:
-    """The tensors that ``state_dict`` saves; a tied tensor comes once for each of its names."""
+    """The tensors that ``state_dict`` saves. A tied tensor comes once for each of its names."""
     for path, holder in module.named_modules(remove_duplicate=False):
         buffers = {n: b for n, b in holder._buffers.items() if n not in holder._non_persistent_buffers_set}
         for name, tensor in {**holder._parameters, **buffers}.items():

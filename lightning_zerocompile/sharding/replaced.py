@@ -6,18 +6,18 @@ the new one. The same happens here, from the next step on. The record of the par
 and its master, and the master takes the new values (rank 0's, as at set-up). Where optimizers still hold the old
 parameter they get a :class:`Former`, with its values, its gradient and its state. Where an optimizer was given the new
 parameter, it gets the master. Until the next step the new parameter is a plain tensor. Modules, compiled or not,
-compute with it, and its gradient would be that of one rank, so a backward before that step raises.
+compute with it. Its gradient would be that of one rank, so if a backward gives it one, the next step raises.
 
 [Note: other layouts] A new parameter of another shape or dtype, or one of a layer that was put in the place of another
 layer, does not fit into the record, the unit and the graphs of the old one. Then the whole model is laid out anew
-before the step: it is made whole and sharded again, as between two fits. What was there stays: the rows of masters (in
-half precision whole values have fewer bits), gradients, the states of optimizers. ``p.data = value`` of another shape
-is such a replacement too, but of the same object, so optimizers go on with the new parameter. Their old state for it
-does not fit, and is dropped with a warning.
+before the step: it is made whole and sharded again, as between two fits. What was there stays: the rows of masters
+(since whole values in half precision would have fewer bits), gradients, the states of optimizers. ``p.data = value`` of
+another shape is such a replacement, too, but of the same object, so optimizers go on with the new parameter. Their old
+state for it does not fit, and is dropped with a warning.
 
 All ranks must have replaced the same parameters. In a step in which no rank has replaced any, nothing is communicated.
-A rank that has replaced one asks the others. A rank that has not does not answer, so the two are found as any other
-knot, see [Note: ranks that wait for each other].
+A rank that has replaced one asks the others. A rank that has not does not answer, so the two are found as a knot, see
+[Note: ranks that wait for each other].
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Changes:
     """What users have put into the model since the last step.
 
     Attributes:
-        replaced: the new parameters, by the records of those in whose place they are.
+        replaced: the new parameters, by the records of the parameters in whose place they are.
         layers: the parameters of layers that were put in the place of others, by their fully qualified names.
     """
 
@@ -69,21 +69,22 @@ class Changes:
 
     @property
     def names(self) -> list[str]:
-        """Fully qualified, of all parameters that are new."""
+        """The fully qualified names of all parameters that are new."""
         return [*(sharded.name for sharded in self.replaced), *self.layers]
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that are new, each once."""
+        """All parameters that are new, each once."""
         return list(dict.fromkeys([*self.replaced.values(), *self.layers.values()]))
 
 
 def check_alike(changes: Changes, messages: Messages) -> None:
-    """Raises unless every rank has put the same parameters in place of the same ones.
+    """Raises unless every rank has put the same parameters in the place of the same ones.
 
-    Collective if all ranks have replaced parameters.
+    It waits for all ranks. A rank calls it only if it has replaced parameters.
 
     Raises:
-        RuntimeError: names the first parameter, and what is wrong with the new one, or the rank that has another.
+        RuntimeError: a new parameter cannot be used, the ranks have replaced different ones, or another rank does not
+            come here. The message names a parameter, and what is wrong with the new one or which ranks differ.
     """
     first = changes.names[0]
     mine = f"Parameter `{first}` was replaced after the model was sharded on rank {dist.get_rank()}"
@@ -127,8 +128,10 @@ def _described(name: str, sharded: ShardedParameter | None, parameter: nn.Parame
 
 
 def former_of(sharded: ShardedParameter) -> Tensor:
-    """A copy of the parameter as it is now, without a record: this rank's rows, and the gradient, which it takes away
-    from the master."""
+    """A :class:`Former` that copies this rank's rows of the parameter as they are now, and its gradient.
+
+    The master has no gradient after this.
+    """
     master = sharded.master
     with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
         grad = gradient_of(master)
@@ -144,13 +147,14 @@ def former_of(sharded: ShardedParameter) -> Tensor:
 
 
 def former_in(mesh: DeviceMesh, name: str, rows: DTensor, requires_grad: bool, grad: Tensor | None) -> Tensor:
-    """:func:`former_of` for the parameter ``name`` of a model that was laid out anew.
+    """A :class:`Former` for the parameter ``name`` of a model that was laid out anew; see :func:`former_of`.
 
     Args:
-        mesh: of the new layout; the rows are the same.
-        rows: the master's, as they were, over the former mesh.
-        requires_grad: the parameter's.
-        grad: this rank's rows of its gradient, or None.
+        mesh: the mesh of the new layout, in which each rank has the same rows.
+        name: the parameter's fully qualified name.
+        rows: the rows of the former master, in the former mesh; their memory is used, not copied.
+        requires_grad: whether the parameter was trained.
+        grad: this rank's rows of its gradient, [<=rows, ...]; None: it has none.
     """
     with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
         former: Tensor = nn.Parameter(in_mesh(rows, mesh), requires_grad=requires_grad)
@@ -163,7 +167,7 @@ def former_in(mesh: DeviceMesh, name: str, rows: DTensor, requires_grad: bool, g
 
 
 def as_rows(sharded: ShardedParameter) -> DTensor:
-    """This rank's rows of the parameter, over the master's memory, without a record."""
+    """This rank's rows of the parameter, as a DTensor over the master's memory that belongs to no parameter."""
     return over_local(sharded.local.detach(), sharded.master)
 
 
@@ -183,9 +187,12 @@ def former_name(value: Tensor) -> str | None:
 def take_values(sharded: ShardedParameter, parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
     """Gives the master rank 0's values of ``parameter``, and the attributes that a user has set on it; collective.
 
+    Hooks and ``requires_grad`` of ``parameter`` go to the master, too.
+
     Args:
-        parameter: of the size and dtype of ``sharded``, on any device.
-        group: of all ranks.
+        sharded: the parameter's record.
+        parameter: the new parameter, of the size and dtype of ``sharded``, on any device.
+        group: a group of all ranks.
     """
     master = sharded.master
     with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():

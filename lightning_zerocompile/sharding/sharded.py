@@ -3,9 +3,9 @@
 [Note: numbers] Under DDP ``p.grad.norm().item()`` is right on every rank. torch's DTensor keeps a norm, a sum or a
 maximum as this rank's part (a "partial" placement), and ``item()`` returns that part. So masters, gradients, what
 optimizers keep for them, and what is computed from these are :class:`Sharded`: every conversion to a Python number or
-an array takes the whole value. Such a conversion is a collective, and so are some operations of DTensor's own (a
-median, a norm's square root). Before each of them the ranks tell each other through the store that they come to it. A
-rank that comes alone raises, see :class:`Reads`.
+an array takes the whole value. Such a conversion is a collective, and some of DTensor's own operations (a median, a
+norm's square root) are collectives, too. Before each of them the ranks tell each other through the store that they come
+to it. A rank that comes alone raises, see :class:`Reads`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from lightning_zerocompile.ranks.consistency import Reads
 
 # [Note: dispatch of subclasses] Before torch 2.13 an operator of a DTensor goes straight to DTensor's code in C++, even
-# if its class overrides ``__torch_dispatch__``. torch first asks its registry of rules, by operator and class.
-# So each of torch's operators, and each collective, has a rule for our classes there. The rule calls the override,
-# which hands DTensor's code plain DTensors of the same parts.
+# if its class overrides ``__torch_dispatch__``. But before that, torch asks its registry of rules, by operator and
+# class. So each of torch's operators, and each collective, has a rule for our classes there. The rule calls the
+# override, which hands DTensor's code plain DTensors of the same parts.
 _BY_RULES = TorchVersion(torch.__version__) < "2.13"
 _LIBRARY: Any = torch.library.Library  # untyped
-# By namespace; the rules are removed when these objects are freed.
+# The libraries by namespace; the rules are removed when these objects are freed.
 _RULES = {name: _LIBRARY(name, "FRAGMENT") for name in ("aten", "c10d")} if _BY_RULES else {}
 
 _READS = "_zerocompile_reads"  # compares the ranks before a read; None: the strategy is gone
 _ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when the tensor is made zero in place
-_NAME = "_zerocompile_name"  # of the parameter that a failed run has left as a shard
+_NAME = "_zerocompile_name"  # the name of a parameter that a failed run has left as a shard
 STATES_ON_HOST = "_zerocompile_states_on_host"  # attribute of a master: its optimizer's states are kept in host memory
 
 _KEEPS = frozenset({"detach", "alias", "clone", "_to_copy", "squeeze", "unsqueeze", "view", "lift_fresh"})
@@ -84,7 +84,7 @@ class Sharded(DTensor):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, Sharded)]
-        if not ours:  # a type that only occurs in an output
+        if not ours:  # the class only occurs in an output
             return dispatch(func, types, args, kwargs)
         on_host = any(map(_is_on_host, ours))
         if on_host and not func.is_view:
@@ -103,7 +103,7 @@ class Sharded(DTensor):
         if name in _NEEDS_ELEMENTS and any(map(_is_empty_somewhere, ours)):
             args, kwargs = tree_map(_replicated, (args, kwargs))
         elif name == "clone" and any(isinstance(placement, Partial) for placement in args[0].placements):
-            # A copy is kept (Lightning's `log` makes one) and may be read when the ranks have parted: it is whole.
+            # The copy may be kept (Lightning's `log` makes one) and read when ranks have parted, so it is made whole.
             args = (_spread(args[0], name), *args[1:])
         elif _communicates(func, name, ours):
             _compare(ours[0], name)
@@ -167,7 +167,7 @@ class Sharded(DTensor):
 
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override, unused-ignore]
-        """No collective, since one rank may print alone. So the text says which part of the value it shows."""
+        """The text of this rank's part, which it says: one rank may print alone, so this is no collective."""
         placement, mesh = self.placements[0], self.device_mesh
         if mesh.size() == 1 or isinstance(placement, Replicate):
             return repr(self._local_tensor.detach())
@@ -194,7 +194,7 @@ class Sharded(DTensor):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """This rank's rows, without communication: of an optimizer, of its state, or of ``list(parameters())``.
+        """A copy of this rank's rows, without communication; a deep copy of an optimizer or of a list makes it.
 
         The copy belongs to no parameter of the model. Copies of modules are whole, see [Note: copies].
         """
@@ -233,7 +233,7 @@ class Sharded(DTensor):
 
 
 def _add_rules(cls: type[Sharded]) -> None:
-    """See [Note: dispatch of subclasses]."""
+    """Lets torch call the class's ``__torch_dispatch__``, see [Note: dispatch of subclasses]."""
 
     def rule(kind: type[Sharded], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return kind.__torch_dispatch__(func, types, args, kwargs)
@@ -262,9 +262,12 @@ def _plain(value: Any) -> Any:
 
 
 def as_sharded(value: Any, reads: Reads | None, left: str | None = None) -> Any:
-    """A plain DTensor as one whose numbers are whole; anything else as it is.
+    """Makes a plain DTensor a :class:`Sharded`, and returns it; returns anything else as it is.
 
-    ``left``: the name of the parameter that it is computed from, if a failed run has left that as a shard.
+    Args:
+        value: the DTensor, which is changed itself.
+        reads: compares the ranks before a number is read from it; None: its strategy is gone.
+        left: the name of the parameter that it is computed from, if a failed run has left that as a shard.
     """
     if type(value) is DTensor:
         value.__class__ = Sharded  # type: ignore[assignment, unused-ignore]
@@ -286,9 +289,10 @@ def _is_on_host(value: DTensor) -> bool:
 def _on_the_device(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation on tensors whose rows are kept in host memory.
 
-    [Note: rows in host memory] Masters and optimizer states may be kept there, while gradients and all that users
-    compute is on the device. So an operation gets copies on the device, and what it writes to them goes back to host
-    memory. Its result is on the device. Only a view (``detach``) shares the memory, so it is in host memory, too.
+    [Note: rows in host memory] Masters and optimizer states may be kept in host memory, while gradients and everything
+    that users compute are on the device. So an operation gets copies on the device, and what it writes to them goes
+    back to host memory. Its result is on the device. Only a view (``detach``) shares the memory, so it is in host
+    memory, too.
     """
     copies: list[tuple[Sharded, Any]] = []
 
@@ -318,7 +322,7 @@ def _on_the_device(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def sharded_as(value: Any, master: Tensor) -> Any:
-    """What an optimizer keeps for ``master``: :func:`as_sharded`, with the ranks compared as for the master itself."""
+    """Calls :func:`as_sharded` for what an optimizer keeps for ``master``, with what compares the ranks for it."""
     return as_sharded(value, master.__dict__.get(_READS))
 
 
@@ -328,12 +332,12 @@ def when_zeroed(value: Tensor, call: weakref.WeakMethod[Callable[[], None]]) -> 
 
 
 def watch(value: Tensor, reads: Reads | None) -> None:
-    """Sets what compares the ranks before ``value``, of a subclass of :class:`Sharded`, is read."""
+    """Sets what compares the ranks before ``value``, a :class:`Sharded`, is read."""
     value.__dict__[_READS] = reads
 
 
 def leave(value: DTensor, name: str) -> None:
-    """Marks ``value``, the parameter ``name``, as a shard left by a strategy that is gone."""
+    """Marks ``value``, the parameter ``name``, as a shard that a strategy has left, which is gone."""
     value.__class__ = Sharded  # type: ignore[assignment, unused-ignore]
     value.__dict__[_READS], value.__dict__[_NAME] = None, name
 
@@ -348,7 +352,7 @@ def refuse_left(name: str) -> NoReturn:
 
 
 def _whole(value: Any, what: str) -> Any:
-    """The detached full value of a sharded tensor. If that communicates, the ranks are compared first."""
+    """The detached full value of a :class:`Sharded`; anything else as it is. Compares the ranks if it communicates."""
     if not isinstance(value, Sharded):
         return value
     if all(isinstance(placement, Replicate) for placement in value.placements):
@@ -361,7 +365,7 @@ def _whole(value: Any, what: str) -> Any:
 def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharded) -> Any:
     """The result of an operation that DTensor does not know, computed from whole values on every rank.
 
-    If all arguments are DTensors the result is a :class:`Sharded`, which mixes with others; else an ordinary tensor.
+    The result is a :class:`Sharded`, which mixes with others, if all arguments are DTensors; else an ordinary tensor.
     """
     reads, mesh = first.__dict__.get(_READS), first.device_mesh
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -439,13 +443,17 @@ def _compare(value: DTensor, what: str) -> None:
 
 
 def _what(value: DTensor) -> str:
-    """How messages call ``value``."""
+    """What messages call ``value``."""
     name = value.__dict__.get(_NAME)
     return f"parameter `{name}`" if name else f"a sharded tensor of shape {tuple(value.shape)}"
 
 
 def _refuse_collective(func: Any, values: list[Sharded]) -> None:
-    """Raises for ``torch.distributed.all_reduce(p.grad)`` and the like, which would mix different rows of the ranks."""
+    """Refuses ``torch.distributed.all_reduce(p.grad)`` and the like, which would mix different rows of the ranks.
+
+    Raises:
+        RuntimeError: one of ``values`` is sharded over several ranks.
+    """
     for value in values:
         if value.device_mesh.size() > 1 and not all(isinstance(placement, Replicate) for placement in value.placements):
             raise RuntimeError(
@@ -456,7 +464,11 @@ def _refuse_collective(func: Any, values: list[Sharded]) -> None:
 
 
 def _refuse_address(value: DTensor) -> None:
-    """Raises where code outside torch asks for the memory of the whole tensor, which a shard does not have."""
+    """Refuses code outside torch that asks for the memory of the whole tensor, which a shard does not have.
+
+    Raises:
+        RuntimeError: the code that asks is neither torch's nor this package's.
+    """
     caller = str(sys._getframe(2).f_globals.get("__name__", ""))
     if caller.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
         raise RuntimeError(

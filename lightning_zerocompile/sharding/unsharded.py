@@ -1,7 +1,7 @@
 """What a module's attribute gives to eager code instead of a plain parameter: its gathered value, see [Note: masters].
 
-Operations on it cost nothing extra: only its attributes are intercepted. A value that is read outside of blocks is a
-:class:`Watched`, which also notices when user code differentiates with respect to it.
+Operations on such a value cost nothing extra: only its attributes are intercepted. A trained parameter that is read
+outside of regions gives a :class:`Watched`, which also notices when user code differentiates with respect to it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Unsharded(Tensor):
     def requires_grad(self) -> bool:
         if torch._guards.TracingContext.try_get() is not None:  # Dynamo describes an input: this tensor itself
             return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
-        with as_plain_tensors():  # the parameter's, also under `no_grad`
+        with as_plain_tensors():  # the parameter's `requires_grad`, also under `no_grad`
             return self.__dict__[PARAMETER].master.requires_grad  # type: ignore[no-any-return]
 
     @requires_grad.setter
@@ -93,9 +93,10 @@ class Unsharded(Tensor):
 
 
 class Watched(Unsharded):
-    """A gathered value that was read outside of blocks, where user code may differentiate with respect to it.
+    """A gathered value that was read outside of regions, where user code may differentiate with respect to it.
 
-    A read after the forward gives a new value, on which nothing depends, so torch would silently give no gradient.
+    A read after the forward gives a new value, on which nothing depends. torch would silently give no gradient for it,
+    so this raises.
     """
 
     @classmethod
@@ -116,17 +117,23 @@ skip_code(Watched.__torch_function__.__func__.__code__)  # type: ignore[attr-def
 
 
 def as_unsharded(value: Tensor, sharded: ShardedParameter, watched: bool = False) -> Tensor:
-    """Makes ``value``, a new tensor from the runtime, the value that user code sees of the parameter."""
+    """Makes ``value``, a new tensor from the runtime, what user code sees of the parameter, and returns it.
+
+    ``watched``: whether to make it a :class:`Watched`.
+    """
     value.__dict__[PARAMETER] = sharded
     value.__class__ = Watched if watched else Unsharded
     return value
 
 
-skip_code(as_unsharded.__code__)  # like the getter that calls it, never a frame of Dynamo's
+skip_code(as_unsharded.__code__)  # as for the getter that calls it, Dynamo must not compile it as a frame of its own
 
 
 def unwatch(value: object) -> None:
-    """Stops watching ``value`` before it goes into compiled code, which would trace the interception for nothing."""
+    """Stops watching ``value``, a :class:`Watched`, before compiled code gets it and traces the interception in vain.
+
+    Any other object stays as it is.
+    """
     if type(value) is Watched:
         value.__class__ = Unsharded  # type: ignore[assignment, unused-ignore]
 
@@ -137,7 +144,7 @@ def master_of(value: Tensor) -> Tensor:
 
 
 def sharded_of(value: Tensor) -> ShardedParameter | None:
-    """The parameter that a master, or a gathered value, is of; None: another tensor."""
+    """The parameter of a master or of a gathered value; None for any other tensor."""
     if isinstance(value, Master):
         return value.__dict__[PARAMETER]()  # type: ignore[no-any-return]
     return value.__dict__[PARAMETER] if isinstance(value, Unsharded) else None
