@@ -96,7 +96,7 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], cast: boo
         FileNotFoundError: the folder, or a file that its index names, is not there.
         ValueError: tensors are missing, the module has no such tensors, or shapes or dtypes differ. The message names
             every problem, and nothing is loaded.
-        RuntimeError: a file cannot be read, or the module is sharded already.
+        RuntimeError: a file cannot be read, or safetensors is not installed.
     """
     sources = _sources(Path(folder))
     own: dict[Tensor, list[SavedTensor]] = {}
