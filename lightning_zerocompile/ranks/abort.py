@@ -6,8 +6,8 @@ tear-down reads such numbers, and without that end this rank's error would never
 apart each of them ends all its groups of devices. Barriers of mapped memory, which belong to no group, are ended first:
 the end of a communicator frees memory, and so waits for whatever reads numbers. A group that has ended stays known to
 torch. Each later collective in it raises on this rank at once, and no new group can be made in the same store. The
-store keeps the reason, for errors of later runs. On the CPU nothing is ended: there our own waits raise, see [Note:
-ranks that wait for each other].
+store keeps the reason, for errors of later runs. On the CPU nothing is ended: there our own waits raise, see
+[Note: ranks that wait for each other].
 """
 
 from __future__ import annotations

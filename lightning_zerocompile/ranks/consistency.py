@@ -1,7 +1,7 @@
 """What the ranks must do alike: it is compared through the store before a difference could make a collective go wrong.
 
-The runtime in csrc/ calls `order`, `gather`, `used_parameters` and `outside` of :class:`Consistency`: see [Note: order
-of reductions], [Note: mismatched gathers], [Note: used flags], [Note: gathers outside of steps].
+The runtime in csrc/ calls `order`, `gather`, `used_parameters` and `outside` of :class:`Consistency`, see
+[Note: order of reductions], [Note: mismatched gathers], [Note: used flags] and [Note: gathers outside of steps].
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Groups:
             ``reductions`` is of all ranks.
         everyone: a group of all ranks, used between forwards only.
         meetings: a group of all ranks; None on devices, where there are no meetings.
-        inner: the group of the inner group's ranks, in which this rank gathers from secondary shards, see [Note:
-            secondary shards] in csrc/secondary.cpp; None: there are no such shards.
+        inner: the group of the inner group's ranks, in which this rank gathers from secondary shards, see
+            [Note: secondary shards] in csrc/secondary.cpp; None: there are no such shards.
         own: the groups that :meth:`destroy` destroys.
         rows: the ranks of each shard group.
     """

@@ -48,7 +48,7 @@ class _Heard:
         gone: why a rank will say nothing more.
         left: why a rank has ended, in its own words.
         knot: the report of this rank with which it was found in a knot, and the message about that knot; None: it was
-            not, or has raised since.
+            found in none, or has raised since.
     """
 
     gone: dict[int, str] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Liveness:
             line: a :meth:`Wait.line`.
 
         Returns:
-            The message about this rank's knot, which says where all its ranks wait; None: it is known to be in none.
+            The message about this rank's knot, which says where all its ranks wait; None: it is in none that is known.
         """
         with suppress(OSError):
             self._wake.send(f"{line}\n".encode())
