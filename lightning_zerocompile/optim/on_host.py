@@ -137,14 +137,18 @@ class HostUpdates:
 
     @contextmanager
     def options(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the optimizer updates by the fused kernel of CPUs, if it has one."""
+        """Inside, the optimizer updates by the fused kernel of CPUs, if it has one.
+
+        A learning rate on the device is read here. The kernel's own copy of it would not wait until it has come.
+        """
         if type(optimizer) not in _FUSED:
             yield
             return
-        names = ("fused", "foreach")
+        names = ("fused", "foreach", "lr")
         before = [{name: group.get(name) for name in names} for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group.update(fused=True, foreach=False)
+            rate = group["lr"]
+            group.update(fused=True, foreach=False, lr=rate.cpu() if isinstance(rate, Tensor) else rate)
         try:
             yield
         finally:

@@ -113,8 +113,8 @@ def plan_units(
         model: the module to shard.
         unit_bytes: size in bytes that a group does not exceed.
         dtype: the dtype that floating-point parameters are gathered in; ``None``: their own.
-        keep_gathered: names of modules or parameters whose units are marked as kept. A block is, if its first parameter
-            is among them.
+        keep_gathered: names of modules or parameters whose units are marked as kept. A block is, as a whole, if any of
+            its parameters is among them.
         join_blocks: whether consecutive small blocks form groups, too; for models whose blocks are not compiled alone.
         islands: what is gathered in float32.
 
@@ -137,6 +137,7 @@ def plan_units(
             block_name, block = block_of[prefix]
             by_block[prefix] = UnitPlan(name=block_name, block=block, kept=kept)
             units.append(by_block[prefix])
+        by_block[prefix].kept |= kept
         by_block[prefix].parameters.append(name)
         by_block[prefix].bytes += size
     units = _joined(units, unit_bytes, blocks=False)

@@ -96,7 +96,8 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], cast: boo
         FileNotFoundError: the folder, or a file that its index names, is not there.
         ValueError: tensors are missing, the module has no such tensors, or shapes or dtypes differ. The message names
             every problem, and nothing is loaded.
-        RuntimeError: a file cannot be read, or safetensors is not installed.
+        RuntimeError: a file cannot be read.
+        ImportError: safetensors is not installed.
     """
     sources = _sources(Path(folder))
     own: dict[Tensor, list[SavedTensor]] = {}
@@ -149,6 +150,8 @@ def _sources(folder: Path) -> dict[str, Source]:
                     there = file.get_slice(name)
                     shape, dtype = tuple(there.get_shape()), _DTYPES.get(there.get_dtype())
                     sources[name] = Source(str(path), name, shape, dtype)
+        except ImportError:
+            raise
         except Exception as error:
             raise RuntimeError(f"`{path}` is no safetensors file that can be read: {error}") from error
     return sources

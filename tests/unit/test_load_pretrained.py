@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,3 +148,10 @@ def test_a_folder_that_changes_meanwhile(tmp_path: Path) -> None:
     _save(tmp_path, {"value": torch.zeros(6)})
     with pytest.raises(RuntimeError, match="must stay as it was"):
         source.rows(0, 2)
+
+
+def test_safetensors_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"`pip install safetensors`"):
+        load_pretrained(nn.Linear(2, 2), tmp_path)

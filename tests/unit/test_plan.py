@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -126,6 +127,12 @@ def test_kept_blocks_are_not_joined_with_others() -> None:
     units = plan_units(models.ByteModel(), LARGE, None, ["layers.1"], join_blocks=True)
     assert [unit.kept for unit in units] == [False, True, False]
     assert all(name.startswith("layers.1.") for name in units[1].parameters)
+
+
+@pytest.mark.parametrize("name", ["layers.1.norm", "layers.1.down", "layers.1.down.weight"])
+def test_a_block_is_kept_whichever_of_its_parts_is_named(name: str) -> None:
+    units = plan_units(models.ByteModel(), 1, None, [name])
+    assert [unit.name for unit in units if unit.kept] == ["layers.1"]
 
 
 def test_deterministic() -> None:

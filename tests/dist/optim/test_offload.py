@@ -36,7 +36,8 @@ class Trained(models.Module):
         if self.kind == "sgd":
             return torch.optim.SGD(self.parameters(), **MOMENTUM)
         fused, eps = True if self.kind.startswith("fused") else None, 1e-3 if self.kind.endswith("eps") else 1e-8
-        return torch.optim.AdamW(self.parameters(), lr=0.01, amsgrad=self.kind == "amsgrad", fused=fused, eps=eps)
+        rate = torch.tensor(0.01, device=self.device) if "rate" in self.kind else 0.01
+        return torch.optim.AdamW(self.parameters(), lr=rate, amsgrad=self.kind == "amsgrad", fused=fused, eps=eps)
 
 
 class Look(L.Callback):
@@ -71,7 +72,7 @@ def _fit(module: L.LightningModule, stage: int, steps: int = 3, **options: Any) 
 def _comparable(kind: str) -> str:
     """The two devices' fused kernels round differently, and with a small eps AdamW makes a whole step of a rounding
     where a gradient is almost 0."""
-    return "fused eps" if kind == "fused" and models.device() == "cuda" else kind
+    return f"{kind} eps" if kind.startswith("fused") and models.device() == "cuda" else kind
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -134,6 +135,7 @@ CELLS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("fused", 1, EAGER, {"precision": "bf16-true", "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
     ("fused", 3, AOT, {"precision": "bf16-true"}),
     ("fused", 3, EAGER, {}),
+    ("fused rate", 3, EAGER, {}),  # a tensor on the device
     ("sgd", 3, EAGER, {"precision": "bf16-true"}),
 ]
 LONG: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [("fused", 2, AOT, {}), ("eps", 1, AOT, {})]
