@@ -275,10 +275,12 @@ class Graphs:
 def _copy_of(forward: Callable[..., Any], suffix: str) -> Callable[..., Any]:
     """The function with a code object of its own; ``suffix``: what its name ends with in traces and messages.
 
-    If ``forward`` is not a plain function, or one that Dynamo inlines only, the copy is a function that calls it.
+    If ``forward`` is not a plain function, or one that Dynamo inlines only, the copy is a function that calls it. Those
+    of torch's own layers are inlined only: Dynamo would start with a wrapper of its own. All such functions of the
+    process would share that wrapper's code object, and so its limit of graphs.
     """
     plain = isinstance(forward, FunctionType) and "_torchdynamo_orig_callable" not in vars(forward)
-    if not plain or forward_is_inlined(forward):
+    if not plain or forward_is_inlined(forward) or torch._dynamo.trace_rules.check(forward):
 
         def forward_(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return forward(self, *args, **kwargs)

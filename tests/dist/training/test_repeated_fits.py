@@ -7,19 +7,21 @@ import gc
 import pickle
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests.support import models
+from tests.support import models, parity
 from tests.support.harness import on_ranks
 
 AOT: dict[str, Any] = {"backend": "aot_eager"}
 FITS = 10
+LONG = pytest.mark.long
 
 
 class Graphs(L.Callback):
@@ -54,6 +56,59 @@ def test_later_fits_use_the_graphs_of_the_first(stage: int, scope: str) -> None:
     pickle.dumps(models.Module)
     assert graphs[0] > 0 and sum(graphs[1:]) == 0, graphs
     assert eager == set() and sum(ref() is not None for ref in died) == 0 and max(deviations) <= 1e-6
+
+
+class Encoder(L.LightningModule):
+    """Blocks and layers of torch's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.heads = nn.ModuleList(nn.Linear(width, count) for count in (1, 2, 3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        out = self.encoder(batch)
+        return sum((head(out).square().mean() for head in self.heads), out.square().mean())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _batches(width: int) -> Callable[[int], list[Tensor]]:
+    """By rank."""
+
+    def of(rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(4, 5, width, generator=generator) for _ in range(2)]
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "scope"),
+    [(1, "model"), (3, "blocks"), *(pytest.param(*c, marks=LONG) for c in [(1, "blocks"), (2, "model"), (3, "model")])],
+)
+@on_ranks(2)
+def test_torchs_own_layers_share_no_limit(stage: int, scope: str) -> None:
+    """A sweep over the width: as many graphs at each, more in all than Dynamo keeps for one code object."""
+    graphs = []
+    for width in (8, 12, 16, 20):
+        module = Encoder(width)
+        twin = copy.deepcopy(module)
+        strategy = ZeroCompileStrategy(stage, scope, **AOT)
+        data = _batches(width)
+        mine: Any = torch.utils.data.DataLoader(data(models.rank()), batch_size=None)  # type: ignore[arg-type]
+        models.make_trainer(strategy, max_epochs=1).fit(module, mine, mine)
+        graphs.append((strategy.compile_stats.forward, strategy.compile_stats.backward))
+        assert not any(".layers." in name for name in strategy.eager_reads), (width, strategy.eager_reads)
+        parity.reference(twin, 2, lambda net, batch: net.training_step(batch, 0), data, lr=0.1)
+        assert models.deviation(module, twin) <= 1e-6
+    assert graphs == [graphs[0]] * len(graphs) and graphs[0][1] > 0, graphs
 
 
 class Generates(models.Module):
