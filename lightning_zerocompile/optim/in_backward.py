@@ -13,8 +13,9 @@ parameters must all belong to one optimizer, and the step is that one's. ``step(
 updates only what has a gradient by then: what user code has set. Its learning rate, and all other options of its
 groups, must be those with which the backward has updated.
 
-A backward that raises after it has updated units leaves a model that is updated in part. No step can mend that, so each
-later backward and step raises until the optimizer's state is loaded from a checkpoint.
+A backward that raises after it has updated units leaves a model that is updated in part, and the part may differ from
+rank to rank. No step can mend that, so each later backward and step raises until the optimizer's state is loaded from a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -277,6 +278,9 @@ class InBackward:
         self._join()
         updated = {unit for step in self._open.values() for unit in step.updated}
         self._drop(sorted(self._handed - updated))
+        # Ranks may have updated different units by now, and must gather the same ones next: so all count as written.
+        for sharded in self._runtime.sharded_parameters:
+            torch.autograd.graph.increment_version(sharded.local)
         self._handed.clear()
         self._begun.clear()
         if not updated:

@@ -304,14 +304,18 @@ def test_a_second_backward_raises() -> None:
 
 
 class FailsLate(SlowModel):
-    """Its backward raises before the first block, when `fails` says so."""
+    """Its backward raises before the first block, when `fails` says so; `first` is called just before."""
 
     fails = True
+    first: Callable[[], object] = staticmethod(lambda: None)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for number, layer in enumerate(self.layers):
-            x = layer(engines.FailsInBackward.apply(_Slow.apply(x)) if number == 1 and self.fails else x)
+            if number == 1 and self.fails:
+                x = engines.FailsInBackward.apply(_Slow.apply(x))
+                x.register_hook(lambda grad: (self.first(), grad)[1])
+            x = layer(x)
             x = _Slow.apply(x) if number == 1 else x
         return self.head(x) * self.scale + self.shift
 
@@ -319,7 +323,10 @@ class FailsLate(SlowModel):
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_a_backward_that_raises_half_way(stage: int) -> None:
-    """The model is updated in part: every further step says so, until the optimizer's state is loaded."""
+    """The model is updated in part: every further step says so, until the optimizer's state is loaded.
+
+    Ranks may have updated different units by then.
+    """
     model, data = FailsLate(), models.Batches(models.rank())
     with engines.engine(model, stage, optimizer_in_backward=True, **EAGER) as engine:
         optimizer = engines.sgd(engine, model)
@@ -327,6 +334,14 @@ def test_a_backward_that_raises_half_way(stage: int) -> None:
         engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
         kept = {s.name: s.local.clone() for s in engine.runtime.sharded_parameters}
         model.fails = True
+        if models.rank() == 0:  # a unit that was updated on this rank alone
+
+            def first() -> None:
+                for sharded in engine.runtime.sharded_parameters:
+                    if sharded.name.startswith("layers.0."):
+                        torch.autograd.graph.increment_version(sharded.local)
+
+            model.first = first  # type: ignore[method-assign]
         with engine.training_step():
             loss = engines.token_loss(model, data[1])
             with pytest.raises(ValueError, match="on purpose"):
