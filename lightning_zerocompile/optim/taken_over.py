@@ -44,16 +44,17 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
         ValueError: see :func:`sharded_states`.
     """
     before = masters_of(optimizer)
-    for group in optimizer.param_groups:
-        group["params"] = [masters.get(p, master_of(p)) for p in group["params"]]
-    after = masters_of(optimizer)
-    if len(set(after)) < len(after):
+    groups = [[masters.get(p, master_of(p)) for p in group["params"]] for group in optimizer.param_groups]
+    after = [p for group in groups for p in group if not isinstance(p, Former)]
+    if len(set(after)) < len(after):  # nothing is changed yet
         raise RuntimeError(
             f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter more than once: from `parameters()` "
             "and as a module's attribute. Give it to the optimizer once."
         )
     moved = [(old, new) for old, new in zip(before, after, strict=True) if old is not new and old in optimizer.state]
     states = sharded_states([(new, optimizer.state[old]) for old, new in moved], whole)
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = params
     on_device = {p for held in optimizer.param_groups if _counts_on_device(held) for p in held["params"]}
     for (old, new), state in zip(moved, states, strict=True):
         del optimizer.state[old]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.optim.taken_over import take_masters
 from tests.support import engines, models
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
@@ -221,3 +222,15 @@ def test_an_optimizer_that_has_states_is_taken_over_again() -> None:
         _fit(module, 3, 2, **EAGER)
         _plain(twin, 2)
     assert models.deviation(module, twin) <= 1e-6
+
+
+def test_an_optimizer_that_is_refused_is_as_it_was() -> None:
+    first, second, master = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], momentum=0.9)
+    first.grad = torch.ones(2)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"Optimizer 0 \(SGD\) holds a parameter more than once"):
+        take_masters(0, optimizer, {first: master, second: master}, whole=False)
+    held = [group["params"] for group in optimizer.param_groups]
+    assert held[0][0] is first and held[1][0] is second
+    assert set(optimizer.state) == {first}
