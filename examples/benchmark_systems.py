@@ -35,6 +35,7 @@ SHAPES = {
     "qwen3-0.6b": Shape(1024, 28, 16, 3072, True),
     "qwen3-4b": Shape(2560, 36, 32, 9728, True),
     "qwen3-8b": Shape(4096, 36, 32, 12288, False),
+    "70b": Shape(8192, 80, 64, 28672, False, vocabulary=128256),  # the sizes of Llama 3 70B
     "tiny": Shape(64, 2, 4, 128, False, key_value_heads=2, head_dim=16, vocabulary=512),
 }
 BYTE_LM = "byte-lm"  # the model of train_lm.py, with the sizes that it has on the device
