@@ -3,8 +3,8 @@
     python examples/plan_hosts.py --models qwen3-8b 70b --gpus 8 64 512
 
 Nothing is run or allocated, and no GPU is needed. One sequence a GPU, bf16 compute, fp32 AdamW states, compiled blocks.
-Hosts have 8 GPUs. The rates are those of H200s: `--memory-bandwidth` and `--node-bandwidth` were measured on two of
-them, and with `--flops` a step of Qwen3-8B takes as long as it did there (see BENCHMARKS.md). `--bandwidth` is a network
+Hosts have 8 GPUs. The rates are those of H200s. `--memory-bandwidth` and `--node-bandwidth` were measured on two of
+them, and `--flops` is such that Qwen3-8B takes as long as it did there (see BENCHMARKS.md). `--bandwidth` is a network
 card of 400 Gb/s for each GPU, at 90 %. The latencies are those of NCCL's own model (its src/graph/tuning.cc: ring,
 protocol "simple").
 

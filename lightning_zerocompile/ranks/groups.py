@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -61,6 +64,7 @@ class Groups:
             inner: the number of ranks of an inner group, from :func:`inner_size`; None: there are no inner groups.
         """
         world, on_cpu = dist.get_world_size(), device.type == "cpu"
+        keep_garbage_in_forks()
 
         def new(partition: list[list[int]] | None = None) -> dist.ProcessGroup:
             return new_group(partition or [list(range(world))], backend, timeout)
@@ -108,6 +112,18 @@ class Groups:
         """Destroys the groups in ``own``; none of their collectives may be in flight."""
         for group in self.own:
             dist.destroy_process_group(group)
+
+
+@functools.cache
+def keep_garbage_in_forks() -> None:
+    """From now on no forked child frees in a garbage collection what this process has left.
+
+    [Note: forks] A group's last references can be in a reference cycle: after a run the engine is one. A forked child
+    (a worker of a DataLoader) inherits it. If Python collected that garbage there, the group's destructor would join
+    threads that the child does not have, and the child would crash. So what exists at a fork is never collected in the
+    child (see ``gc.freeze``). This is once for the process, and cannot be undone.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _lasting_group(partition: list[list[int]], backend: str, timeout: timedelta) -> dist.ProcessGroup:

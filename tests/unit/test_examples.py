@@ -51,6 +51,16 @@ def test_a_plan_stands_beside_its_run() -> None:
     assert row["predicted_seconds"] > 0 and row["seconds"] > 0
 
 
+def test_meshes_are_compared_on_paper() -> None:
+    """One row for a host and stage, and one more for each mesh where there are several hosts."""
+    lines = _run(
+        "plan_hosts.py", ["--models=tiny", "--seq=32", "--gpus", "8", "16", "--latency=1", "--node-latency=1e-2"]
+    ).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| tiny")]
+    cells = {(gpus, mesh, stage): float(seconds) for _, gpus, mesh, stage, seconds, _, _ in rows}
+    assert len(cells) == 2 + 5 and cells["16", "full", "3"] > cells["8", "full", "3"] > 0
+
+
 @pytest.mark.long
 def test_what_offload_moves_is_printed() -> None:
     """One row without it, one with it, and one where a part stays on the device."""
