@@ -37,6 +37,7 @@ from lightning_zerocompile.plugins.fabric_precision import (
 from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
 from lightning_zerocompile.ranks.abort import destroy_group_at_exit
 from lightning_zerocompile.ranks.errors import TEARDOWN, in_phases
+from lightning_zerocompile.sharding.checks import check_has_parameters
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.meta_init import place
 
@@ -197,6 +198,11 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
             self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts, nodes))
         except BaseException:
             self._restore_methods()
+            raise
+        try:  # after the ranks were compared
+            check_has_parameters(module)
+        except RuntimeError:
+            self._close()
             raise
         place(module, self.root_device)
         self._checkpoints.attach(module)

@@ -37,7 +37,7 @@ from lightning_zerocompile.plugins.launcher import Launcher
 from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
 from lightning_zerocompile.ranks.abort import START_ANEW, destroy_group_at_exit, refuse_ended_group
 from lightning_zerocompile.ranks.errors import TEARDOWN, CommunicationError, in_phases, is_communication
-from lightning_zerocompile.sharding.checks import explain, trainer_settings
+from lightning_zerocompile.sharding.checks import check_has_parameters, explain, trainer_settings
 from lightning_zerocompile.sharding.meta_init import place
 
 # how an error of communication names the hook in which it was raised
@@ -235,6 +235,8 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             nodes = self.num_nodes
             self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts, nodes))
             self.model_to_device()
+        if fitting:  # after the ranks were compared
+            check_has_parameters(module)
         prepare_callbacks(trainer, module, self.engine)
         if self.engine.steps.in_backward is not None:
             self.engine.steps.in_backward.clip_value = clip_value

@@ -66,7 +66,7 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
 
     Raises:
         RuntimeError: the ranks differ, and the message names the setting, or the first parameter or buffer, and the
-            rank; the model has no parameters; or a tensor is on a device that is not supported.
+            rank; or a tensor is on a device that is not supported.
     """
     loaded = {  # rank 0 sends values or not, depending on where they come from
         f"{path}.{name}" if path else name: source.name
@@ -87,11 +87,6 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
             f"The ranks are set up differently: {differences}. Give every rank the same options and installation."
         )
     everyone = [theirs for _, theirs in heard]
-    if not mine and alike:
-        raise RuntimeError(
-            f"{type(model).__name__} has no parameters, so there is nothing to shard or to train. Create its layers "
-            "in `__init__` or `configure_model`."
-        )
     for rank, theirs in enumerate(everyone):
         if alike or theirs == everyone[0]:
             continue
@@ -103,6 +98,19 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
             "model on every rank (same code path, same configuration; do not depend on the rank)."
         )
     check_devices(model)
+
+
+def check_has_parameters(model: nn.Module) -> None:
+    """Called before training; a model without parameters can still be evaluated.
+
+    Raises:
+        RuntimeError: the model has none.
+    """
+    if next(model.parameters(), None) is None:
+        raise RuntimeError(
+            f"{type(model).__name__} has no parameters, so there is nothing to shard or to train. Create its layers "
+            "in `__init__` or `configure_model`."
+        )
 
 
 def _gathered(value: Any) -> list[Any]:

@@ -35,6 +35,42 @@ def _ordinary(module: nn.Module, kind: type[nn.Module]) -> None:
 # ---- entry points ----
 
 
+class Constant(L.LightningModule):
+    """It has nothing to train, so it can be evaluated only, as under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("answer", torch.tensor(42.0))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.answer.requires_grad_()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("value", self.answer + models.rank(), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.answer + batch.sum()
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@STAGES
+@pytest.mark.parametrize("options", [{"compile": False}, {"compile": "model", "backend": "aot_eager"}])
+@on_ranks(2)
+def test_a_module_without_parameters_is_evaluated(stage: int, options: dict[str, Any]) -> None:
+    module, data = Constant(), models.Batches(models.rank(), 2)
+    trainer = models.make_trainer(ZeroCompileStrategy(stage=stage, **options))
+    [seen] = trainer.validate(module, data, verbose=False)  # type: ignore[arg-type]
+    assert seen == {"value": 42.5}
+    predicted = trainer.predict(module, data)  # type: ignore[arg-type]
+    assert predicted is not None
+    assert [float(value) for value in predicted] == [42.0 + float(batch.sum()) for batch in data]
+    with pytest.raises(RuntimeError, match=r"Constant has no parameters.*configure_model"):
+        models.make_trainer(ZeroCompileStrategy(stage=stage, **options), max_steps=1).fit(module, data)  # type: ignore[arg-type]
+    _ordinary(module, Constant)
+
+
 def _mean_loss(module: models.Module, count: int) -> float:
     """Over the first batches of every rank."""
     with torch.no_grad():

@@ -99,6 +99,8 @@ def test_what_does_not_work_says_what_to_do() -> None:
     fabric = _fabric("zerocompile_stage_1")
     with pytest.raises(RuntimeError, match=r"works after `fabric\.setup`"):
         fabric.setup_optimizers(_sgd(models.ByteModel()))
+    with pytest.raises(RuntimeError, match="Identity has no parameters"):
+        fabric.setup_module(torch.nn.Identity())
     fabric.setup_module(models.ByteModel())
     with pytest.raises(RuntimeError, match=r"shards one module.*ModuleDict"):
         fabric.setup_module(models.ByteModel())
