@@ -228,7 +228,9 @@ def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _gathering(model: nn.Module) -> Reads | None:
     """What compares the ranks, if a forward of ``model`` needs all of them; None: ranks may run it alone."""
-    found = [sharded for module in modules_of(model) for sharded in module.__dict__.get(PARAMETERS, {}).values()]
+    found: list[ShardedParameter] = [
+        sharded for module in modules_of(model) for sharded in module.__dict__.get(PARAMETERS, {}).values()
+    ]
     with as_plain_tensors():
         used = [sharded for sharded in found if not sharded.source.numel() and sharded.master.numel()]
         alone = not used or dist.get_world_size() == 1
