@@ -104,7 +104,7 @@ class Sharded(DTensor):
             args, kwargs = tree_map(_replicated, (args, kwargs))
         elif name == "clone" and any(isinstance(placement, Partial) for placement in args[0].placements):
             # The copy may be kept (Lightning's `log` makes one) and read when ranks have parted, so it is made whole.
-            args = (_spread(args[0], name), *args[1:])
+            args = (_everywhere(_whole(args[0], name), args[0]), *args[1:])
         elif _communicates(func, name, ours):
             _compare(ours[0], name)
         try:
@@ -367,7 +367,6 @@ def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharde
 
     The result is a :class:`Sharded`, which mixes with others, if all arguments are DTensors; else an ordinary tensor.
     """
-    reads, mesh = first.__dict__.get(_READS), first.device_mesh
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
 
     def whole(value: Any) -> Any:
@@ -380,25 +379,19 @@ def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharde
     result = func(*args, **kwargs)
     if not all(isinstance(leaf, DTensor) for leaf in leaves):
         return result
-
-    def spread(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return as_sharded(DTensor.from_local(value, mesh, [Replicate()], run_check=False), reads)
-
-    return tree_map(spread, result)
+    return tree_map(lambda value: _everywhere(value, first) if isinstance(value, Tensor) else value, result)
 
 
 def _replicated(value: Any) -> Any:
     if not isinstance(value, Sharded) or not _is_empty_somewhere(value):
         return value
-    return _spread(value, "a reduction")
+    return _everywhere(_whole(value, "a reduction"), value)
 
 
-def _spread(value: Sharded, what: str) -> Any:
-    """The whole value on every rank, as a :class:`Sharded`."""
-    reads, whole = value.__dict__.get(_READS), _whole(value, what)
-    return as_sharded(DTensor.from_local(whole, value.device_mesh, [Replicate()], run_check=False), reads)
+def _everywhere(value: Tensor, like: Sharded) -> Any:
+    """A value that every rank has, as a :class:`Sharded` of the same ranks as ``like``."""
+    replicated = DTensor.from_local(value, like.device_mesh, [Replicate()], run_check=False)
+    return as_sharded(replicated, like.__dict__.get(_READS))
 
 
 @contextmanager
