@@ -158,25 +158,28 @@ class Consistency:
         """Compares what the ranks read, where each reads a number of a sharded tensor, before the read communicates.
 
         Another rank is known to be elsewhere when it has ended a backward, passed a mark, or (on devices) started a
-        collective of the default process group, to which this one has not come.
+        collective of the default process group, to which this one has not come. On devices it may have come to a read
+        by then, since there a host waits for no collective. So a message also says how many backwards its rank has
+        ended, and how many marks it has passed.
 
         Args:
             what: what this rank reads.
             within: how long this rank waits for another that may still be on its way.
 
         Raises:
-            RuntimeError: another rank asks for something else, or does not ask.
+            RuntimeError: another rank asks for something else, asks at another place, or does not ask.
             CommunicationError: another rank has ended, or waits for this one in something else.
         """
         mine, number, start = dist.get_rank(), self._reads, time.monotonic()
         looked = start
-        self._messages.tell_numbered("read", number, what)
+        message = json.dumps([what, [*self._used, self._marks]])
+        self._messages.tell_numbered("read", number, message)
         met = False
         try:
             while True:
                 heard = self._messages.ask_numbered("read", number, within=_LOOK)
                 missing = [rank for rank, theirs in heard.items() if theirs is None]
-                others = [(r, f"asks for {theirs}") for r, theirs in heard.items() if theirs not in (None, what)]
+                others = [(r, self._asks(theirs)) for r, theirs in heard.items() if theirs not in (None, message)]
                 if others or not missing:
                     met = True
                     break
@@ -203,6 +206,12 @@ class Consistency:
                 "all ranks take full values before: `with strategy.full_parameters(module) as values:`, "
                 "`strategy.full_gradients(module)`, or, to save on rank 0, `with strategy.full_state_dict(module):`."
             )
+
+    def _asks(self, read: str) -> str:
+        """For an error: what another rank reads, by its message."""
+        what, place = json.loads(read)
+        elsewhere = place != [*self._used, self._marks]
+        return f"asks for {what}" + (", after other backwards or batches" if elsewhere else "")
 
     def meet(self, stream: str, what: str) -> None:
         """Waits until all ranks have come to ``what``, or raises. Used on devices, where a collective blocks in torch.

@@ -225,7 +225,7 @@ def differences(right: list[Note], notes: list[Note]) -> list[str]:
             elif value is not None and other is not None and value.dtype != other.dtype:
                 wrong.append(f"{what}: `{name}` is {other.dtype}, not {value.dtype}")
             elif value is not None and other is not None and value.numel():
-                off = (value.double() - other.double()).abs().max().item()
+                off = (value.cpu().double() - other.cpu().double()).abs().max().item()  # Lightning moves a module back
                 if not off <= TOLERANCE * max(1.0, value.double().abs().max().item()):
                     wrong.append(f"{what}: `{name}` is off by {off:.1e}: {_few(other)}, not {_few(value)}")
     return wrong

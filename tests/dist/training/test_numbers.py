@@ -119,7 +119,10 @@ def _forward(engine: Engine, model: nn.Module, number: int) -> None:
 @ENDS
 @on_ranks(2)
 def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
-    """Rank 0 asks alone, while rank 1 goes on to another backward; it raises in seconds and can go on."""
+    """Rank 0 asks alone, while rank 1 goes on to another backward; it raises in seconds and can go on.
+
+    Also if rank 1 asks for the same by then, but of its other gradients.
+    """
     model, rank = models.ByteModel(), models.rank()
     with engines.engine(model, stage, compile=False, timeout=timedelta(minutes=2)) as engine:
         _forward(engine, model, 0)
@@ -137,12 +140,17 @@ def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
             if rank == 0:
                 start = time.monotonic()
                 with pytest.raises(
-                    RuntimeError, match=r"rank 0 asks for .*rank 1 has.*full_parameters.*full_gradients"
+                    RuntimeError, match=r"rank 0 asks for .*rank 1 (has|asks for).*full_parameters.*full_gradients"
                 ):
                     ask()
                 assert time.monotonic() - start < 20
             _forward(engine, model, 1 + number)
-            assert torch.isfinite(torch.tensor(weight.grad.norm().item()))
+            try:
+                norm = weight.grad.norm().item()
+            except RuntimeError as error:  # a device, where this host waits for no collective
+                assert rank == 1 and "after other backwards" in str(error), error
+                norm = weight.grad.norm().item()
+            assert norm > 0
         other = weight.grad.norm() if rank else weight.grad.sum()
         with pytest.raises(RuntimeError, match=r"asks for .*asks for .*"):
             other.item() if rank else other.tolist()

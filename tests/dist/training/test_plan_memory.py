@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -143,14 +144,21 @@ LONG: list[tuple[int, Any, bool]] = [(1, False, True), (2, "blocks", True), (3, 
 UNIT = 4 * sum(p.numel() for p in Layer().parameters())  # bytes
 
 
+def _on_cpus(ranks: Ranks) -> None:
+    if ranks.device != "cpu":
+        pytest.skip("counts what the CPU's allocator gives; tests/gpu/test_memory.py counts a device's")
+
+
 def test_memory_is_as_predicted(ranks: Ranks, long: bool) -> None:
     """Bytes alive at the peak and at other points within 5 % and one unit (when gloo lets go of one is up to its
     threads); what a step gathers and reduces to the byte."""
+    _on_cpus(ranks)
     _assert_as_predicted(ranks, CELLS + LONG * long)
 
 
 def test_float32_islands_are_counted(ranks: Ranks) -> None:
     """In a model of bfloat16, as precisely as without them: here they are half of the parameters."""
+    _on_cpus(ranks)
     _assert_as_predicted(ranks, [(1, False, False), (3, "blocks", False)], ("*.norm", "*.up", "head"))
 
 
@@ -188,6 +196,7 @@ def test_gradients_that_the_backward_uses(ranks: Ranks) -> None:
     assert memory.reduced == 3 * UNIT // 2  # three layers in a row are the most
     assert plain.after_backward - memory.after_backward == plain.reduced
     assert memory.step_peak == plain.step_peak - plain.reduced
+    _on_cpus(ranks)
     by_rank = ranks.run(_measured_in_backward, timeout=240)
     memory, _ = _predicted(ranks.world, 3, False, False, in_backward=True)
     live = min(seen["backward"][0] for seen in by_rank)

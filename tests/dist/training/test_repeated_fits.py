@@ -72,7 +72,12 @@ class Encoder(L.LightningModule):
         return sum((head(out).square().mean() for head in self.heads), out.square().mean())
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.training_step(batch, batch_idx)
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # torch 2.11 cannot trace its operator with dynamic sizes
+        try:
+            self.training_step(batch, batch_idx)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
