@@ -102,6 +102,7 @@ class Engine:
         self.model, self.device, self.config = model, device, config
         self._dtypes, self._settings = (compute_dtype, autocast_dtype), dict(settings or {})
         self._backend, self._wished, self._nodes = backend, wished, nodes
+        self.built: Callable[[Runtime], object] = lambda runtime: None  # called when the model was laid out anew
         self._build()
 
     def _build(self) -> None:
@@ -130,6 +131,7 @@ class Engine:
         self.units = tuple(units)
         self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
         self.runtime = Runtime(self._groups, device, config)
+        self.built(self.runtime)
         self.budget, self.gather_watch = MemoryBudget(self.runtime), GatherWatch(self.runtime)
         self.steps = OptimizerSteps(
             self.runtime, self.reduce_pending, self.check_reducible, self.budget.optimizer_stepped
@@ -151,6 +153,7 @@ class Engine:
         in_backward, windows = self.steps.in_backward, self.windows
         if in_backward is not None:
             in_backward.waits = lambda: windows.is_open or windows.in_accumulation
+        self._has_cuda_graphs = config.cuda_graphs
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.defer_grad_sync
 
     def manages(self, model: nn.Module) -> bool:
@@ -200,8 +203,12 @@ class Engine:
 
     def begin_training_step(self) -> None:
         """What all ranks do before a training step; collective."""
-        self.runtime.meet_others("a training step")
-        self._begin("a training step")
+        if self.runtime.core.unequal():
+            self.runtime.meet_others("a training step")
+        self.windows.meet_again()
+        self.runtime.pass_mark("a training step")
+        if self._has_cuda_graphs:  # see [Note: CUDA graphs]
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         if self.runtime.core.resident_units():  # a forward outside of steps, without backward
             self.runtime.core.end_forward()
         if not (self.windows.is_open or self.windows.in_accumulation):
@@ -209,18 +216,22 @@ class Engine:
         self.gather_watch.step_begins()
         self.runtime.casts.begin_step()
         modules = modules_of(self.model)
-        if self._take_replaced(modules):
+        changes = refresh_all(self.model, modules, self._layers)
+        if changes and self._take_over(changes, modules):
             self.begin_training_step()
             return
-        self.broadcast_buffers(modules)
+        buffers.broadcast(modules, self._groups.everyone, self.runtime.meetings.meet_in_step)
 
     @contextlib.contextmanager
     def evaluation_step(self, what: str = "an evaluation", fitting: bool = False) -> Iterator[None]:
         """Around a step without backward: after it nothing stays gathered. In a fit all ranks get rank 0's buffers."""
         self.gather_watch.step_ends()
-        self._begin(f"{what} step")
+        self.windows.meet_again()
+        self.runtime.pass_mark(f"{what} step")
+        if self._has_cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         if fitting and not self.runtime.core.unequal():
-            self.broadcast_buffers(modules_of(self.model))
+            self.broadcast_buffers()
         raised = True
         self.runtime.core.set_evaluates(True)
         try:
@@ -244,26 +255,23 @@ class Engine:
             with self.training_step():
                 yield
 
-    @contextlib.contextmanager
-    def unequal(self, yes: bool = True) -> Iterator[None]:
-        """See :meth:`ZeroCompileStrategy.unequal`; with ``yes=False`` nothing happens."""
-        with self.runtime.unequal() if yes else contextlib.nullcontext():
-            yield
+    def take_replaced(self, warns: bool = True) -> None:
+        """Lets the compiler see the parameters as they are now, and takes over what users have put into the model since
+        the last step; collective if there is anything. See [Note: replaced parameters].
 
-    def take_replaced(self) -> None:
-        """Takes over what users have put into the model since the last step; collective if there is anything."""
-        self._take_replaced(modules_of(self.model))
+        Args:
+            warns: whether a new parameter that no optimizer has is worth a warning.
+        """
+        modules = modules_of(self.model)
+        if changes := refresh_all(self.model, modules, self._layers):
+            self._take_over(changes, modules, warns)
 
-    def _take_replaced(self, modules: Sequence[nn.Module], warns: bool = True) -> bool:
-        """Lets the compiler see the parameters as they are now, and takes over parameters that users have replaced;
-        collective if there are any. See [Note: replaced parameters].
+    def _take_over(self, changes: Changes, modules: Sequence[nn.Module], warns: bool = True) -> bool:
+        """Takes over parameters that users have replaced; collective.
 
         Returns:
             Whether the model was laid out anew, see [Note: other layouts].
         """
-        changes = refresh_all(self.model, modules, self._layers)
-        if not changes:
-            return False
         check_alike(changes, self.runtime.messages)
         self.reduce_pending("A parameter was replaced")
         left = self._take_values(changes.replaced, modules) if changes.fits else self._lay_out_anew(changes)
@@ -360,12 +368,6 @@ class Engine:
                 f"the model was sharded, {why}, or copy new values of the same shape into it."
             )
 
-    def _begin(self, what: str) -> None:
-        self.windows.meet_again()
-        self.runtime.pass_mark(what)
-        if self.config.cuda_graphs:  # see [Note: CUDA graphs]
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-
     @contextlib.contextmanager
     def _user_code(self) -> Iterator[None]:
         """In this context a parameter with which user code computes is its full value, see [Note: masters]."""
@@ -448,7 +450,8 @@ class Engine:
             RuntimeError: a window or ``full_parameters`` is open, or the last backward raised.
         """
         self.check_reducible(action)
-        self.runtime.meet_others(action)
+        if self.runtime.core.unequal():
+            self.runtime.meet_others(action)
         if self.runtime.core.pending():
             self.runtime.core.flush()
 
@@ -475,7 +478,7 @@ class Engine:
             RuntimeError: as there; or the ranks have different optimizers.
         """
         if optimizers:
-            self._take_replaced(modules_of(self.model), warns=False)
+            self.take_replaced(warns=False)
         self.steps.attach(optimizers)
         if optimizers:
             names: dict[Tensor, str] = {sharded.master: sharded.name for sharded in self.runtime.sharded_parameters}
@@ -489,14 +492,14 @@ class Engine:
 
     def apply_writes(self) -> None:
         """Takes over what user code wrote to gathered values, and parameters that it has replaced; collective."""
-        self._take_replaced(modules_of(self.model))
+        self.take_replaced()
         self.runtime.core.write_back()
 
     @contextlib.contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
         """See :meth:`ZeroCompileStrategy.full_parameters`."""
         if not self.runtime.step_state.in_step:  # in a step `functional_call` may have replaced some for a while
-            self._take_replaced(modules_of(self.model))
+            self.take_replaced()
         sharded_parameters = _slots_of(module)
         units = sorted({self.runtime.unit_of_parameter(sharded) for sharded in sharded_parameters.values()})
         core = self.runtime.core

@@ -30,7 +30,7 @@ from lightning_zerocompile.plan.trace import said
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.report.report import HostTimes, Report, report_of
 from lightning_zerocompile.report.start import start_line, what_is_compiled
-from lightning_zerocompile.runtime.runtime import EagerReads, Stats
+from lightning_zerocompile.runtime.runtime import EagerReads, Runtime, Stats
 from lightning_zerocompile.runtime.window import Gathers
 
 
@@ -66,6 +66,7 @@ class EngineOwner:
             config.state_dict_type == "sharded", config.full_param_optimizers, config.timeout, checkpoint_io
         )
         self._engine: Engine | None = None
+        self.messages: Messages | None = None  # what this rank tells the others through the store while it is sharded
         self._last: Statistics | None = None  # of the last run that has ended
         self._last_report: Report | None = None
         self.host_times: HostTimes | None = None  # set by the monitor
@@ -97,11 +98,6 @@ class EngineOwner:
 
     _not_sharded = "The model is not sharded: this works between the Trainer's `setup` and its `teardown`."
 
-    @property
-    def messages(self) -> Messages | None:
-        """What this rank tells the others through the store while the model is sharded."""
-        return None if self._engine is None else self._engine.runtime.messages
-
     def _meet(self, what: str) -> None:
         """Called before ``what``, a collective that blocks in torch: all ranks come here, or this one raises."""
         if self._engine is not None:
@@ -109,7 +105,13 @@ class EngineOwner:
 
     def _use(self, engine: Engine | None) -> None:
         """Takes a new engine, or lets go of the one that has ended."""
-        self._engine = engine
+        self._engine, self.messages = engine, None
+        if engine is not None:
+            self._built(engine.runtime)
+            engine.built = self._built
+
+    def _built(self, runtime: Runtime) -> None:
+        self.messages = runtime.messages
 
     def _choose(self, config: Config, module: nn.Module, device: torch.device, **arguments: Any) -> Config:
         """The options with a stage in place of "auto"; collective if the stage is not chosen yet.
@@ -227,7 +229,7 @@ class EngineOwner:
             CommunicationError: a rank has raised inside (that rank's own exception comes out as it is), has come to
                 another thing that takes all ranks, or is gone.
         """
-        with self.engine.unequal():
+        with self.engine.runtime.unequal():
             yield
 
     @contextmanager

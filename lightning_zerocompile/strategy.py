@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -119,16 +119,15 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             raise RuntimeError("The strategy has no devices yet; it gets them from the Trainer.")
         return super().root_device
 
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
+    def _set_precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = convert_plugin(plugin)
         if isinstance(self._precision_plugin, StepsThroughEngine):
             self._precision_plugin.fp32_modules = self.config.fp32_modules
+
+    precision_plugin: Precision = property(  # type: ignore[assignment, override]
+        DDPStrategy.precision_plugin.fget,  # type: ignore[attr-defined]
+        _set_precision_plugin,
+    )
 
     def plan(
         self,
@@ -294,9 +293,12 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        everywhere = self.config.unequal_work == "all"
-        with self.precision_plugin.train_step_context(), self.engine.training_step(), self.engine.unequal(everywhere):
-            return self._module.training_step(*args, **kwargs)
+        engine, unequal, module = self.engine, self._unequal_everywhere(), self._module
+        with self.precision_plugin.train_step_context(), engine.training_step(), unequal:
+            return module.training_step(*args, **kwargs)
+
+    def _unequal_everywhere(self) -> AbstractContextManager[None]:
+        return self.engine.runtime.unequal() if self.config.unequal_work == "all" else nullcontext()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -324,7 +326,8 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self.engine.unequal(self.config.unequal_work == "all"), self.engine.backward(closure_loss):
+        engine, unequal = self.engine, self._unequal_everywhere()
+        with unequal, engine.backward(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @contextmanager
@@ -515,6 +518,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         return {
             **super().__getstate__(),
             "_engine": None,
+            "messages": None,
             "_evaluation": UnequalEvaluation(whole=self.config.unequal_work != "batches"),
             "_chosen_for": None,
             "_revert_layers": None,

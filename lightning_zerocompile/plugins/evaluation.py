@@ -89,7 +89,7 @@ class UnequalEvaluation:
         if first is not None and self._done >= first and self._scope is None:
             if fitting:
                 engine.broadcast_buffers()
-            scope = engine.unequal()
+            scope = engine.runtime.unequal()
             scope.__enter__()
             self._scope = scope
         self._done += 1

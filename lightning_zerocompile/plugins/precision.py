@@ -83,7 +83,7 @@ class StepsThroughEngine(Precision):
     ) -> Any:
         if self.engine is None:
             return optimizer.step(closure=closure, **kwargs)
-        return self.engine.step(optimizer, closure, runs_backward, **kwargs)
+        return self.engine.steps.step(optimizer, closure, runs_backward, **kwargs)
 
     def _scaled_step(
         self,

@@ -383,21 +383,21 @@ class Reads:
         timeout: the strategy's timeout.
 
     Attributes:
-        before: called with what comes next, before a read or a context of :meth:`alike`. Where ranks do unequal work
-            they come together in it at a gate, see [Note: turns] in turns.py, and it returns True: the gate has
-            compared what they do. Where they do equal work it does nothing and returns False.
+        before: while ranks do unequal work: called with what comes next, before a read or a context of :meth:`alike`.
+            The ranks come together in it at a gate, see [Note: turns] in turns.py. It returns whether the gate has
+            compared what they do.
     """
 
     def __init__(self, comparisons: Consistency, timeout: timedelta) -> None:
         self._consistency, self._timeout, self._within = comparisons, timeout, min(timeout, _ON_ITS_WAY)
-        self.before: Callable[[str], bool] = lambda what: False
+        self.before: Callable[[str], bool] | None = None
         self._alike = 0  # how many contexts of `alike` this rank is inside of
         self._closed = False
 
     @contextmanager
     def alike(self) -> Iterator[None]:
         """A context, such as clipping or an optimizer's update, in which all ranks do the same: nothing is compared."""
-        if not self._alike:
+        if not self._alike and self.before is not None:
             self.before("what all ranks do alike")
         self._alike += 1
         try:
@@ -430,5 +430,6 @@ class Reads:
                 f"{what}: its strategy was torn down, and each rank holds a part. Read it while the fit runs, or the "
                 "module's parameters after it."
             )
-        if not self._alike and not self.before(f"the read of {what}"):
+        compared = self._alike or (self.before is not None and self.before(f"the read of {what}"))
+        if not compared:
             self._consistency.read(what, self._timeout if patient else self._within)

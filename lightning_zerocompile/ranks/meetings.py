@@ -36,13 +36,13 @@ class Meetings:
 
     Attributes:
         count: how many meetings this rank has begun.
-        before: called before each meeting, with what the meeting is for.
+        before: while ranks do unequal work: called before each meeting, with what the meeting is for.
     """
 
     def __init__(self, messages: Messages, group: dist.ProcessGroup | None, comparisons: Consistency) -> None:
         self._messages, self._group, self._comparisons = messages, group, comparisons
         self.count = 0
-        self.before: Callable[[str], object] = lambda what: None
+        self.before: Callable[[str], object] | None = None
         self._open: dist.Work | None = None  # the meeting in which this rank waits, or which an exception has ended
 
     def meet(self, what: str) -> None:
@@ -54,7 +54,8 @@ class Meetings:
         """
         if not self._messages.others:
             return
-        self.before(what)
+        if self.before is not None:
+            self.before(what)
         self.count += 1
         if self._group is None:
             return self._comparisons.meet(STREAM, what)

@@ -206,12 +206,6 @@ class Runtime:
         if self._replicated:  # see [Note: replicas]
             self.messages.among = {"gather": shards, GATES: shards}
 
-        def before(what: str) -> bool:
-            owner = this()
-            return owner is not None and owner.meet_others(what)
-
-        self.meetings.before = self.reads.before = before
-
         def started() -> dict[str, int]:
             owner = this()
             gathers, reductions = (0, 0) if owner is None else owner.core.started()
@@ -470,13 +464,14 @@ class Runtime:
 
     @contextlib.contextmanager
     def unequal(self) -> Iterator[None]:
-        """Inside, ranks may gather different units, in any order and number; see ``Engine.unequal``."""
+        """Inside, ranks may gather different units, in any order and number; see ``ZeroCompileStrategy.unequal``."""
         if not self.gathers_at_use or self.core.unequal():
             yield
             return
         self.pass_mark("the beginning of `strategy.unequal()`")
         self._turns.begin()
         self.core.begin_unequal()
+        self.meetings.before = self.reads.before = self.meet_others
         raised = True
         try:
             yield
@@ -489,6 +484,7 @@ class Runtime:
                 self.core.tell_failure(f"{type(error).__name__}: {error}")
             raise
         finally:
+            self.meetings.before = self.reads.before = None
             self.core.end_unequal(raised)
 
     def meet_others(self, what: str) -> bool:
