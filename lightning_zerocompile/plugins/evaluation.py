@@ -1,7 +1,7 @@
 """Evaluations in which ranks have different numbers of batches, or do unequal work in their steps.
 
 [Note: unequal evaluations] Under DDP each rank evaluates its own number of batches. At stage 3 a rank that is done has
-to serve the others' gathers (``Engine.unequal``), and nobody but the loop knows when it is done. So when an evaluation
+to serve the others' gathers (``Runtime.unequal``), and nobody but the loop knows when it is done. So when an evaluation
 begins the ranks tell each other how many batches each of them has. Where the numbers differ the shortest loader's last
 step, and all that come after it, are unequal work: before it all is as ever, and with equal numbers nothing changes.
 With ``unequal_work="evaluation"`` all steps are unequal work. Either way it ends in the last step of each rank (of each

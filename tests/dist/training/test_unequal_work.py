@@ -52,12 +52,12 @@ def test_ranks_use_different_layers(world: int, options: dict[str, Any]) -> None
     with engines.engine(model, 3, **options) as engine:
         optimizer = engines.sgd(engine, model)
         for part in routed(rank):
-            with engine.training_step(), engine.unequal():
+            with engine.training_step(), engine.runtime.unequal():
                 engines.backward(engine, engines.routed_loss(model, part))
             optimizer.step()
             optimizer.zero_grad()
         results = []
-        with engine.unequal(), torch.no_grad():
+        with engine.runtime.unequal(), torch.no_grad():
             for count in range(2 + 3 * rank):
                 model.route = [count % 4, rank]
                 with engine.evaluation_step():
@@ -135,7 +135,7 @@ def _raises(match: str, act: Callable[[Engine, int], object]) -> None:
     (model, twin), data = models.pair(Routed), models.Batches(models.rank())
     with engines.engine(model, 3, compile=False, timeout=timedelta(minutes=5)) as engine, torch.no_grad():
         start = time.monotonic()
-        with pytest.raises((ValueError, CommunicationError), match=match), engine.unequal():
+        with pytest.raises((ValueError, CommunicationError), match=match), engine.runtime.unequal():
             for count in range(3 + 3 * models.rank()):
                 model.route = [count % 4]
                 with engine.evaluation_step():
@@ -171,7 +171,7 @@ def test_ranks_at_different_gates() -> None:
 def _dies() -> None:
     model, data = Routed(), models.Batches(models.rank())
     made = engines.engine(model, 3, compile=False, timeout=timedelta(minutes=5))
-    with made as engine, torch.no_grad(), engine.unequal():
+    with made as engine, torch.no_grad(), engine.runtime.unequal():
         for _ in range(2 + 3 * models.rank()):
             with engine.evaluation_step():
                 model(data[0][:, :-1])
