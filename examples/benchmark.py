@@ -12,6 +12,7 @@ one sequence per GPU, in a process group of its own. One JSON line per row (null
     exposed     seconds of one step in which a communication kernel (or a copy between GPUs) runs and nothing computes
     allocated, reserved   peak GiB over the timed steps, of torch's allocator
     device                GiB of the whole GPU in use after them: with NCCL's and mapped buffers and CUDA's own
+    crossed     with --hosts: bytes of one step, of all ranks together, that went over the links between hosts
     first       seconds from building the model to the end of the first step (compilation included; for the second and
                 later lengths from the beginning of that step); with --cold it starts with an empty compile cache, and
     first_warm  is the same with the cache that this run has left
@@ -23,7 +24,12 @@ systems: limit        forward, backward and a fused AdamW over 1/W of the parame
          stage_1|2|3_onepass  one kernel updates, casts and places a unit (not the default: see BENCHMARKS.md)
          stage_3_spare  with memory to spare: units that fit stay gathered (memory_budget="auto")
          fsdp2        fully_shard per layer, reshard after forward, layers compiled (ZeRO-3); fsdp2_keep: no reshard
-                      after forward (ZeRO-2); each with `_prefetch1`, `_prefetch2`: + explicit prefetch of layers
+                      after forward (ZeRO-2); each with `_prefetch1`, `_prefetch2`: + explicit prefetch of layers; with
+                      `_tuned`: prefetch of one layer, buffers from NCCL and NCCL_CTA_POLICY=2, and symmetric memory and
+                      a group of its own for reductions where torch has them
+         stage_1|2|3_hybrid, fsdp2_hybrid  each of the --hosts has a whole model in shards (HSDP)
+         stage_3_inner, fsdp2_inner  the backward gathers inside a host, from what the forward has left there (hpZ;
+                      reshard_after_forward=ranks of a host)
          limit_fp8, stage_1|2|3_fp8, fsdp2_fp8, fsdp2_keep_fp8  the blocks' linear layers are torchao's Float8Linear;
                       FSDP2 gathers float8, too (bf16 here). If torchao is installed, on GPUs that multiply float8;
                       `x_limit` is over limit_fp8
@@ -32,6 +38,11 @@ systems: limit        forward, backward and a fused AdamW over 1/W of the parame
 
 With --trace FOLDER a profiler's trace of one step is written for each row, and what it says of communication printed;
 this strategy's phases are in it by name ("zerocompile: gather model.layers.0 in backward", "... reduce ...").
+
+--hosts H plays H hosts on this machine: NCCL takes each H-th part of the ranks for a host of its own, and moves what
+goes between them through sockets of the loopback device. --gpus may be more than there are then, so that several ranks
+share a GPU, but those of one host may not. Nothing is copied between GPUs past NCCL (`copy_engine=False`), since there
+it would cross hosts, too.
 
 Without a GPU everything runs on the CPU (gloo): python examples/benchmark.py --model tiny --seq 64 --steps 3
 """
@@ -56,9 +67,9 @@ from benchmark_systems import BYTE_LM, SHAPES, SYSTEMS, set_up
 
 Row = dict[str, Any]
 COLUMNS = (
-    *("system", "model", "world", "seq", "batch", "accumulate", "checkpointing", "clip", "reduce_fp32"),
-    *("seconds", "min", "max", "x_limit", "bound", "bandwidth", "exposed", "allocated", "reserved", "device"),
-    *("first", "first_warm", "losses"),
+    *("system", "model", "world", "hosts", "seq", "batch", "accumulate", "checkpointing", "clip", "reduce_fp32"),
+    *("seconds", "min", "max", "x_limit", "bound", "bandwidth", "crossed", "exposed"),
+    *("allocated", "reserved", "device", "first", "first_warm", "losses"),
 )
 DEEPCOMPILE_WARM_UP = 10  # it compiles again in its first steps
 GRACE = 60  # seconds to end in
@@ -73,7 +84,8 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     device = torch.device(args.device)
     if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        play_hosts(args)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:
@@ -82,10 +94,13 @@ def worker(args: argparse.Namespace) -> None:
     started = time.time()
     system = set_up(args, device)
     meters = [make_meter(args, seq, device, None if number else started) for number, seq in enumerate(args.seq)]
+    before = loopback_bytes()
     for meter in system.train(meters):
-        write(args, {**describe(args), "numel": system.numel, **meter.result})
+        crossed = (loopback_bytes() - before) // meter.steps if args.hosts > 1 and device.type == "cuda" else None
+        write(args, {**describe(args), "numel": system.numel, "crossed": crossed, **meter.result})
         if device.type == "cuda":
             torch.cuda.empty_cache()
+        before = loopback_bytes()
     if not args.first_only:  # after the steps, so that its buffers are in no row's memory
         write(args, {**describe(args), "bandwidth": bandwidth(device)})
     dist.barrier()
@@ -93,6 +108,21 @@ def worker(args: argparse.Namespace) -> None:
     if device.type == "cpu":  # threads of gloo and of compilers sometimes abort the end of the interpreter
         sys.stdout.flush()
         os._exit(0)
+
+
+def play_hosts(args: argparse.Namespace) -> None:
+    """Tells NCCL in which host this rank is, before it starts."""
+    if args.hosts > 1:
+        host = int(os.environ["RANK"]) * args.hosts // int(os.environ["WORLD_SIZE"])
+        os.environ |= {"NCCL_HOSTID": f"host-{host}", "NCCL_SOCKET_IFNAME": "lo"}
+    if "tuned" in args.system.split("_"):
+        os.environ.setdefault("NCCL_CTA_POLICY", "2")
+
+
+def loopback_bytes() -> int:
+    """What this machine has received from itself."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next((int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
 def make_meter(args: argparse.Namespace, seq: int, device: torch.device, started: float | None) -> Meter:
@@ -107,8 +137,8 @@ def make_meter(args: argparse.Namespace, seq: int, device: torch.device, started
 
 def describe(args: argparse.Namespace) -> Row:
     return {
-        "system": args.system, "model": args.model, "world": dist.get_world_size(), "batch": args.batch,
-        "accumulate": args.accumulate, "checkpointing": args.checkpointing, "clip": args.clip,
+        "system": args.system, "model": args.model, "world": dist.get_world_size(), "hosts": args.hosts,
+        "batch": args.batch, "accumulate": args.accumulate, "checkpointing": args.checkpointing, "clip": args.clip,
         "reduce_fp32": args.reduce_fp32,
     }  # fmt: skip
 
@@ -196,7 +226,7 @@ def complete(rows: list[Row], cold: dict[int, float]) -> list[Row]:
         moved = moved_bytes(row["system"], numel, row["world"], row["accumulate"], row["reduce_fp32"])
         completed.append({
             **row,
-            "bound": float(f"{moved / speed:.3g}") if speed else None,
+            "bound": float(f"{moved / speed:.3g}") if speed and row["hosts"] == 1 else None,
             "bandwidth": float(f"{speed / 1e9:.3g}") if speed else None,
             "first": cold.get(row["seq"], first), "first_warm": first if cold else None, "losses": losses,
         })  # fmt: skip
@@ -268,6 +298,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=10, help="timed steps")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--gpus", "--processes", dest="processes", type=int, default=torch.cuda.device_count() or 2)
+    add("--hosts", type=int, default=1, help="play so many hosts, see above")
     add("--backend", choices=("inductor", "aot_eager"), default="inductor", help="of torch.compile, for all systems")
     add("--options", type=json.loads, default={}, help="JSON: further options of our Config")
     add("--cold", action="store_true", help="run each system twice: empty compile cache, then a warm one")
@@ -280,6 +311,12 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.warm_up < 1 or args.steps < 1:
         parser.error("--warm-up and --steps must be 1 or more")
+    if args.hosts < 1 or args.processes % args.hosts:
+        parser.error(f"--hosts {args.hosts}: the {args.processes} ranks cannot be split into as many hosts")
+    if args.device == "cuda" and args.processes // args.hosts > torch.cuda.device_count():
+        parser.error(f"{args.processes // args.hosts} ranks of a host need as many GPUs")
+    if args.hosts == 1 and any({"hybrid", "inner"} & set(system.split("_")) for system in args.systems):
+        parser.error("systems with `_hybrid` or `_inner` need --hosts of 2 or more")
     return args
 
 

@@ -56,7 +56,7 @@ class Meter:
     """One row: is told when each step begins and ends, by whoever runs the loop.
 
     A step's time is that from its beginning to that of the next one, so what a framework does between steps counts.
-    Behind the timed steps one more may run under the profiler.
+    After the timed steps one more may run under the profiler.
 
     Args:
         seq: length of the sequences that its steps train on.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from benchmark_measures import Meter
 from byte_lm import ByteLM, ModelConfig, rotary_tables
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 
@@ -40,7 +41,9 @@ SHAPES = {
 }
 BYTE_LM = "byte-lm"  # the model of train_lm.py, with the sizes that it has on the device
 STAGES = [f"stage_{stage}{scope}" for stage in (1, 2, 3) for scope in ("", "_model", "_beside", "_onepass")] + [
-    "stage_3_spare"
+    "stage_3_spare",
+    *(f"stage_{stage}_hybrid" for stage in (1, 2, 3)),
+    "stage_3_inner",
 ]
 SYSTEMS = (
     "limit",
@@ -48,7 +51,9 @@ SYSTEMS = (
     *(f"stage_{stage}_fp8" for stage in (1, 2, 3)),
     *(f"fsdp2{keep}_fp8" for keep in ("", "_keep")),
     *(name + loop for name in STAGES for loop in ("", "_trainer")),
-    *(f"fsdp2{keep}{prefetch}" for keep in ("", "_keep") for prefetch in ("", "_prefetch1", "_prefetch2")),
+    *(f"fsdp2{keep}{prefetch}" for keep in ("", "_keep") for prefetch in ("", "_prefetch1", "_prefetch2", "_tuned")),
+    "fsdp2_hybrid",
+    "fsdp2_inner",
     "ddp",
     *(f"deepspeed_{stage}{scope}" for stage in (1, 3) for scope in ("", "_compile")),
 )
@@ -258,16 +263,21 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
     numel = numel_of(model)
     reduce_dtype = torch.float32 if args.reduce_fp32 else torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    reshard = "keep" not in args.system
+    words, world = args.system.split("_"), dist.get_world_size()
+    reshard: bool | int = world // args.hosts if "inner" in words else "keep" not in words
+    sizes = (args.hosts, world // args.hosts) if "hybrid" in words else (world,)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     if wants_fp8(args):
         to_float8(model, device, gathers=True)
     layers = layers_of(model)
     compile_layers(model, args)
     for layer in layers:
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
-    if "_prefetch" in args.system:
-        ahead = int(args.system[-1])
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if "tuned" in words and device.type == "cuda":
+        tune(model, layers)
+    if "_prefetch" in args.system or "tuned" in words:
+        ahead = 1 if "tuned" in words else int(args.system[-1])
         for k, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[k + 1 : k + 1 + ahead])
             layer.set_modules_to_backward_prefetch(layers[max(0, k - ahead) : k][::-1])
@@ -285,17 +295,33 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
     return System(numel, bare(step, args, device))
 
 
+def tune(model: Any, layers: Sequence[Any]) -> None:
+    """What FSDP2 offers for NVLink; some of it is in newer versions of torch only."""
+    for module in (*layers, model):
+        if hasattr(module, "set_symm_mem_for_comm"):
+            module.set_symm_mem_for_comm()
+        else:
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    if hasattr(model, "set_separate_reduce_scatter_group"):
+        model.set_separate_reduce_scatter_group()
+
+
 def our_options(args: argparse.Namespace) -> dict[str, Any]:
     """Of `Config` and of `ZeroCompileStrategy`."""
     _, stage, *words = args.system.split("_")
     spare = {"memory_budget": "auto"} if "spare" in words else {}
     beside = {"optimizer_in_backward": True} if "beside" in words else {}
+    hosts: dict[str, Any] = {"replicas": args.hosts} if "hybrid" in words else {}
+    if "inner" in words:
+        hosts = {"reshard_after_forward": dist.get_world_size() // args.hosts}
     return {
         "stage": int(stage),
         "compile": "model" if "model" in words else "blocks",
         "backend": args.backend,
         "dynamic": False,
         "reduce_dtype": torch.float32 if args.reduce_fp32 else None,
+        "copy_engine": "auto" if args.hosts == 1 else False,
+        **hosts,
         **spare,
         **beside,
         **args.options,

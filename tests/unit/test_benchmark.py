@@ -111,8 +111,8 @@ def raw_row(system: str, seq: int, seconds: float, accumulate: int = 1) -> dict[
     return {
         "system": system, "model": "tiny", "world": 2, "batch": 1, "accumulate": accumulate, "checkpointing": False,
         "clip": 0.0, "reduce_fp32": False, "numel": 10**9, "seq": seq, "exposed": None, "allocated": None,
-        "reserved": None, "device": None, "seconds": seconds, "min": seconds, "max": seconds, "first": 9.0,
-        "losses": [1.0],
+        "reserved": None, "device": None, "hosts": 1, "crossed": None, "seconds": seconds, "min": seconds,
+        "max": seconds, "first": 9.0, "losses": [1.0],
     }  # fmt: skip
 
 
@@ -124,6 +124,24 @@ def test_rows_are_completed(examples: Any) -> None:
     assert [(row["first"], row["first_warm"]) for row in rows] == [(20, 9.0), (9.0, 9.0)]
     (interrupted,) = benchmark.complete([raw_row("stage_3", 64, 0.3)], {})
     assert interrupted["bound"] is None and interrupted["first"] == 9.0 and interrupted["first_warm"] is None
+    (played,) = benchmark.complete([raw_row("stage_3", 64, 0.3) | {"hosts": 2}, {"bandwidth": 5e10}], {})
+    assert played["bandwidth"] == 50.0 and played["bound"] is None  # not all links are as fast as that
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--hosts=2", "--gpus=3"], "the 3 ranks cannot be split"),
+        (["--systems", "limit", "stage_1_hybrid"], "need --hosts of 2 or more"),
+    ],
+)
+def test_hosts_that_cannot_be_played(
+    examples: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], text: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--device=cpu", *options])
+    with pytest.raises(SystemExit):
+        examples("benchmark").parse()
+    assert text in capsys.readouterr().err
 
 
 def test_ratio_to_the_limit_of_the_same_cell(examples: Any) -> None:
@@ -165,6 +183,18 @@ def run_benchmark(tmp_path: Path, *options: str) -> tuple[list[dict[str, Any]], 
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()], done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_systems_train_alike_on_played_hosts(tmp_path: Path) -> None:
+    systems = ["stage_3", "stage_1_hybrid", "stage_3_hybrid", "stage_3_inner", "fsdp2_hybrid", "fsdp2_inner"]
+    sizes = ["--model=tiny", "--seq=32", "--steps=2", "--warm-up=3", "--lr=1e-2", "--gpus=4", "--hosts=2"]
+    rows, printed = run_benchmark(tmp_path, *sizes, "--backend=aot_eager", "--systems", *systems)
+    assert [row["system"] for row in rows] == systems and printed.count(": ok in") == len(systems)
+    assert {row["crossed"] for row in rows} == {None}  # gloo's bytes inside a host go over the same device
+    for row in rows[1:]:
+        assert row["losses"] == pytest.approx(rows[0]["losses"], abs=0.02)
 
 
 @pytest.mark.long
