@@ -73,6 +73,8 @@ def keywords(text: str) -> dict[str, Any]:
 
 def _nodes(text: str) -> int | Literal["nodes"]:
     """A number, or the word."""
+    if text != "nodes" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'nodes'")
     return "nodes" if text == "nodes" else int(text)
 
 

@@ -149,11 +149,11 @@ class Messages:
         """Tells the others that this rank ends, and why. Only the first call counts. It neither blocks nor raises."""
         if self._has_left:
             return
+        self._has_left = True
         if self._liveness is not None:
             self._liveness.leave(reason)
         with suppress(RuntimeError):  # a store whose host has died raises it
             self.tell(_LEFT, reason)
-            self._has_left = True
 
     def reasons(self, within: timedelta) -> dict[int, str | None]:
         """Why the others have ended, by global rank; ``None``: nothing was heard of that rank ``within`` that time."""

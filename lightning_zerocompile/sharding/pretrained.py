@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 SOURCES = "_zerocompile_pretrained"  # attribute of a module: the :class:`Source` of parameters, by their local names
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # Hugging Face's names
@@ -96,9 +96,15 @@ def load_pretrained(module: nn.Module, folder: str | os.PathLike[str], cast: boo
         FileNotFoundError: the folder, or a file that its index names, is not there.
         ValueError: tensors are missing, the module has no such tensors, or shapes or dtypes differ. The message names
             every problem, and nothing is loaded.
-        RuntimeError: a file cannot be read.
+        RuntimeError: a file cannot be read, or the module is sharded.
         ImportError: safetensors is not installed.
     """
+    sharded = next((entry.name for entry in saved_tensors(module) if isinstance(entry.tensor, DTensor)), None)
+    if sharded is not None:
+        raise RuntimeError(
+            f"`load_pretrained`: `{sharded}` is sharded already. Call it in `configure_model` or before, or write "
+            "whole values with `load_state_dict`, on all ranks."
+        )
     sources = _sources(Path(folder))
     own: dict[Tensor, list[SavedTensor]] = {}
     for entry in saved_tensors(module):

@@ -141,6 +141,9 @@ def test_the_command_knows_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert made["stages"][0]["seconds"] > made["stages"][0]["exposed"] > 0
     assert main([*command, "--reshard-after-forward", "4"]) == 0
     assert "of them communication alone" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*command, "--replicas", "node"])
+    assert "'node' is neither a number nor 'nodes'" in capsys.readouterr().err
 
 
 def test_what_cannot_be() -> None:

@@ -54,6 +54,17 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
 # ---- in ----
 
 
+@on_ranks(2)
+def test_a_sharded_module_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / str(models.rank())
+    model = models.ByteModel()
+    folder.mkdir()
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    refused = pytest.raises(RuntimeError, match=r"`scale` is sharded already.*configure_model.*load_state_dict")
+    with engines.engine(model, 3, compile=False), refused:
+        lightning_zerocompile.load_pretrained(model, folder)
+
+
 def _trains_from(folder: Path, tied: bool, stage: int, compile: Any) -> tuple[int, int]:
     """The elements that this rank has read, and those of the model."""
     twin = hf.LlamaForCausalLM.from_pretrained(folder).to(models.device())
