@@ -48,6 +48,9 @@ inline void keep_for(const at::Tensor& tensor, const c10::Stream& stream) {
 // What has been launched. On a device `wait` orders the current stream after it, once for each stream that asks. On the
 // CPU `wait` blocks until the launch is done and what was to follow is done too. To call it again costs nothing. Copies
 // stand for the same launch: on the CPU the first one that waits does it for all.
+//
+// `waited`, `awaited` and `unawaited` say who has waited. `running` says whether it may still be on its way; on the CPU
+// it is until somebody has waited. `completed` is for the CPU only: whether a wait would return at once.
 class Pending {
  public:
   Pending() = default;

@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import timedelta
 from enum import Enum
 from functools import cache, wraps
@@ -492,7 +492,7 @@ def takes_options(init: Callable[..., None]) -> Callable[..., None]:
         inspect.Parameter(
             option.name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=None if option.name == "options" else option.default,
+            default=None if option.default is MISSING else option.default,
             annotation=_checks()[option.name][1].accepts or _checks()[option.name][0],
         )
         for option in fields(Config)

@@ -178,9 +178,9 @@ class Engine:
             self._add_leaves(inside)
         if self.config.param_dtype is not None and self.config.cast_forward_inputs:
             children = [child for _, child in top_level_modules(self.model)]
-            in_fp32 = {inner for name in islands.modules for inner in self.model.get_submodule(name).modules()}
+            in_islands = {inner for name in islands.modules for inner in self.model.get_submodule(name).modules()}
             modules = [self.model, *children, *(block for _, block in blocks)]
-            cast_inputs([module for module in modules if module not in in_fp32], self.config.param_dtype)
+            cast_inputs([module for module in modules if module not in in_islands], self.config.param_dtype)
 
     def _add_leaves(self, inside: set[nn.Module]) -> None:
         """Layers of torch's that are not ``inside`` of another region."""
