@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from lightning_zerocompile.compile.passes.recompute import TRAINING
@@ -109,7 +110,13 @@ class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         graph.lint()
 
     def uuid(self) -> bytes:
-        return _SOURCE + f"regional={self.regional} unit_bytes={self.unit_bytes}".encode()
+        """All that a graph that Inductor has cached depends on, as far as Inductor's own key does not have it."""
+        # [Note: donated buffers] A backward may write to what autograd has saved for it, if nothing else reads that. It
+        # may not where it can run twice (`retain_graph=True`, `torch._functorch.config.donated_buffer = False`). torch
+        # compiles either code, but its key for the compile cache is the same, so a run would find the other code.
+        context = TracingContext.try_get()
+        donated = context and context.fw_metadata and context.fw_metadata.bw_donated_idxs
+        return _SOURCE + f"regional={self.regional} unit_bytes={self.unit_bytes} donated={donated or []}".encode()
 
     # ---- gathers ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -222,6 +224,53 @@ def test_rule_06_warm_cache(worlds: Worlds, tmp_path: Path) -> None:
     # on GPUs Inductor's keys hold the device's number: a rank finds what its own number compiled
     warm = [*swapped, *larger, *again] if worlds.device == "cpu" else [larger[0], *again]
     assert all(hits > 0 and misses == 0 for _, hits, misses in warm)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.nn.functional.gelu(self.inner(x)))  # type: ignore[no-any-return]
+
+
+def _backwards(x: Tensor, stage: int, retain: bool) -> float:
+    """Deviation after one step of a new model, whose backward runs once, or twice through one graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(), Gated())
+    twin = copy.deepcopy(model).to(x.device)
+    with engines.engine(model, stage, backend="inductor") as engine:
+        optimizer = engines.sgd(engine, model, lr=0.01)
+        with engine.training_step():
+            y = model(x)
+            if retain:
+                with engine.backward(first := y.sum()):
+                    first.backward(retain_graph=True)
+            with engine.backward(last := y.square().mean()):
+                last.backward()
+        optimizer.step()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.01)
+    y = twin(x)
+    (y.square().mean() + (y.sum() if retain else 0)).backward()
+    plain.step()
+    return models.deviation(model, twin)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
+@on_ranks(2)
+def test_rule_06_a_cached_backward_that_runs_twice(stage: int, tmp_path: Path) -> None:
+    """A backward that may overwrite what is saved, since it was compiled to run once, does not run twice."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(models.device())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / str(models.rank())))
+        assert _backwards(x, stage, retain=False) <= 1e-6
+        with pytest.raises(RuntimeError, match="donated_buffer=False"):
+            _backwards(x, stage, retain=True)
+        with functorch.patch(donated_buffer=False):  # type: ignore[no-untyped-call, unused-ignore]
+            assert _backwards(x, stage, retain=True) <= 1e-6
 
 
 # ---- rule 9 ----
