@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tests.fuzz.program import (
     Accumulate,
     Backward,
+    Clip,
     Model,
     Op,
     Options,
@@ -91,6 +92,14 @@ FOUND = (
     Found(
         "a backward that raised, and was caught, before a window or accumulation: the next backward in it raises",
         Program(steps=((Backward(fails="backward"), Window((Backward(),))),)),
+    ),
+    Found(
+        "clipping by norm: the norm of a bfloat16 gradient is rounded on each rank, so the factor is an ulp of it off",
+        Program(Model(block=("raw_same",)), steps=((Backward(), Clip()),)),
+        lambda program: (
+            _uses(program, "raw_same", "raw_mixed", "raw_two_reads", "raw_none")
+            and _has(program, lambda op, _: isinstance(op, Clip) and op.how == "norm")
+        ),
     ),
 )
 
