@@ -204,11 +204,8 @@ class Engine:
     def begin_training_step(self) -> None:
         """What all ranks do before a training step; collective."""
         if self.runtime.core.unequal():
-            self.runtime.meet_others("a training step")
-        self.windows.meet_again()
-        self.runtime.pass_mark("a training step")
-        if self._has_cuda_graphs:  # see [Note: CUDA graphs]
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            self.runtime.core.meet_others("a training step")
+        self._begin("a training step")
         if self.runtime.core.resident_units():  # a forward outside of steps, without backward
             self.runtime.core.end_forward()
         if not (self.windows.is_open or self.windows.in_accumulation):
@@ -226,10 +223,7 @@ class Engine:
     def evaluation_step(self, what: str = "an evaluation", fitting: bool = False) -> Iterator[None]:
         """Around a step without backward: after it nothing stays gathered. In a fit all ranks get rank 0's buffers."""
         self.gather_watch.step_ends()
-        self.windows.meet_again()
-        self.runtime.pass_mark(f"{what} step")
-        if self._has_cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        self._begin(f"{what} step")
         if fitting and not self.runtime.core.unequal():
             self.broadcast_buffers()
         raised = True
@@ -368,6 +362,12 @@ class Engine:
                 f"the model was sharded, {why}, or copy new values of the same shape into it."
             )
 
+    def _begin(self, what: str) -> None:
+        self.windows.meet_again()
+        self.runtime.pass_mark(what)
+        if self._has_cuda_graphs:  # see [Note: CUDA graphs]
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
     @contextlib.contextmanager
     def _user_code(self) -> Iterator[None]:
         """In this context a parameter with which user code computes is its full value, see [Note: masters]."""
@@ -451,7 +451,7 @@ class Engine:
         """
         self.check_reducible(action)
         if self.runtime.core.unequal():
-            self.runtime.meet_others(action)
+            self.runtime.core.meet_others(action)
         if self.runtime.core.pending():
             self.runtime.core.flush()
 

@@ -293,7 +293,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        engine, unequal, module = self.engine, self._unequal_everywhere(), self._module
+        unequal, module, engine = self._unequal_everywhere(), self._module, self.engine
         with self.precision_plugin.train_step_context(), engine.training_step(), unequal:
             return module.training_step(*args, **kwargs)
 
@@ -326,7 +326,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        engine, unequal = self.engine, self._unequal_everywhere()
+        unequal, engine = self._unequal_everywhere(), self.engine
         with unequal, engine.backward(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
