@@ -26,6 +26,7 @@ from lightning_zerocompile.ranks.groups import Groups, inner_size, shard_groups
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
 from lightning_zerocompile.runtime.memory_budget import MemoryBudget
 from lightning_zerocompile.runtime.runtime import Runtime
+from lightning_zerocompile.runtime.settled import SettledMasters, State
 from lightning_zerocompile.runtime.window import Windows
 from lightning_zerocompile.sharding import buffers
 from lightning_zerocompile.sharding.autocast import cast_inputs
@@ -64,6 +65,7 @@ from lightning_zerocompile.sharding.replaced import (
 )
 
 _PATIENCE = timedelta(seconds=5)  # how long a rank that has failed waits for the others; at most a tenth of `timeout`
+_RESCUE, _HERE = "rescue", "all here"  # the mark that decides of a rescue, and what it says if there is one
 
 
 class Engine:
@@ -153,7 +155,12 @@ class Engine:
         in_backward, windows = self.steps.in_backward, self.windows
         if in_backward is not None:
             in_backward.waits = lambda: windows.is_open or windows.in_accumulation
+        self._settled: SettledMasters | None = None
+        if device.type != "cpu" and dist.get_world_size() > 1:
+            self._settled = SettledMasters(device, self._state_of_masters)
+            self.runtime.messages.ending = self._settled.groups_end
         self._has_cuda_graphs = config.cuda_graphs
+        self._can_rescue = device.type == "cpu"
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.defer_grad_sync
 
     def manages(self, model: nn.Module) -> bool:
@@ -363,6 +370,8 @@ class Engine:
             )
 
     def _begin(self, what: str) -> None:
+        if self._settled is not None:
+            self._settled.step_begins()
         self.windows.meet_again()
         self.runtime.pass_mark(what)
         if self._has_cuda_graphs:  # see [Note: CUDA graphs]
@@ -550,30 +559,27 @@ class Engine:
         """After a failure: makes the model an ordinary module again, if every rank ends its run within a few seconds.
 
         [Note: rescue] Collectives that the failed run has started may never end, so none of its process groups is used
-        or waited for. Each rank looks in the store whether all others have ended, too. The first rank that knows it, or
+        or waited for. Each rank looks in the store whether all others have ended, too. On devices each rank also says
+        there whether its masters hold whole steps, see [Note: settled masters]. The first rank that knows it of all, or
         that will not wait any longer, decides for all (by one write, which the store makes atomic). Only then do the
-        ranks gather the masters, over a new group whose waits are short. Where one rank has made a step more than
-        another, the module has rows of both, and a warning says so. With several ranks, writes to gathered values that
-        have not reached a master are lost. Where a device may wait for another device's collective there is no rescue.
+        ranks gather the masters on the CPU, over a new group whose waits are short. Where one rank has made a step more
+        than another, the module has rows of both, and a warning says so. With several ranks, writes to gathered values
+        that have not reached a master are lost.
 
         Returns:
             Whether the model is whole. If it is not, it is as it was before, and :meth:`abandon` must be called.
         """
-        alone = dist.get_world_size() == 1
-        if not self.manages(self.model) or not (alone or self.device.type == "cpu"):
+        if not self.manages(self.model):
             return False
-        patience = min(_PATIENCE, self.config.timeout / 10)
         made: tuple[dist.ProcessGroup, ...] = ()
         group = None
         try:
-            if alone:
+            if dist.get_world_size() == 1:
                 self.runtime.core.write_back()
             else:
-                reasons = self.runtime.messages.reasons(patience)
-                verdict = "gone" if None in reasons.values() else "all here"
-                if self.runtime.messages.mark("rescue", 0, verdict)[1] != "all here":
+                if not self._all_here():
                     return False
-                made = everyone, group = self._groups.make_on_cpu(2 * patience)
+                made = everyone, group = self._groups.make_on_cpu(2 * self._patience)
                 _warn_of_steps(self.steps.count, everyone)
             self.steps.give_back(unshard_parameters(self.model, group), group)
         except RuntimeError:  # the store, a rank that is gone meanwhile, or a device that has failed raised it
@@ -604,6 +610,42 @@ class Engine:
             restore_classes(self.model)
             refuse_shards(self.model)
         self.runtime.abandon()
+
+    def _state_of_masters(self) -> State:
+        """See :class:`SettledMasters`."""
+        versions = [sharded.local._version for sharded in self.runtime.sharded_parameters]
+        return self.steps.count, self.runtime.step_state.updated, versions
+
+    def settle(self, drained: bool) -> None:
+        """After a failure, before groups are ended: notes whether a rescue may use the masters of this device.
+
+        ``drained``: whether the device has done all that its current stream holds. It is enough where optimizers update
+        on that stream, since this rank's groups have not been ended.
+        """
+        if self._settled is None:
+            return
+        alive = self.runtime.messages.ended is None
+        beside = self.config.optimizer_in_backward or bool(self.config.offload)
+        patience = self._patience.total_seconds()
+        whole = alive and drained and (not beside or self.runtime.idle(patience))
+        self._can_rescue = whole or self._settled.hold()
+
+    @property
+    def _patience(self) -> timedelta:
+        return min(_PATIENCE, self.config.timeout / 10)
+
+    def _all_here(self) -> bool:
+        """After a failure: whether all ranks have ended their run, with masters that hold whole steps; see rescue."""
+        messages, patience = self.runtime.messages, self._patience
+
+        def decided() -> bool:
+            return messages.marked(_RESCUE, 0) is not None
+
+        here = None not in messages.reasons(patience).values()
+        if here and self.device.type != "cpu":  # groups may have been ended since; then the device goes on
+            here = self._can_rescue and self.runtime.drained(patience.total_seconds())
+            here = here and messages.all_count(f"{_RESCUE}/settled", patience, decided)
+        return messages.mark(_RESCUE, 0, _HERE if here else "gone")[1] == _HERE
 
     def _silence(self) -> None:
         if self._watched is not None:

@@ -449,7 +449,9 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             if ended is not None and ended not in str(exception) and isinstance(exception, RuntimeError):
                 exception.args = (f"{ended}\nThis rank's own error: {exception}",)
             self.messages.leave(f"{type(exception).__name__}: {exception}")
-            if not self.engine.runtime.drained(_DRAINS):  # the rest of the tear-down waits for the device
+            drained = self.engine.runtime.drained(_DRAINS)
+            self.engine.settle(drained)
+            if not drained:  # the rest of the tear-down waits for the device
                 self.messages.end(f"zerocompile: rank {self.global_rank} has ended its run: {exception}")
                 if isinstance(exception, CommunicationError):
                     exception.args = (f"{exception}\n{START_ANEW}",)

@@ -98,6 +98,7 @@ class Messages:
         ended: why this rank's process groups have ended, see [Note: ended groups]; None: they have not.
         among: the ranks that take part in a stream's collectives, by stream; streams of all ranks are left out.
         barriers: the barriers of mapped memory on this rank's device.
+        ending: called once, before this rank's process groups are ended, perhaps by another thread.
     """
 
     def __init__(self, device: str, name: str, timeout: timedelta) -> None:
@@ -114,6 +115,7 @@ class Messages:
         self._ending = threading.Lock()
         self.ended: str | None = None
         self.barriers: list[Barriers] = []
+        self.ending: Callable[[], None] = lambda: None
         self._stands_in: dict[int, tuple[int, float]] = {}  # by place in `barriers`: the barrier's number, since when
         self._has_left = False
         self._turn = 0
@@ -325,6 +327,7 @@ class Messages:
             if self.ended is not None:
                 return
             self.ended = f"{reason}\n{START_ANEW}"
+        self.ending()
         end_groups(reason, [barriers.end for barriers in self.barriers])
 
     def raise_if_ended(self) -> None:
@@ -636,6 +639,24 @@ class Messages:
         """
         key, waits = f"zerocompile/{self._name}/{topic}", partial(self.waits, what, *place)
         return self._await(key, lambda said: said.startswith(begins), waits, ranks, within)
+
+    def all_count(self, topic: str, within: timedelta, given_up: Callable[[], bool]) -> bool:
+        """Counts that this rank comes to ``topic``; returns whether all ranks have ``within`` that time.
+
+        It asks for one number, however many ranks there are, and raises nothing for ranks that have ended.
+
+        Args:
+            topic: what is counted.
+            within: how long to wait.
+            given_up: asked at each look; if it is true, this rank waits no longer.
+        """
+        deadline = time.monotonic() + within.total_seconds()
+        key = f"zerocompile/{self._name}/{topic}"
+        here = int(self._store().add(key, 1))
+        while here < len(self._ranks) and time.monotonic() < deadline and not given_up():
+            time.sleep(self._pause)
+            here = int(self._store().add(key, 0))
+        return here >= len(self._ranks)
 
     def of_first(self, topic: str, message: str, doing: str) -> str:
         """The first rank's ``message``, on all ranks. The other ranks' own are not sent.

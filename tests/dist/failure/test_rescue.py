@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zerocompile.ranks.abort import ended_group
 from lightning_zerocompile.ranks.errors import CommunicationError
 from tests.support import failing, models
 from tests.support.harness import on_ranks
@@ -90,6 +91,8 @@ def _alone(stage: int, options: dict[str, Any], where: str) -> None:
         return
     assert not apart
     _is_whole(module, twin)
+    if ended_group() is not None:  # a rank's device was in a collective that never came
+        return
     module.ending = ()
     failing.fit(module, failing.strategy(stage, SECONDS, **options), steps=1)
     models.reference(twin, 1)
@@ -112,8 +115,6 @@ CELLS = [
 @on_ranks(2)
 def test_one_rank_raises_alone(stage: int, options: dict[str, Any], where: str) -> None:
     """The other one hears of it in its next wait, comes in time, and both have the module again: never a hang."""
-    if models.device() == "cuda":
-        pytest.skip("on several GPUs a module stays sharded after an exception")
     _alone(stage, options, where)
 
 
@@ -151,8 +152,6 @@ def _interrupted(stage: int, options: dict[str, Any], where: str, ending: tuple[
 @on_ranks(2)
 def test_ctrl_c(stage: int, options: dict[str, Any], where: str, ending: tuple[int, ...]) -> None:
     """A rank that is in a collective when the signal comes is waited for, as far as a tenth of the timeout."""
-    if models.device() == "cuda":
-        pytest.skip("on several GPUs a module stays sharded after an exception")
     _interrupted(stage, options, where, ending)
 
 

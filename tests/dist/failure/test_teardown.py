@@ -252,8 +252,6 @@ EVERYWHERE = [(where, Boom) for where in ("training_step", "backward", "on_after
 @on_ranks(2)
 def test_a_module_is_whole_after_an_exception(stage: int, compile: Any) -> None:
     """Wherever the ranks raise: it has the values of the last whole step, and is fitted again."""
-    if models.device() == "cuda":
-        pytest.skip("on several GPUs a module stays sharded after an exception")
     options = {"compile": compile, "backend": "aot_eager"}
     _whole_again(stage, options, [*EVERYWHERE, ("backward", KeyboardInterrupt)])
 

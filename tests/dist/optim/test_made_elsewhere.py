@@ -201,9 +201,7 @@ class Raises(Made):
 
 
 @on_ranks(2)
-def test_after_an_exception_the_optimizer_has_the_whole_parameters(device: str) -> None:
-    if device == "cuda":
-        pytest.skip("the module is made whole on the CPU only")
+def test_after_an_exception_the_optimizer_has_the_whole_parameters() -> None:
     module = Raises("sgd")
     twin = copy.deepcopy(module)
     with pytest.raises(ValueError, match="on purpose"):
