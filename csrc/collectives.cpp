@@ -18,11 +18,13 @@ namespace {
 // whose name is short, and its parts are copied to their places by the thread that waits for it.
 void all_gather_flat(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
                      const std::vector<at::Tensor>& inputs) {
+  const bool on_cpu = outputs.front().device().is_cpu();
   std::vector<at::Tensor> parts;
   for (const auto& input : inputs) parts.push_back(input.reshape(-1));
   auto input = at::cat(parts).unsqueeze(0);  // [1, sum of n_i]
   auto output = at::empty({group.getSize(), input.numel()}, input.options());
   c10d::AllgatherOptions options;
+  options.asyncOp = on_cpu;  // else it runs on the lane's stream, which is asynchronous already
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   launch.add(group.all_gather_single(output, input, options));
 #else
@@ -31,13 +33,34 @@ void all_gather_flat(c10d::ProcessGroup& group, Lane::Launch& launch, std::vecto
   launch.then([output, outputs = std::move(outputs)] {
     c10::InferenceMode normal_tensors(false);
     at::NoGradGuard no_grad;
-    int64_t offset = 0;
+    std::vector<at::Tensor> places;
+    std::vector<int64_t> sizes;
     for (const auto& full : outputs) {
-      const auto numel = full.numel() / output.size(0);
-      full.view({output.size(0), numel}).copy_(output.narrow(1, offset, numel));
-      offset += numel;
+      sizes.push_back(full.numel() / output.size(0));
+      places.push_back(full.view({output.size(0), sizes.back()}));
     }
+    at::split_with_sizes_copy_out(places, output, sizes, 1);
   });
+}
+
+// The same for gradients, on devices.
+void reduce_scatter_flat(c10d::ProcessGroup& group, Lane::Launch& launch, const std::vector<at::Tensor>& outputs,
+                         const std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options) {
+  const auto input = at::_chunk_cat(inputs, 0, group.getSize());  // [world, sum of n_i]
+  auto output = at::empty({input.size(1)}, input.options());
+  auto flat = input.view({-1});
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  launch.add(group.reduce_scatter_single(output, flat, options));
+#else
+  launch.add(group._reduce_scatter_base(output, flat, options));
+#endif
+  std::vector<at::Tensor> places;
+  std::vector<int64_t> sizes;
+  for (const auto& rows : outputs) {
+    sizes.push_back(rows.numel());
+    places.push_back(rows.view({-1}));
+  }
+  at::split_with_sizes_copy_out(places, output, sizes, 0);
 }
 
 [[noreturn]] void fail(const std::string& what, int64_t rank, const std::string& why) {
@@ -72,10 +95,11 @@ void all_reduce_each(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lan
 }  // namespace
 
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                std::vector<at::Tensor> inputs) {
-  if (outputs.front().device().is_cpu()) return all_gather_flat(group, launch, std::move(outputs), inputs);
+                std::vector<at::Tensor> inputs, Packing packing) {
+  const bool flat = packing == Packing::Flat && outputs.size() > 1;
+  if (flat || outputs.front().device().is_cpu()) return all_gather_flat(group, launch, std::move(outputs), inputs);
   c10d::AllgatherOptions options;
-  options.asyncOp = false;  // it runs on the lane's stream, which is asynchronous already
+  options.asyncOp = false;  // as above
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   launch.add(group.all_gather_single_coalesced(outputs, inputs, options));
 #else
@@ -84,7 +108,8 @@ void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at:
 }
 
 void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
-                    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op) {
+                    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op,
+                    Packing packing) {
   if (outputs.front().device().is_cpu()) {
     return all_reduce_each(group, rank, world, launch, std::move(outputs), inputs, op);
   }
@@ -93,6 +118,9 @@ void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane
   c10d::ReduceScatterOptions options;
   options.reduceOp = op;
   options.asyncOp = false;
+  if (packing == Packing::Flat && outputs.size() > 1) {
+    return reduce_scatter_flat(group, launch, outputs, inputs, options);
+  }
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   launch.add(group.reduce_scatter_single_coalesced(outputs, inputs, options));
 #else

@@ -17,16 +17,25 @@ inline at::Tensor on_the_wire(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
+// [Note: flat collectives] NCCL runs a group of collectives one after the other wherever they share a channel, and each
+// has a latency of its own. Inside a host that costs nothing, and every tensor goes straight to its place. Between hosts
+// the latencies of a unit's tensors add up to more than its bytes take: over sockets, eleven tensors of one block took
+// 3.6 times as long as the same bytes in one (examples/BENCHMARKS.md). So a group that spans hosts moves one flat
+// tensor, and the copies between it and the tensors' places run at the speed of the device's memory. That takes the
+// memory of one more unit while it is on its way.
+enum class Packing { Each, Flat };
+
 // outputs[i]: [world * n_i, ...], inputs[i]: [n_i, ...], all of one dtype. An input may be this rank's rows of its
-// output; then nothing is copied.
+// output; then nothing is copied, unless it is packed flat. On the CPU it always is, see [Note: gloo gathers].
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                std::vector<at::Tensor> inputs);
+                std::vector<at::Tensor> inputs, Packing packing);
 
 // outputs[i]: [n_i, ...], inputs[i]: [world * n_i, ...], all of one dtype. An output gets the rows of `rank`, one of
 // `world`. On devices these are the group's own rank and size. On the CPU the group may have more ranks: all of them
 // add.
 void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
-                    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op);
+                    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op,
+                    Packing packing);
 
 // Waits for what is on its way. A failure says that it was `what`. `look`, if it is not null, is called about once a
 // second on the CPU; if it raises, the wait ends with that error.

@@ -249,7 +249,7 @@ void Gathers::move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch) {
       outputs.push_back(std::move(rows.full));
       inputs.push_back(std::move(rows.rows));
     }
-    all_gather(*group_, launch, std::move(outputs), std::move(inputs));
+    all_gather(*group_, launch, std::move(outputs), std::move(inputs), packing_);
   }
 }
 
@@ -263,7 +263,7 @@ void Gathers::move_inside(RowsByDtype& calls, Lane::Launch& launch) {
       outputs.push_back(std::move(rows.full));
       inputs.push_back(std::move(rows.rows));
     }
-    all_gather(*inner_, launch, std::move(outputs), std::move(inputs));
+    all_gather(*inner_, launch, std::move(outputs), std::move(inputs), inner_packing_);
   }
 }
 

@@ -29,6 +29,7 @@
 #include <utility>
 #include <vector>
 
+#include "collectives.h"
 #include "gather_order.h"
 #include "peers.h"
 #include "questions.h"
@@ -107,6 +108,10 @@ class Gathers {
   void add_parameter() { values_.emplace_back(); }
   void add_unit(int64_t unit);
   void set_prefetch(int64_t distance) { prefetch_ = distance; }
+  void set_packing(Packing shards, Packing inner) {
+    packing_ = shards;
+    inner_packing_ = inner;
+  }
   void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
   int64_t peer_bytes() const;
   void set_peers(std::unique_ptr<PeerMemory> peers) { peers_ = std::move(peers); }
@@ -230,6 +235,7 @@ class Gathers {
   Registry& registry_;
   Questions& questions_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_, inner_;
+  Packing packing_ = Packing::Each, inner_packing_ = Packing::Each;
   std::unique_ptr<PeerMemory> peers_;  // null: the process group does all
   Lane lane_;
   int64_t prefetch_ = 1;

@@ -50,6 +50,7 @@ Reductions::Reductions(const Registry& registry, Questions& questions, const Gat
       group_(std::move(group)),
       replicas_(std::move(replicas)),
       lane_(registry.device()),
+      replica_lane_(registry.device()),
       divisor_(static_cast<double>(registry.all_ranks())) {
   const int64_t reduced = group_->getSize() * (replicas_ ? replicas_->getSize() : 1);
   TORCH_CHECK(reduced == registry_.all_ranks(),
@@ -207,6 +208,7 @@ void Reductions::retire_updates(size_t keep) {
     if (const auto& done = updating_.front().done) {
       done->block(current_stream(registry_.device()));
       lane_.follow(done);
+      replica_lane_.follow(done);
     }
     updating_.erase(updating_.begin());
   }
@@ -308,14 +310,14 @@ void Reductions::reduce_group(const std::vector<int64_t>& group, Reduction& redu
   if (by_kernel && peers_ != nullptr && peers_->holds(gradients)) {
     counts_.peer_reductions += 1;
     peers_->reduce_scatter(gradients, divisor_, record(group.front()).unit);
+    launch.finish();
   } else {
-    reduce_by_collective(launch, group, shards, gradients, partition, total, communicated);
+    reduce_by_collective(launch, reduction, group, shards, gradients, partition, total, communicated);
   }
-  launch.finish();
 }
 
 // The same through the process group: the result is in the dtype that is communicated, and copied or added from there.
-void Reductions::reduce_by_collective(Lane::Launch& launch, const std::vector<int64_t>& group,
+void Reductions::reduce_by_collective(Lane::Launch& launch, Reduction& reduction, const std::vector<int64_t>& group,
                                       const std::vector<Shard>& shards,
                                       const std::vector<PeerMemory::Gradient>& gradients, const Tensor& partition,
                                       int64_t total, at::ScalarType communicated) {
@@ -337,16 +339,9 @@ void Reductions::reduce_by_collective(Lane::Launch& launch, const std::vector<in
   if (!inputs.empty() && group_->getSize() == 1) {
     at::_foreach_copy_(outputs, inputs);
   } else if (!inputs.empty()) {
-    reduce_scatter(*group_, registry_.rank(), registry_.world(), launch, outputs, inputs, op);
+    reduce_scatter(*group_, registry_.rank(), registry_.world(), launch, outputs, inputs, op, packing_);
   }
-  if (!inputs.empty() && replicas_ != nullptr) {  // after the first, in the lane's order
-    std::vector<Tensor> rows{on_the_wire(result)};
-    c10d::AllreduceOptions options;
-    options.reduceOp = op;
-    options.asyncOp = false;
-    launch.add(replicas_->allreduce(rows, options));
-  }
-  launch.then([=, divisor = average ? 1.0 : divisor_] {
+  const auto place = [=, divisor = average ? 1.0 : divisor_] {
     at::NoGradGuard no_grad;
     if (divisor != 1.0) result.div_(divisor);
     if (!direct && !adds) at::_foreach_copy_({partition}, {result});  // its kernel casts faster than that of copy_
@@ -354,7 +349,23 @@ void Reductions::reduce_by_collective(Lane::Launch& launch, const std::vector<in
       if (shards[k].existing.defined()) shards[k].existing.add_(reduced[k]);
       else shards[k].own.copy_(reduced[k]);
     }
-  });
+  };
+  if (inputs.empty() || replicas_ == nullptr) {
+    launch.then(place);
+    launch.finish();
+    return;
+  }
+  const auto scattered = mark(registry_.device());  // on the lane; only devices have replicas: [Note: replicas]
+  launch.finish();
+  Lane::Launch second(replica_lane_, reduction.done, scattered);
+  replica_lane_.keep(result);  // it is the first lane's memory
+  std::vector<Tensor> rows{on_the_wire(result)};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  options.asyncOp = false;
+  second.add(replicas_->allreduce(rows, options));
+  second.then(place);
+  second.finish();
 }
 
 // 0-dim parameters are replicated: their gradients are averaged whole.
@@ -533,7 +544,7 @@ void Reductions::retire(size_t keep, bool completed) {
   if (registry_.device().is_cpu() && keep > 0 && !completed) return;
   while (in_flight_.size() > keep) {
     auto& oldest = in_flight_.front();
-    if (!registry_.device().is_cpu() && !oldest.done.empty()) last_retired_ = oldest.done.back();
+    if (!registry_.device().is_cpu() && !oldest.done.empty()) last_retired_ = oldest.done;
     if (gradients_.several_producers()) reserve(oldest);  // what it reads may be another stream's memory
     try {
       await(oldest);
@@ -556,9 +567,13 @@ void Reductions::drop_in_flight() {
 
 // The memory that a reduction reads and writes is not used again before it is done, without anybody waiting.
 void Reductions::reserve(const Reduction& reduction) {
-  for (const auto& tensor : reduction.inputs) lane_.keep(tensor);
+  const auto keep = [&](const Tensor& tensor) {
+    lane_.keep(tensor);
+    replica_lane_.keep(tensor);
+  };
+  for (const auto& tensor : reduction.inputs) keep(tensor);
   for (auto unit : reduction.units) {
-    for (auto i : registry_.units()[unit].parameters) lane_.keep(gradients_.existing(record(i), reduction.early));
+    for (auto i : registry_.units()[unit].parameters) keep(gradients_.existing(record(i), reduction.early));
   }
 }
 
@@ -587,7 +602,8 @@ bool Reductions::may_be_late() const {
 
 void Reductions::leave_in_flight() {
   home_ = current_stream(registry_.device());
-  last_retired_.order(*home_);  // what was retired in the backward may have been so on another stream
+  // What was retired in the backward may have been so on another stream.
+  for (const auto& done : last_retired_) done.order(*home_);
   for (auto& reduction : in_flight_) {
     reserve(reduction);  // what an earlier backward has left is added to, and may be dropped meanwhile
     reduction.inputs.clear();

@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "collectives.h"
 #include "gather_order.h"
 #include "gradients.h"
 #include "peers.h"
@@ -56,6 +57,7 @@ class Reductions {
   }
   void set_divisor(double divisor) { divisor_ = divisor; }
   void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
+  void set_packing(Packing packing) { packing_ = packing; }
   int64_t peer_bytes() const;
   void check_peers() const;
   void set_peers(std::unique_ptr<PeerMemory> peers) { peers_ = std::move(peers); }
@@ -121,9 +123,9 @@ class Reductions {
   std::vector<Units> runs(bool merged) const;
   void launch_contributed(const std::vector<Units>& runs);
   void reduce_group(const std::vector<int64_t>& group, Reduction& reduction);
-  void reduce_by_collective(Lane::Launch& launch, const std::vector<int64_t>& group, const std::vector<Shard>& shards,
-                            const std::vector<PeerMemory::Gradient>& gradients, const Tensor& partition, int64_t total,
-                            at::ScalarType communicated);
+  void reduce_by_collective(Lane::Launch& launch, Reduction& reduction, const std::vector<int64_t>& group,
+                            const std::vector<Shard>& shards, const std::vector<PeerMemory::Gradient>& gradients,
+                            const Tensor& partition, int64_t total, at::ScalarType communicated);
   void replicate_group(const std::vector<int64_t>& group, Reduction& reduction);
   void await(Reduction& reduction);
   void retire(size_t keep, bool completed = false);
@@ -137,7 +139,9 @@ class Reductions {
   Gradients& gradients_;
   Group group_, replicas_;  // the second may be null: what the first has reduced is the sum of all ranks
   std::unique_ptr<PeerMemory> peers_;  // null: the process groups do all
-  Lane lane_;
+  // The second lane is for the sums over replicas: that of one unit goes beside the reduce-scatter of the next.
+  Lane lane_, replica_lane_;
+  Packing packing_ = Packing::Each;
   double divisor_;
   int64_t merge_bytes_ = 0;  // see [Note: merged reductions]
 
@@ -152,7 +156,7 @@ class Reductions {
   std::vector<Updating> updating_;    // see [Note: updates in backward]
   std::vector<ReducedGrad> reduced_;  // launched, and not bound yet
   std::optional<c10::Stream> home_;   // of the backward that left reductions: [Note: reductions after a backward]
-  Pending last_retired_;              // the last reduction that is not in flight any more
+  std::vector<Pending> last_retired_;  // the last reduction that is not in flight any more
   bool dropped_ = false;              // some are on their way for which nobody waits
   ReductionCounts counts_;
   std::atomic<int64_t> started_ = 0;

@@ -135,6 +135,14 @@ void Runtime::set_gradient_divisor(double divisor) {
   reductions_.set_divisor(divisor);
 }
 
+// Whether the shard group, and the inner group, have ranks on several hosts: see [Note: flat collectives].
+void Runtime::set_spans_hosts(bool shards, bool inner) {
+  const std::lock_guard lock(mutex_);
+  const auto packing = [](bool spans) { return spans ? Packing::Flat : Packing::Each; };
+  gathers_.set_packing(packing(shards), packing(inner));
+  reductions_.set_packing(packing(shards));
+}
+
 void Runtime::set_prefetch(int64_t distance) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   gathers_.set_prefetch(distance);

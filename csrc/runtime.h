@@ -168,6 +168,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::pair<int64_t, int64_t> gathers_of(int64_t unit) const;
   void set_gradient_divisor(double divisor);
   void set_prefetch(int64_t distance);
+  void set_spans_hosts(bool shards, bool inner);
   void set_merge_bytes(int64_t bytes);
   void set_copies_gradients(bool copies);
   void check_entry(const char* what) const;

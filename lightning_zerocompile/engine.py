@@ -64,7 +64,9 @@ from lightning_zerocompile.sharding.replaced import (
     take_values,
 )
 
-_PATIENCE = timedelta(seconds=5)  # how long a rank that has failed waits for the others; at most a tenth of `timeout`
+# How long a rank that has failed waits for the others, and at most which part of `timeout`. On devices it learns later
+# that another has failed: a host that stands in the driver can only be freed from outside, see [Note: ended groups].
+_PATIENCE, _PATIENCE_ON_DEVICES = (timedelta(seconds=5), 10), (timedelta(seconds=15), 2)
 _RESCUE, _HERE = "rescue", "all here"  # the mark that decides of a rescue, and what it says if there is one
 
 
@@ -128,7 +130,7 @@ class Engine:
                 "(siblings of one class with equal parameters). Call `torch.utils.checkpoint.checkpoint` in its "
                 "`forward` instead, or use `activation_budget`, which needs none."
             )
-        self._groups = Groups.make(device, self._backend, config.timeout, rows, inner)
+        self._groups = Groups.make(device, self._backend, config.timeout, rows, inner, nodes)
         self._groups.connect(device)
         self.units = tuple(units)
         self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
@@ -632,7 +634,8 @@ class Engine:
 
     @property
     def _patience(self) -> timedelta:
-        return min(_PATIENCE, self.config.timeout / 10)
+        most, part = _PATIENCE if self.device.type == "cpu" else _PATIENCE_ON_DEVICES
+        return min(most, self.config.timeout / part)
 
     def _all_here(self) -> bool:
         """After a failure: whether all ranks have ended their run, with masters that hold whole steps; see rescue."""

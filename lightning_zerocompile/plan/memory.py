@@ -201,6 +201,8 @@ class Schedule:
         on_cpu: whether the CPU updates what is in host memory (``offload_update="cpu"``).
         early: whether there is room for the units that come from host memory in the backward.
         inner: how many ranks gather in the backward among themselves, from secondary shards; None: there are none.
+        flat: whether what is gathered and reduced is packed on its way, see [Note: flat collectives] in
+            csrc/collectives.h.
     """
 
     stage: int
@@ -213,6 +215,7 @@ class Schedule:
     on_cpu: bool = False
     early: bool = True
     inner: int | None = None
+    flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -368,7 +371,7 @@ class _Run:
         self._full: dict[str, int] = {}  # full gradients by unit, with the transport's copies
         self._order: list[str] = []
         self._reduced = 0
-        self._passing = 0  # beside what is gathered, until the next unit is used
+        self._passing = 0  # copies on their way, beside what is gathered
         self._forth = self._back = 0
         self._gathers = {False: 0, True: 0}  # by whether it is the backward
         self.most_gathered, self.most_gradients, self.most_reduced = self.resident, 0, 0
@@ -379,6 +382,8 @@ class _Run:
         back = False
         for position, event in enumerate(self._events):
             held = self._held(accumulated) + self._passing
+            if self._schedule.flat:  # it is packed and unpacked within one event
+                self._passing = 0
             if event.kind == "use":
                 for name in [name for at, name in self._uses if at == position]:
                     self._use(name, event.back, position)
@@ -424,6 +429,8 @@ class _Run:
         if self._schedule.gloo:  # what it has copied, and what it has not let go of yet
             copies = size + sum(self._units[other].masters for other in new)
             self._passing = copies + sum(self._units[other].gathered for other in left)
+        elif self._schedule.flat:
+            self._passing = max((u.gathered + u.masters for u in map(self._units.__getitem__, new)), default=0)
         self._gathered = [name, *ahead]
 
     def _grad(self, parameter: str) -> None:
@@ -442,6 +449,8 @@ class _Run:
             self._full[unit.name] = 2 * unit.gradient
             return
         self._full[unit.name] = unit.gradient
+        if self._schedule.flat:
+            self._passing = unit.gradient + unit.reduced
         self._order.append(unit.name)
         if self._schedule.in_backward:
             alive = self._order[-_REDUCTIONS_IN_FLIGHT - _UPDATES_BESIDE :]

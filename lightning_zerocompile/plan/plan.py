@@ -156,6 +156,7 @@ def make_plan(
         )
     config, machine = config or Config(), machine or Machine()
     ranks = _ranks(config, world_size, machine.ranks_per_node)
+    flat = not machine.gloo and machine.ranks_per_node is not None and ranks.shards > machine.ranks_per_node
     shards = ranks.shards
     check_names(module, config.keep_gathered)
     islands = find_islands(module, config.fp32_modules, compute_dtype, autocast_dtype)
@@ -216,7 +217,7 @@ def make_plan(
         in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
         on_cpu = config.offload_update == "cpu"
         schedule = Schedule(
-            stage, kept, config.prefetch, machine.gloo, defers, away, in_backward, on_cpu, inner=ranks.inner
+            stage, kept, config.prefetch, machine.gloo, defers, away, in_backward, on_cpu, inner=ranks.inner, flat=flat
         )
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         if away is not None and machine.memory is not None and memory.peak > machine.memory:

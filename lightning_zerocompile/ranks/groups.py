@@ -38,6 +38,7 @@ class Groups:
             [Note: secondary shards] in csrc/secondary.cpp; None: there are no such shards.
         own: the groups that :meth:`destroy` destroys.
         rows: the ranks of each shard group.
+        spans_hosts: whether a shard group has ranks on several hosts, and whether an inner group has.
     """
 
     shards: DeviceMesh
@@ -49,10 +50,17 @@ class Groups:
     inner: dist.ProcessGroup | None
     own: tuple[dist.ProcessGroup, ...]
     rows: list[list[int]]
+    spans_hosts: tuple[bool, bool]
 
     @classmethod
     def make(
-        cls, device: torch.device, backend: str, timeout: timedelta, rows: list[list[int]], inner: int | None = None
+        cls,
+        device: torch.device,
+        backend: str,
+        timeout: timedelta,
+        rows: list[list[int]],
+        inner: int | None = None,
+        nodes: int = 1,
     ) -> Groups:
         """Makes the groups; collective over the default process group.
 
@@ -62,6 +70,7 @@ class Groups:
             timeout: the timeout of their collectives.
             rows: the ranks of each shard group, from :func:`shard_groups`.
             inner: the number of ranks of an inner group, from :func:`inner_size`; None: there are no inner groups.
+            nodes: number of hosts.
         """
         world, on_cpu = dist.get_world_size(), device.type == "cpu"
         keep_garbage_in_forks()
@@ -71,6 +80,7 @@ class Groups:
 
         parts = [row[at : at + inner] for row in rows for at in range(0, len(row), inner)] if inner else None
         inside = new(parts) if parts else None
+        spans = _any_spans_hosts(rows, nodes), _any_spans_hosts(parts or [], nodes)
         more = () if inside is None else (inside,)
         own: tuple[dist.ProcessGroup, ...]
         if len(rows) == 1:
@@ -78,20 +88,20 @@ class Groups:
             if on_cpu:
                 meetings, gathers, reductions = new(), new(), new()
                 own = (meetings, gathers, reductions, *more)
-                return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows)
+                return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows, spans)
             reductions = new()
             own = (reductions, *more)
-            return cls(shards, shards.get_group(), reductions, None, reductions, None, inside, own, rows)
+            return cls(shards, shards.get_group(), reductions, None, reductions, None, inside, own, rows, spans)
         columns = [list(ranks) for ranks in zip(*rows, strict=True)]
         held = _lasting_group(rows, backend, timeout)
         shards = DeviceMesh.from_group(held, device.type, mesh_dim_names=(SHARD,))
         if on_cpu:
             gathers, meetings, reductions = new(rows), new(), new()
             own = (gathers, meetings, reductions, *more)
-            return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows)
+            return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows, spans)
         reductions, alike, everyone = new(rows), new(columns), new()
         own = (reductions, alike, everyone, *more)
-        return cls(shards, held, reductions, alike, everyone, None, inside, own, rows)
+        return cls(shards, held, reductions, alike, everyone, None, inside, own, rows, spans)
 
     def connect(self, device: torch.device) -> None:
         """Lets NCCL connect the ranks: it does so at a group's first use, and blocks the host. All ranks must call."""
@@ -255,6 +265,17 @@ def shard_groups(config: Config, nodes: int, device_type: str) -> list[list[int]
     return rows
 
 
+def _hosts(ranks: list[int], nodes: int) -> list[int]:
+    """The number of each rank's host, if every host has as many ranks."""
+    ranks_of_host = max(1, dist.get_world_size() // nodes)
+    return [rank // ranks_of_host for rank in ranks]
+
+
+def _any_spans_hosts(partition: list[list[int]], nodes: int) -> bool:
+    """Whether a part has ranks on several of the ``nodes``: alike on all ranks."""
+    return any(len(set(_hosts(ranks, nodes))) > 1 for ranks in partition)
+
+
 def inner_size(wanted: int | Literal["nodes"], nodes: int, rows: list[list[int]]) -> int | None:
     """H, the number of ranks of an inner group, from the option ``reshard_after_forward``.
 
@@ -282,8 +303,7 @@ def inner_size(wanted: int | Literal["nodes"], nodes: int, rows: list[list[int]]
                 "that is smaller, as a rule the number of ranks of a host, or True."
             )
         return wanted
-    ranks_of_host = max(1, dist.get_world_size() // nodes)
-    parts = [[len(list(part)) for _, part in groupby(rank // ranks_of_host for rank in row)] for row in rows]
+    parts = [[len(list(part)) for _, part in groupby(_hosts(row, nodes))] for row in rows]
     sizes = {size for sizes in parts for size in sizes}
     if len(sizes) > 1:
         raise ValueError(

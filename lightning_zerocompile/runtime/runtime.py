@@ -165,6 +165,7 @@ class Runtime:
         self._lifetimes = {Lifetime.USE: core.Lifetime.USE, Lifetime.STEP: core.Lifetime.STEP}
         self._never_used = core.never_used
         self.core.set_prefetch(config.prefetch)
+        self.core.set_spans_hosts(*groups.spans_hosts)
         self.core.set_merge_bytes(config.unit_bytes)
         self.core.set_copies_gradients(config.cuda_graphs and device.type == "cuda")
         self.sharded_parameters: list[ShardedParameter] = []

@@ -52,7 +52,7 @@ def _spans(events: Any, word: str) -> list[tuple[float, float]]:
 
 def _overlap(stage: int) -> dict[str, float]:
     """The share of each collective's time in which a matrix product ran."""
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, schedule
 
     device = torch.device("cuda", torch.cuda.current_device())
     engine = Engine(Stack(), device, Config(stage=stage, copy_engine=False), torch.bfloat16, "nccl")
@@ -70,10 +70,13 @@ def _overlap(stage: int) -> dict[str, float]:
     for _ in range(4):
         step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(3):
+    # The profiler's own start holds up one rank more than another, and collectives would wait for it.
+    warm_up = schedule(wait=0, warmup=2, active=3)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=warm_up) as profiler:
+        for _ in range(5):
             step()
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
+            profiler.step()
     events = profiler.events()
     compute = sorted(_spans(events, "nvjet") + _spans(events, "gemm") + _spans(events, "triton"))
     shares = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -94,6 +95,14 @@ def test_replicas_sum_their_rows_beside_the_reductions_inside(stage: int) -> Non
     assert found.seconds == pytest.approx(BLOCKS * one + back + ends, rel=1e-4)
     assert found == _stage(stage, 16, replicas=4) == _stage(stage, 16, device_mesh=(4, 4))
     assert found.memory == _stage(stage, 4).memory
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_crosses_hosts_is_packed(stage: int) -> None:
+    """On its way a unit, or its gradient, is there a second time, with this rank's rows; inside a host it is not."""
+    packed, plain = (_stage(stage, 16, dataclasses.replace(MACHINE, ranks_per_node=n)).memory for n in (4, None))
+    assert packed.peak - plain.peak == UNIT + UNIT // 16
+    assert _stage(stage, 16, replicas="nodes").memory == _stage(stage, 4).memory
 
 
 def test_replicas_of_several_hosts_share_their_links() -> None:
