@@ -8,7 +8,8 @@
 //
 // Streams: the lane of reductions reads the gradients and makes their casts and padded copies. The partition of the
 // reduced rows is allocated on the caller's stream if the lane is ordered after all that this stream holds, else on
-// the lane ([Note: late reductions]). `Reduction::inputs` keeps all of this until the stream of the backward is
+// the lane ([Note: late reductions]). Where there are replicas on devices, a second lane sums these rows over them,
+// ordered after the first for each reduction. `Reduction::inputs` keeps all of this until the stream of the backward is
 // ordered after the reduction (`retire`). What is dropped or left on its way before that is reserved for the lane
 // (`reserve`). Rows that an optimizer reads on another stream stay until the backward's stream, and the lane, are
 // ordered after that (`retire_updates`).
