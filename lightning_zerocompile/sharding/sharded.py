@@ -3,9 +3,15 @@
 [Note: numbers] Under DDP ``p.grad.norm().item()`` is right on every rank. torch's DTensor keeps a norm, a sum or a
 maximum as this rank's part (a "partial" placement), and ``item()`` returns that part. So masters, gradients, what
 optimizers keep for them, and what is computed from these are :class:`Sharded`: every conversion to a Python number or
-an array takes the whole value. Such a conversion is a collective, and some of DTensor's own operations (a median, a
-norm's square root) are collectives, too. Before each of them the ranks tell each other through the store that they come
-to it. A rank that comes alone raises, see :class:`Reads`.
+an array takes the whole value. Such a conversion is a collective, and so is whatever is computed from a part, as well
+as some of DTensor's own operations (a median). Before each of them the ranks tell each other through the store that
+they come to it. A rank that comes alone raises, see :class:`Reads`.
+
+[Note: sums in half precision] torch adds numbers of half precision in float32 and rounds the result once. DTensor
+rounds each rank's part, and squares and adds the parts in half precision, where a float16 overflows from 256 on. So a
+sum or a norm in half precision is computed in float32 on every rank, and the parts are joined and rounded at once: this
+communicates when it is computed, where one in float32 waits until it is read. Products of matrices are left as DTensor
+makes them, with a part that each rank rounds.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -43,6 +50,13 @@ _NAME = "_zerocompile_name"  # the name of a parameter that a failed run has lef
 STATES_ON_HOST = "_zerocompile_states_on_host"  # attribute of a master: its optimizer's states are kept in host memory
 
 _KEEPS = frozenset({"detach", "alias", "clone", "_to_copy", "squeeze", "unsqueeze", "view", "lift_fresh"})
+_HALF = (torch.bfloat16, torch.float16)
+_ADDS = frozenset(  # see [Note: sums in half precision]
+    {
+    "norm", "linalg_vector_norm", "linalg__powsum", "_foreach_norm", "_foreach_powsum", "sum", "nansum", "mean", "dot",
+    "vdot", "dist"
+    }
+)  # fmt: skip
 _REDUCES = frozenset(  # these compute this rank's part of the result, without communication
     {"norm", "linalg_vector_norm", "sum", "max", "min", "amax", "amin", "prod", "any", "all", "count_nonzero"}
 )
@@ -102,12 +116,13 @@ class Sharded(DTensor):
             return func(*args, **kwargs)
         if name in _NEEDS_ELEMENTS and any(map(_is_empty_somewhere, ours)):
             args, kwargs = tree_map(_replicated, (args, kwargs))
-        elif name == "clone" and any(isinstance(placement, Partial) for placement in args[0].placements):
-            # The copy may be kept (Lightning's `log` makes one) and read when ranks have parted, so it is made whole.
-            args = (_everywhere(_whole(args[0], name), args[0]), *args[1:])
+        elif not func._schema.is_mutable and not _keeps_parts(name, kwargs) and any(map(_is_part, ours)):
+            args, kwargs = _with_whole_parts(args, kwargs, name)
         elif _communicates(func, name, ours):
             _compare(ours[0], name)
         try:
+            if name in _ADDS and (dtype := _half_of(func, args, kwargs)) is not None:
+                return _rounded_once(partial(dispatch, func, types), func, args, kwargs, dtype, ours[0])
             result = dispatch(func, types, args, kwargs)
         except RuntimeError as error:
             mixed = "mixed torch.Tensor and DTensor" in str(error)
@@ -380,6 +395,85 @@ def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharde
     if not all(isinstance(leaf, DTensor) for leaf in leaves):
         return result
     return tree_map(lambda value: _everywhere(value, first) if isinstance(value, Tensor) else value, result)
+
+
+def _is_part(value: DTensor) -> bool:
+    """Whether each rank has a part of every element, which is still to be reduced."""
+    return any(isinstance(placement, Partial) for placement in value.placements)
+
+
+def _keeps_parts(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation on a part may be done on each rank's part alone, and gives a part.
+
+    A copy may not: it may be kept (Lightning's ``log`` makes one) and read when ranks have parted. Neither may a cast:
+    it would round the parts, and what comes of ``any`` is a sum of booleans, which is 2 if two ranks say yes.
+    """
+    return name in _KEEPS and name != "clone" and kwargs.get("dtype") is None
+
+
+def _with_whole_parts(args: Any, kwargs: Any, what: str) -> tuple[Any, Any]:
+    """The arguments of an operation with every part reduced."""
+    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Sharded) and _is_part(leaf)]
+    _compare(parts[0], what)
+    whole = {id(part): _everywhere(value, part) for part, value in zip(parts, _joined(parts), strict=True)}
+    changed: tuple[Any, Any] = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
+    return changed
+
+
+def _joined(parts: list[Sharded]) -> list[Tensor]:
+    """The full values of parts. Numbers of one kind travel together, since clipping has one for each parameter."""
+    found: dict[int, Tensor] = {}  # by place in `parts`
+    alike: dict[Any, list[int]] = {}
+    for place, part in enumerate(parts):
+        kind = (part.device_mesh, part.placements, part.dtype) if part.dim() == 0 else place
+        alike.setdefault(kind, []).append(place)
+    with torch.no_grad(), _dispatched():
+        for places in alike.values():
+            first = parts[places[0]]
+            if len(places) == 1:
+                found[places[0]] = full_value(first)
+                continue
+            numbers = torch.stack([parts[place]._local_tensor.detach() for place in places])
+            joined = full_value(DTensor.from_local(numbers, first.device_mesh, first.placements, run_check=False))
+            for place, value in zip(places, joined.unbind(), strict=True):
+                found[place] = value
+    return [found[place] for place in range(len(parts))]
+
+
+def _half_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+    """The half precision that the result of a reduction has; None: it has another dtype, or needs no communication."""
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if func._schema.is_mutable or all(_is_everywhere(leaf) for leaf in leaves):
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}.get("dtype")
+    dtypes = {leaf.dtype for leaf in leaves} if given is None else {given}
+    dtype: torch.dtype = dtypes.pop()
+    return dtype if dtype in _HALF and not dtypes else None  # of several the result has the widest
+
+
+def _is_everywhere(value: Tensor) -> bool:
+    """Whether each rank has the whole value, so that a reduction of it needs no other rank."""
+    if not isinstance(value, DTensor) or value.device_mesh.size() == 1:
+        return True
+    return all(isinstance(placement, Replicate) for placement in value.placements)
+
+
+def _rounded_once(call: Any, func: Any, args: Any, kwargs: Any, dtype: torch.dtype, first: Sharded) -> Any:
+    """The result, in ``dtype``, of a reduction that ``call`` computes; see [Note: sums in half precision]."""
+    names = [argument.name for argument in func._schema.arguments]
+    wanted = torch.float32
+    if "dtype" in names:  # no copy in float32 is needed; if another dtype was asked for torch casts to it first, too
+        args, kwargs, wanted = args[: names.index("dtype")], {**kwargs, "dtype": torch.float32}, dtype
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.dtype != wanted else leaf
+
+    reads, left = first.__dict__.get(_READS), first.__dict__.get(_NAME)
+    result = tree_map(lambda leaf: as_sharded(leaf, reads, left), call(*tree_map(cast, (args, kwargs))))
+    if any(map(_is_part, tree_leaves(result))):
+        (result,), _ = _with_whole_parts((result,), {}, func._schema.name.removeprefix("aten::"))
+    return tree_map(lambda leaf: leaf.to(dtype), result)
 
 
 def _replicated(value: Any) -> Any:
