@@ -30,6 +30,8 @@ class Reference(Side):
         self.mean: dict[Tensor, Tensor] = {}
         self.local: list[dict[Tensor, Tensor]] = [{} for _ in range(WORLD)]
         self.defers = False
+        self.in_fp32 = False  # a window sums in float32
+        self.raw: list[dict[Tensor, torch.dtype]] = [{} for _ in range(WORLD)]  # dtypes of what is summed in float32
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
@@ -55,17 +57,26 @@ class Reference(Side):
             if not one.requires_grad:
                 continue
             for parameter in self.names:
-                parameter.grad = self.local[rank].get(parameter)
+                parameter.grad = None if self.in_fp32 else self.local[rank].get(parameter)
             nets.set_rank(self.net, rank)  # a checkpoint computes again
             try:
                 one.backward(retain_graph=retain)
-                self.local[rank] = {p: p.grad for p in self.names if p.grad is not None}
+                found = {p: p.grad for p in self.names if p.grad is not None}
+                self.local[rank] = self._in_fp32(rank, found) if self.in_fp32 else found
             finally:
                 for parameter in self.names:
                     parameter.grad = None
         if not self.defers:
             self.reduce()
         return any(one.requires_grad for one in loss)
+
+    def _in_fp32(self, rank: int, found: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """What waits on a rank with the gradients of one more backward, summed in float32."""
+        own = self.local[rank]
+        for parameter, grad in found.items():
+            if parameter not in own or parameter not in self.raw[rank]:
+                self.raw[rank][parameter] = own.get(parameter, grad).dtype
+        return own | {p: own[p].float() + grad.float() if p in own else grad.float() for p, grad in found.items()}
 
     def reduce(self) -> None:
         for parameter in self.names:
@@ -86,15 +97,18 @@ class Reference(Side):
 
     @contextlib.contextmanager
     def window(self, op: Window) -> Iterator[None]:
-        self.defers = True
+        self.defers, self.in_fp32 = True, op.fp32
         try:
             yield
+            for own, raw in zip(self.local, self.raw, strict=True):  # reduced in their own dtypes
+                own.update({p: grad.to(raw[p]) for p, grad in own.items() if p in raw})
             self.reduce()
         except Boom:
             self.local = [{} for _ in range(WORLD)]
             raise
         finally:
-            self.defers = False
+            self.defers, self.in_fp32 = False, False
+            self.raw = [{} for _ in range(WORLD)]
 
     def fail_at_end(self, who: str) -> None:
         raise Boom("in a window")
