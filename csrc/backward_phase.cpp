@@ -65,6 +65,7 @@ void BackwardPhase::arm() {
   if (!running_) {
     running_ = true;
     began_deferred_ = gradients_.deferred();
+    began_waiting_ = gradients_.pending() && gradients_.any_waits();
     reductions_.begin_backward();
     gradients_.begin_backward(task);
   }
@@ -131,6 +132,12 @@ void BackwardPhase::finish_ended() {
   if (!armed_ && phase() != Phase::Backward) finish();
 }
 
+// A backward that raised has made nothing incomplete but its own gradients if nothing waited when it began, even where
+// an accumulation before it has left a reduction to be made.
+void BackwardPhase::forget_failed() {
+  if (failed() && !began_deferred_ && !began_waiting_) drop_gradients();
+}
+
 void BackwardPhase::check_ended() const {
   TORCH_CHECK(!running_,
               text("zerocompile: the last backward before this reduction raised or has not ended on rank ",
@@ -169,7 +176,7 @@ void BackwardPhase::drop_gradients() {
   } catch (...) {  // the gradients go all the same
     failure = std::current_exception();
   }
-  began_deferred_ = false;
+  began_deferred_ = began_waiting_ = false;
   gradients_.drop_all();
   reductions_.forget();
   if (failure) std::rethrow_exception(failure);

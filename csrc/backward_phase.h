@@ -47,6 +47,7 @@ class BackwardPhase {
   bool running() const { return running_; }
   bool failed() const { return armed_ && (raised_ || armed_task_.expired()); }
   bool began_deferred() const { return began_deferred_; }
+  void forget_failed();
   void check_ended() const;
 
   void raised();
@@ -72,6 +73,7 @@ class BackwardPhase {
   bool raised_ = false;                // that backward has raised, though a thread of autograd may still hold its task
   bool accumulates_ = false;           // the backward that runs writes to leaves, see [Note: autograd.grad]
   bool began_deferred_ = false;        // whether it began inside a window or an accumulation
+  bool began_waiting_ = false;         // whether gradients of an accumulation waited for it
 };
 
 // Calls `call` when a backward comes to the operation that has made `result`.

@@ -60,6 +60,7 @@ void Window::reduce_largest() {
 // The window closes (or an accumulation ends without a further backward): one reduction of all that was deferred.
 void Window::flush() {
   registry_.check_running();
+  backward_.forget_failed();
   backward_.check_ended();
   gathers_.meet_others("the reduction of what has waited");
   try {

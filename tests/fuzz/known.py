@@ -97,6 +97,14 @@ FOUND = (
         "clipping by norm: the norm of a bfloat16 gradient is rounded on each rank, so the factor is an ulp of it off",
         Program(Model(block=("raw_same",)), steps=((Backward(), Clip()),)),
     ),
+    Found(
+        "a step after a backward that raised, and was caught, outside an accumulation in which nothing waits: it raises",
+        Program(steps=((Accumulate((Backward(),)), Zero(), Backward(fails="backward"), Step(), Backward(), Snap()),)),
+    ),
+    Found(
+        "a compiled graph that reads a parameter without elements before any other",
+        Program(Model(block=("empty",)), Options(mode="model"), ((Backward(fails="backward"), Backward(), Snap()),)),
+    ),
 )
 
 

@@ -121,6 +121,13 @@ def test_a_gather_in_between_parts_them(operators: Any) -> None:
     assert graph.lowered("wait_") == [["a", "b"], ["d"]]
 
 
+def test_values_without_elements(operators: Any) -> None:
+    graph = Graph(operators)
+    for name, size, resident in (("a", [0], True), ("b", SMALL, True), ("c", SMALL, False), ("d", [0, 3], True)):
+        graph.use(name, size, resident)
+    assert graph.lowered("wait_") == [["a", "b"], ["d"]]
+
+
 def test_a_backward_waits_once(operators: Any) -> None:
     graph = Graph(operators)
     for name in "abc":

@@ -253,10 +253,10 @@ def _with_neighbours(graph: fx.Graph, gathers: list[fx.Node], others: list[fx.No
     A group ends at each of ``others``.
     """
     groups: list[list[fx.Node]] = []
-    room = 0
+    room = -1  # not even for a parameter without elements
     for gather in _by_first_use(graph, gathers + others):
         if gather in others:
-            room = 0
+            room = -1
         elif _bytes(gather) <= room:
             groups[-1].append(gather)
             room -= _bytes(gather)
