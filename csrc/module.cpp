@@ -1,6 +1,7 @@
 // What Python sees. The runtime calls Python while it holds its mutex, so the order is the mutex, then the GIL: two
 // threads that took them in different orders would wait for each other. So whatever takes the mutex releases the GIL
-// first, and every method of the runtime that locks is bound with `Release`.
+// first, and every method of the runtime that locks is bound with `Release`, or takes the mutex only if it is free
+// (`lock_if_free`).
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -9,6 +10,7 @@
 #include "ops.h"
 #include "runtime.h"
 #include "saved.h"
+#include "saved_binding.h"
 
 namespace py = pybind11;
 
@@ -66,8 +68,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("gathered", &GatherSequence::gathered)
       .def("course", &GatherSequence::course);
 
-  py::class_<Saved>(m, "Saved");
-
   m.def("never_used", &never_used);
 
   py::class_<Stats>(m, "Stats")
@@ -90,7 +90,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("peak_resident_bytes", &Stats::peak_resident_bytes)
       .def_readonly("backwards", &Stats::backwards);
 
-  py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
+  auto runtime = py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime");
+  bind_saved(m, runtime);
+  runtime
       .def(py::init([](const std::string& gather_group, const std::string& reduce_group,
                        const std::string& replica_group, const std::string& inner_group, int64_t all_ranks,
                        int64_t global_rank, const std::string& device) {
@@ -153,8 +155,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("take_back", changes("take_back", &Runtime::take_back), Release())
       .def("lent_unit", &Runtime::lent_unit, Release())
       .def("end_forward", changes("end_forward", &Runtime::end_forward), py::arg("raised") = false, Release())
-      .def("pack", [](Runtime& self, const Tensor& tensor) { return pack(self, tensor); }, Release())
-      .def("unpack", [](Runtime& self, const Saved& saved) { return unpack(self, saved); }, Release())
       .def("watch_backward", changes("watch_backward", &Runtime::watch_backward), Release())
       .def("arm", changes("arm", &Runtime::arm), Release())
       .def("finish_backward", changes("finish_backward", &Runtime::finish_ended_backward), Release())
@@ -176,6 +176,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              return found.first.defined() ? std::optional(std::move(found)) : std::nullopt;
            },
            Release())
+      .def("may_have_gradient",  // it does not wait for the mutex, so it need not release the GIL
+           [](const Runtime& self, int64_t parameter) {
+             const auto lock = self.lock_if_free();
+             return !lock.owns_lock() || self.may_have_gradient(parameter);
+           })
+      .def("trainable", &Runtime::trainable, Release())
       .def("lend_gradients", changes("lend_gradients", &Runtime::lend_gradients), Release())
       .def("release_gradients", changes("release_gradients", &Runtime::release_gradients), Release())
       .def("any_other_dtype", &Runtime::any_other_dtype, Release())

@@ -14,23 +14,6 @@ namespace zerocompile {
 
 namespace {
 
-struct Uses {
-  std::shared_ptr<Runtime> runtime;
-  std::vector<int64_t> parameters;
-};
-
-Uses find_all(at::TensorList handles) {
-  Uses uses;
-  for (const auto& handle : handles) {
-    auto record = find(handle);
-    TORCH_CHECK(uses.runtime == nullptr || uses.runtime == record.runtime,
-                "zerocompile: one graph uses parameters of two strategies; compile them separately");
-    uses.runtime = std::move(record.runtime);
-    uses.parameters.push_back(record.parameter);
-  }
-  return uses;
-}
-
 // ---- traced ----
 
 Tensor gather(const Tensor& source, const Tensor& handle, at::IntArrayRef size, std::optional<at::ScalarType>) {

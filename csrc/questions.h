@@ -72,6 +72,8 @@ class Questions {
     set_turns(nullptr, nullptr, nullptr);
   }
 
+  bool asking() const { return asking_; }
+
   void check_entry(const char* what, int64_t rank) const {
     TORCH_CHECK(!asking_,
                 text("zerocompile: `", what, "` was called on rank ", rank, " while this rank was asking the others ",

@@ -35,21 +35,56 @@ void forget_identity(int64_t identity) {
 
 }  // namespace
 
-Record find(const Tensor& handle) {
+namespace {
+
+int64_t identity_of(const Tensor& handle) {
   TORCH_CHECK(handle.device().is_cpu() && handle.scalar_type() == at::kDouble && handle.numel() == 1,
               text("zerocompile: a handle is a float64 CPU tensor of one element, got ", handle.toString(), " of ",
                    handle.numel(), " elements"));
-  const auto identity = static_cast<int64_t>(*handle.const_data_ptr<double>());
-  auto& t = table();
-  std::lock_guard<std::mutex> lock(t.mutex);
-  auto found = t.records.find(identity);
-  TORCH_CHECK(found != t.records.end(),
+  return static_cast<int64_t>(*handle.const_data_ptr<double>());
+}
+
+// With the table's mutex.
+const std::pair<std::weak_ptr<Runtime>, int64_t>& record_of(const Table& table, int64_t identity) {
+  const auto found = table.records.find(identity);
+  TORCH_CHECK(found != table.records.end(),
               text("zerocompile: no parameter has the identity ", identity,
                    ". Its strategy was torn down: set the model up again before using it"));
-  auto runtime = found->second.first.lock();
-  TORCH_CHECK(runtime != nullptr,
-              text("zerocompile: the runtime of parameter ", identity, " is gone"));
-  return {std::move(runtime), found->second.second};
+  return found->second;
+}
+
+std::shared_ptr<Runtime> alive(const std::weak_ptr<Runtime>& runtime, int64_t identity) {
+  auto held = runtime.lock();
+  TORCH_CHECK(held != nullptr, text("zerocompile: the runtime of parameter ", identity, " is gone"));
+  return held;
+}
+
+}  // namespace
+
+Record find(const Tensor& handle) {
+  const auto identity = identity_of(handle);
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  const auto& [runtime, parameter] = record_of(t, identity);
+  return {alive(runtime, identity), parameter};
+}
+
+Records find_all(at::TensorList handles) {
+  std::vector<int64_t> identities;
+  identities.reserve(handles.size());
+  for (const auto& handle : handles) identities.push_back(identity_of(handle));
+  Records records;
+  records.parameters.reserve(handles.size());
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  for (auto identity : identities) {
+    const auto& [runtime, parameter] = record_of(t, identity);
+    if (records.runtime == nullptr) records.runtime = alive(runtime, identity);
+    const bool same = !runtime.owner_before(records.runtime) && !records.runtime.owner_before(runtime);
+    TORCH_CHECK(same, "zerocompile: one graph uses parameters of two strategies; compile them separately");
+    records.parameters.push_back(parameter);
+  }
+  return records;
 }
 
 int64_t Registry::add_parameter(const std::weak_ptr<Runtime>& runtime, ParameterSpec spec, Tensor master,

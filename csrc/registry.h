@@ -134,4 +134,11 @@ struct Record {
 };
 Record find(const Tensor& handle);
 
+// The same for several handles, all of one runtime; null: there are no handles.
+struct Records {
+  std::shared_ptr<Runtime> runtime;
+  std::vector<int64_t> parameters;
+};
+Records find_all(at::TensorList handles);
+
 }  // namespace zerocompile

@@ -535,6 +535,14 @@ std::pair<Tensor, Unbound> Runtime::unbound_gradient(int64_t index, bool waiting
   return window_.unbound_gradient(index, waiting);
 }
 
+// False: `grad` of this master is None. Optimizers and `zero_grad` ask each parameter, mostly when there is none.
+bool Runtime::may_have_gradient(int64_t index) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (registry_.is_shut_down() || questions_.asking() || backward_.running() || gradients_.pending()) return true;
+  const auto& p = registry_.parameter(index);
+  return gradients_.of(p).unread.defined() || p.master.grad().defined();
+}
+
 void Runtime::drop_gradient(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   window_.drop_gradient(index);
@@ -556,6 +564,15 @@ int64_t Runtime::deferred_bytes() const {
 }
 
 // ---- identity, and counts ----
+
+// Which of these parameters' masters require grad now.
+std::vector<bool> Runtime::trainable(const std::vector<int64_t>& parameters) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  std::vector<bool> found;
+  found.reserve(parameters.size());
+  for (auto index : parameters) found.push_back(registry_.parameter(index).master.requires_grad());
+  return found;
+}
 
 int64_t Runtime::identity(int64_t index) const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);

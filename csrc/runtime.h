@@ -154,6 +154,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<std::string> frozen_gradients() const;
   int64_t deferred_bytes() const;
   std::pair<Tensor, Unbound> unbound_gradient(int64_t parameter, bool waiting);
+  bool may_have_gradient(int64_t parameter) const;
+  std::vector<bool> trainable(const std::vector<int64_t>& parameters) const;
   void bound(int64_t parameter, const Tensor& outer, const Tensor& local);
   std::vector<int64_t> lend_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values);
   void release_gradients(const std::vector<int64_t>& parameters, const std::vector<Tensor>& values);
@@ -172,6 +174,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_merge_bytes(int64_t bytes);
   void set_copies_gradients(bool copies);
   void check_entry(const char* what) const;
+  // For who holds the GIL, and must not wait for the mutex: see [Note: cheap hooks].
+  std::unique_lock<std::recursive_mutex> lock_if_free() const { return std::unique_lock(mutex_, std::try_to_lock); }
 
  private:
   Phase begin_use();

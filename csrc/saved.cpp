@@ -36,7 +36,7 @@ void describe(Saved& saved, const Runtime& runtime, const Tensor& tensor) {
 
 }  // namespace
 
-Saved pack(Runtime& runtime, const Tensor& tensor) {
+Saved pack(Runtime& runtime, const Tensor& tensor, bool plain) {
   Saved saved;
   saved.parameter = dispatches_itself(tensor) ? -1 : runtime.parameter_of(tensor);
   if (saved.parameter >= 0) {
@@ -45,7 +45,8 @@ Saved pack(Runtime& runtime, const Tensor& tensor) {
   } else {
     saved.handle_of = runtime.parameter_of_handle(tensor);
     if (saved.handle_of >= 0) saved.forward_version = runtime.seen_version(saved.handle_of);
-    saved.tensor = view_of(tensor);  // not itself: its graph would keep itself alive
+    // One that an operation has made is not kept itself: its graph would keep itself alive. (So it is in torch.)
+    saved.tensor = plain && tensor.is_leaf() ? tensor : view_of(tensor);
     saved.version = tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
   }
   return saved;

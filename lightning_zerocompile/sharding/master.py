@@ -104,12 +104,14 @@ class Master(Sharded):
     # Optimizers ask every parameter for `grad` several times a step; `__torch_function__` would take five times as long
     @property  # type: ignore[override, misc, unused-ignore]
     def grad(self) -> Tensor | None:
+        sharded = self.__dict__[PARAMETER]()
+        updated = sharded is not None and sharded.step_state.updated
+        if sharded is not None and not updated and not sharded.core.may_have_gradient(sharded.index):
+            return None
         with as_plain_tensors():
             found = gradient_of(self, waiting=True)
-        if found is None:
-            sharded = self.__dict__[PARAMETER]()
-            if sharded is not None and sharded.step_state.updated:
-                _refuse_clipping(sys._getframe(1).f_globals.get("__name__"))
+        if found is None and updated:
+            _refuse_clipping(sys._getframe(1).f_globals.get("__name__"))
         return found
 
     @grad.setter

@@ -65,8 +65,8 @@ def _stubbed(node: ast.stmt) -> str:
 
 def _members(cls: type) -> set[str]:
     found = {_built(name, member) for name, member in vars(cls).items() if not name.startswith("_")}
-    own = vars(cls)["__init__"]
-    return found | ({_built("__init__", own)} if "self: " in (own.__doc__ or "") else set())
+    own = vars(cls).get("__init__")  # a class that is not made by pybind may have none
+    return found | ({_built("__init__", own)} if own is not None and "self: " in (own.__doc__ or "") else set())
 
 
 def differences(stub: str) -> set[str]:
