@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from lightning_zerocompile.compile.progress import Progress
 from lightning_zerocompile.config import Config, Lifetime
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.autocast import forward_of
-from lightning_zerocompile.sharding.module_swap import PARAMETERS, REGION, refresh
+from lightning_zerocompile.sharding.module_swap import PARAMETERS, REGION, Seen
 from lightning_zerocompile.sharding.parameter import StepState
 from lightning_zerocompile.sharding.unsharded import unwatch
 
@@ -81,7 +82,7 @@ class Region:
     units: list[int]  # gathered while the module runs
     eager: Callable[..., Any]  # the class's forward
     run: Callable[..., Any]  # the same, compiled once for all equal regions
-    sharded: list[nn.Module] = field(default_factory=list)  # modules inside that hold parameters
+    seen: Seen = field(default_factory=lambda: Seen(()))  # of the modules inside that hold parameters
     inside: list[nn.Module] = field(default_factory=list)  # all modules inside, but not the region itself
     trusted: bool = False  # its code is torch's own: it reads parameters and never writes to them
     regathers: bool = False  # its units are gathered again for its backward, see [Note: entry of backward]
@@ -96,7 +97,7 @@ class Region:
         return self._run(module, *args, **kwargs)
 
     def _run(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if not refresh(self.sharded):
+        if not self.seen.refresh():
             return _base(module).forward(module, *args, **kwargs)  # graphs know the module's own parameters only
         hooked = self.compiled and has_hooks(self.inside)
         compiled = self.compiled and not hooked
@@ -120,6 +121,10 @@ class Region:
         return results
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks_of = itemgetter(*_HOOKS)  # of a module's `__dict__`; many modules are asked in each forward
+
+
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether a call of one of the modules runs hooks of the user's.
 
@@ -137,8 +142,11 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
         return True
     for module in modules:
         members = module.__dict__
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            hooks = members.get(kind)
+        try:
+            kinds = _hooks_of(members)
+        except KeyError:  # an older torch has pickled the module, or its `__init__` has called none
+            kinds = tuple(members.get(kind) for kind in _HOOKS)
+        for hooks in kinds:
             if hooks and any(_is_users(hook) for hook in hooks.values()):
                 return True
     return False
@@ -170,7 +178,7 @@ class Regions:
         core, compiled, eager = self._runtime.core, bool(self._config.compile), forward_of(module)
         region = Region(name, core, units, eager, eager, compiled=compiled)
         region.inside = list(module.modules())[1:]
-        region.sharded = [inner for inner in module.modules() if PARAMETERS in inner.__dict__]
+        region.seen = Seen([inner for inner in module.modules() if PARAMETERS in inner.__dict__])
         region.checkpointed = bool(units) and bool(self._config.activation_checkpointing)
         region.regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
         if compiled:
@@ -183,7 +191,7 @@ class Regions:
     def add_leaf(self, name: str, module: nn.Module, unit: int) -> None:
         """Makes one of torch's own layers outside blocks a region that runs eagerly, see [Note: write back]."""
         run = forward_of(module)
-        self._install(module, Region(name, self._runtime.core, [unit], run, run, [module], trusted=True))
+        self._install(module, Region(name, self._runtime.core, [unit], run, run, Seen([module]), trusted=True))
 
     def _install(self, module: nn.Module, region: Region) -> None:
         region.step_state = self._runtime.step_state

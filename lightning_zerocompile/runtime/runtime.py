@@ -337,6 +337,7 @@ class Runtime:
 
     def _read_resident(self, sharded: ShardedParameter) -> None:
         sharded.source = self.core.resident_value(sharded.index)
+        self.step_state.changes += 1
         if self.config.cuda_graphs:  # see [Note: CUDA graphs]
             torch._dynamo.mark_static_address(sharded.source, guard=False)
 

@@ -273,6 +273,7 @@ class ClassCache:
         """Lets the module read the parameter ``name``, which is in its ``_parameters``, through ``sharded``."""
         module.__dict__.setdefault(PARAMETERS, {})[name] = sharded
         module.__dict__[TRACED + name] = sharded.traced()
+        sharded.step_state.changes += 1
         sharded.places.append((weakref.ref(module), name))
         self.swap(module, frozenset(module.__dict__[PARAMETERS]))
 
@@ -373,8 +374,68 @@ def refresh(modules: Iterable[nn.Module]) -> bool:
                 seen, master = members[TRACED + name], sharded.master
                 if seen[1].requires_grad is not master.requires_grad or seen[0] is not sharded.source:
                     members[TRACED + name] = sharded.traced()
+                    sharded.step_state.changes += 1
                 own = own and parameters.get(name) is master
     return own
+
+
+class Seen:
+    """What compilers see of the parameters of some modules, brought up to date whenever these are entered.
+
+    [Note: cheap refresh] Mostly nothing has changed since the last time. To go through the records, handles and masters
+    of a block in Python takes the host longer than to enter the block. So what was seen is kept, and compared: which
+    names the modules have, whether they hold the masters under them, which of these require grad, and whether anything
+    else has changed what a compiler reads (``StepState.changes``).
+
+    Args:
+        modules: those that may have parameters.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._held: list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = []  # the masters that each module holds
+        self._numbers: list[int] = []  # of the masters in the runtime
+        self._trainable: list[bool] = []
+        self._changes = 0
+        self._first: ShardedParameter | None = None  # all have the same runtime; None: nothing is known
+
+    def refresh(self) -> bool:
+        """See the function :func:`refresh`."""
+        if self._is_current():
+            return True
+        own = refresh(self._modules)
+        self._first = None
+        if own:
+            self._note()
+        return own
+
+    def _is_current(self) -> bool:
+        first = self._first
+        if first is None or first.step_state.changes != self._changes:
+            return False
+        for module, held in self._held:
+            members = module.__dict__
+            if len(members.get(PARAMETERS, ())) != len(held):
+                return False
+            parameters = members["_parameters"]
+            for name, master in held:
+                if parameters.get(name) is not master:
+                    return False
+        return first.core.trainable(self._numbers) == self._trainable
+
+    def _note(self) -> None:
+        self._held, self._numbers = [], []
+        for module in self._modules:
+            sharded_parameters = module.__dict__.get(PARAMETERS)
+            if sharded_parameters is None:
+                continue
+            self._held.append((module, [(name, one.master) for name, one in sharded_parameters.items()]))
+            for sharded in sharded_parameters.values():
+                self._first = sharded
+                self._numbers.append(sharded.index)
+        if self._first is not None:
+            self._changes = self._first.step_state.changes
+            self._trainable = self._first.core.trainable(self._numbers)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

@@ -82,11 +82,14 @@ class StepState:
         in_step: whether the user's step runs; an optimizer's step does not count.
         depth: how many regions are entered now.
         updated: whether a backward has updated parameters, and their optimizer's step is still to come.
+        changes: how often since set-up a parameter got another source, or a module something else for a compiler to
+            read in the place of one.
     """
 
     in_step: bool = False
     depth: int = 0
     updated: bool = False
+    changes: int = 0
 
 
 @dataclass(eq=False)

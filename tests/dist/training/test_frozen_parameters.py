@@ -172,3 +172,26 @@ def test_a_quantised_parameter_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"`1\.weight` is a .*TwoTensor.*Load it unquantised"):
         engines.make_engine(model, 3, compile=False)
     assert type(model[0].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
+@on_ranks(2)
+def test_what_counts_is_the_forward(stage: int, options: dict[str, Any]) -> None:
+    """A block's parameter has a gradient if it is trained when the block runs, whatever it was when the step began."""
+    torch.manual_seed(0)
+    model = models.ByteModel()
+    batch = models.Batches(models.rank())[0]
+    with engines.engine(model, stage, **options) as engine:
+        optimizer = engines.sgd(engine, model, lr=0.1)
+        weights = list(model.layers.parameters())  # type: ignore[union-attr]
+        engines.step(engine, optimizer, lambda: engines.token_loss(model, batch))
+        for at_first, later in [(False, True), (True, False), (False, True), (True, True), (False, False)]:
+            weights[0].requires_grad_(at_first)
+            with engine.training_step():
+                weights[0].requires_grad_(later)
+                engines.backward(engine, engines.token_loss(model, batch))
+            assert (weights[0].grad is not None) is later, (at_first, later)
+            assert weights[1].grad is not None
+            optimizer.step()
+            optimizer.zero_grad()
