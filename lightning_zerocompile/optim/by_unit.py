@@ -22,8 +22,9 @@ too, but one rank alone orthogonalises each of them: see [Note: Muon] in matrice
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -76,7 +77,7 @@ class _Kind(Enum):
     SHARED = "from this rank's rows, by :func:`step_on_rows`, see [Note: Muon]"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Round:
     """Units that are updated together.
 
@@ -86,6 +87,7 @@ class _Round:
         numbers: the runtime's number of each master.
         groups: the optimizer's group of each master.
         values: the local part of each master, [<=rows, ...].
+        states: what the last update has seen of the masters' states.
     """
 
     units: list[int] = field(default_factory=list)
@@ -93,6 +95,64 @@ class _Round:
     numbers: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+    states: _PlainStates | None = None
+
+
+class _PlainStates:
+    """The masters' states of a round as the update sees them: of plain tensors.
+
+    [Note: cheap states] To make a dictionary for each parameter, and to look through all of them after the update,
+    takes the host longer than to launch the update. But most optimizers change their states in place, so the same
+    dictionaries serve the next step, as long as the masters' states are the same objects. A state that nobody else
+    holds any more (an optimizer's states were loaded) must not stay in memory for that: then the dictionaries go, too
+    (``dropped``).
+
+    Args:
+        round: whose they are.
+        state: of the optimizer.
+        values: the plain tensors of the round.
+
+    Attributes:
+        plain: the states of ``values``.
+    """
+
+    def __init__(self, round: _Round, state: Mapping[Tensor, Any], values: Sequence[Tensor]) -> None:
+        entries = [state.get(master) for master in round.masters]
+        self.plain: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for entry, value in zip(entries, values, strict=True):
+            if entry is not None:
+                self.plain[value] = {name: _value(kept, whole=False) for name, kept in entry.items()}
+        self._kept, self._plain = _ids(entries), _ids(self.plain.values())
+        this = weakref.ref(round)
+
+        def dropped(_: object) -> None:
+            if (owner := this()) is not None:
+                owner.states = None
+
+        self._watched = [
+            (weakref.ref(kept, dropped), weakref.ref(kept._local_tensor))
+            for entry in entries
+            for kept in (entry or {}).values()
+            if isinstance(kept, DTensor)
+        ]
+
+    def are_of(self, round: _Round, state: Mapping[Tensor, Any]) -> bool:
+        """Whether the masters' states are those of which these were made."""
+        if self._kept != _ids(map(state.get, round.masters)):
+            return False
+        # a number counts as long as its object is alive
+        return all((held := kept()) is not None and held._local_tensor is local() for kept, local in self._watched)
+
+    def unchanged(self, state: object) -> bool:
+        """Whether ``state``, the optimizer's after an update, is still :attr:`plain`, with the same tensors."""
+        return state is self.plain and self._plain == _ids(self.plain.values())
+
+
+def _ids(entries: Iterable[Mapping[str, Any] | None]) -> list[Any]:
+    """The names and the identities of what is in the entries."""
+    found = [entry or {} for entry in entries]
+    values = chain.from_iterable(entry.values() for entry in found)
+    return [*map(len, found), *chain.from_iterable(found), *map(id, values)]
 
 
 class _Plan:
@@ -362,14 +422,20 @@ class UnitStepper:
             False if ``prepare`` is given and no value has a gradient, else True.
         """
         pairs = list(zip(one.masters, values, strict=True))
-        state = optimizer.state
-        optimizer.state = defaultdict(dict)
-        for master, value in pairs:
-            entry = state.get(master)
-            if entry is not None:
-                optimizer.state[value] = {name: _value(kept, whole) for name, kept in entry.items()}
-                if master in staged:
-                    optimizer.state[value].update(staged[master].states_of(entry))
+        state, states = optimizer.state, None
+        if whole or staged:
+            optimizer.state = defaultdict(dict)
+            for master, value in pairs:
+                entry = state.get(master)
+                if entry is not None:
+                    optimizer.state[value] = {name: _value(kept, whole) for name, kept in entry.items()}
+                    if master in staged:
+                        optimizer.state[value].update(staged[master].states_of(entry))
+        else:
+            states, one.states = one.states, None  # a step inside this one makes its own
+            if states is None or not states.are_of(one, state):
+                states = _PlainStates(one, state, values)
+            optimizer.state = states.plain
         others = range(len(pairs)) if whole else self._gradients.lend_gradients(one.numbers, values)
         for position in others:
             master, value = pairs[position]
@@ -391,7 +457,10 @@ class UnitStepper:
             succeeded = True
         finally:
             new_state, optimizer.state = optimizer.state, state
-            for master, value in pairs:
+            changed = states is None or not states.unchanged(new_state)
+            if not changed:
+                one.states = states
+            for master, value in pairs if changed else ():
                 if whole and isinstance(master, DTensor):
                     master._local_tensor.copy_(local_part(value, master.device_mesh))
                 new = new_state.get(value)
