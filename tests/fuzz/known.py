@@ -13,6 +13,7 @@ from tests.fuzz.program import (
     Accumulate,
     Backward,
     Clip,
+    Load,
     Model,
     Op,
     Options,
@@ -21,6 +22,7 @@ from tests.fuzz.program import (
     Snap,
     Step,
     Window,
+    Write,
     Zero,
 )
 
@@ -98,12 +100,27 @@ FOUND = (
         Program(Model(block=("raw_same",)), steps=((Backward(), Clip()),)),
     ),
     Found(
-        "a step after a backward that raised, and was caught, outside an accumulation in which nothing waits: it raises",
+        "a backward that raised, and was caught, after an accumulation of which nothing waits: the next step raises",
         Program(steps=((Accumulate((Backward(),)), Zero(), Backward(fails="backward"), Step(), Backward(), Snap()),)),
     ),
     Found(
         "a compiled graph that reads a parameter without elements before any other",
         Program(Model(block=("empty",)), Options(mode="model"), ((Backward(fails="backward"), Backward(), Snap()),)),
+    ),
+    Found(
+        "a write to a compiled block that stays gathered, in a reentrant checkpoint: the next backward raises as stale",
+        Program(
+            Model(around="reentrant"),
+            Options(stage=3, mode="blocks", keep_gathered=("net.layers",)),
+            ((Backward(), Write(which=5), Backward(), Snap()),),
+        ),
+        lambda program: (
+            program.options.stage == 3
+            and program.options.mode != "eager"
+            and (program.options.keep_gathered != () or program.options.memory_budget is not None)
+            and (program.model.around == "reentrant" or _uses(program, "reentrant"))
+            and _has(program, lambda op, _: isinstance(op, (Write, Load)))
+        ),
     ),
 )
 

@@ -131,6 +131,7 @@ class Reference(Side):
             self._lend()
 
         if op.fails == "pre_hook":
+            self.reduce()  # what waits is reduced before users' hooks run
             raise Boom("in a hook")
         try:
             optimizer.step(before)  # type: ignore[arg-type]
