@@ -299,13 +299,17 @@ def _allowed(program: Program) -> Program:
 
 def _rounded_alike(op: Op, model: Model) -> Op:
     """With ``max_bytes`` the mean of some backwards is rounded before the end. In float32 each use adds its gradient,
-    while torch adds those of one backward in their own dtype first."""
+    while torch adds those of one backward in their own dtype first. In a second backward through a graph a unit may be
+    reduced before all of its uses have given theirs, and again after it."""
+    if isinstance(op, Backward) and op.kind == "twice" and "raw_two_reads" in model.block:
+        return replace(op, kind="plain")
     if isinstance(op, (Accumulate, Toggle)):
         return replace(op, body=tuple(_rounded_alike(inner, model) for inner in op.body))
     if not isinstance(op, Window):
         return op
     fp32 = op.fp32 and "raw_two_reads" not in model.block
-    return replace(op, max_bytes=None, fp32=fp32, body=tuple(_one_use(inner) if fp32 else inner for inner in op.body))
+    body = (_rounded_alike(inner, model) for inner in op.body)
+    return replace(op, max_bytes=None, fp32=fp32, body=tuple(_one_use(inner) if fp32 else inner for inner in body))
 
 
 def _one_use(op: Op) -> Op:
