@@ -336,7 +336,8 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
     numel = numel_of(model)
     if wants_fp8(args):
         to_float8(model, device)
-    engine = Engine(model, device, Config(**our_options(args)), torch.bfloat16, dist.get_backend())
+    config, nodes = Config(**our_options(args)), args.hosts
+    engine = Engine(model, device, config, torch.bfloat16, dist.get_backend(), nodes=nodes)
     optimizer = adamw(model.parameters(), args)
     engine.attach_optimizers([optimizer])
     engine.steps.one_pass.switch("onepass" in args.system.split("_"))

@@ -130,8 +130,8 @@ class Reference(Side):
             self.reduce()
             self._lend()
 
+        self.reduce()  # what waits is reduced before users' hooks and closures run
         if op.fails == "pre_hook":
-            self.reduce()  # what waits is reduced before users' hooks run
             raise Boom("in a hook")
         try:
             optimizer.step(before)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 
 def _trained(nodes: int, stage: int, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module, list[Any]]:
     """A model after three steps of SGD, what one process makes of it, and the events of the last step."""
+    torch.manual_seed(0)  # each model that is made here begins with the same values
     model, twin = models.pair(models.ByteModel)
     own = models.Batches(models.rank())
     config = Config(stage, copy_engine=False, **options)

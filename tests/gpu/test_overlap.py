@@ -71,7 +71,7 @@ def _overlap(stage: int) -> dict[str, float]:
         step()
     torch.cuda.synchronize()
     # The profiler's own start holds up one rank more than another, and collectives would wait for it.
-    warm_up = schedule(wait=0, warmup=2, active=3)
+    warm_up = schedule(wait=0, warmup=2, active=4)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=warm_up) as profiler:
         for _ in range(5):
             step()
