@@ -125,6 +125,10 @@ void BackwardPhase::finish() {
   accumulates_ = false;
   gradients_.end_backward();
   gathers_.end_backward();
+  // A reentrant checkpoint's forward leaves no version, so its next recomputation must find none of an earlier step.
+  for (const auto& p : registry_.parameters()) {
+    if (!gradients_.expects_from_graph(p.index)) gathers_.forget_forward(p.index);
+  }
 }
 
 // For a backward of which the engine told us only what was nested in it.

@@ -85,6 +85,8 @@ class Gradients {
   void end_backward() { begun_.reset(); }
   void expect_from_graph(const Indices& parameters);
   bool forget_outstanding(const Parameter& p);
+  // Whether a graph has used the parameter in a forward whose backward is still to come.
+  bool expects_from_graph(int64_t parameter) const { return gradients_[parameter].graph_outstanding > 0; }
   Count outstanding_reads(int64_t parameter) const { return gradients_[parameter].eager_outstanding; }
   void produced_here();
   void take(const Indices& parameters, at::TensorList grads, bool from_graph, bool shared);

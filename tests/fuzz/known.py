@@ -13,7 +13,6 @@ from tests.fuzz.program import (
     Accumulate,
     Backward,
     Clip,
-    Load,
     Model,
     Op,
     Options,
@@ -113,13 +112,6 @@ FOUND = (
             Model(around="reentrant"),
             Options(stage=3, mode="blocks", keep_gathered=("net.layers",)),
             ((Backward(), Write(which=5), Backward(), Snap()),),
-        ),
-        lambda program: (
-            program.options.stage == 3
-            and program.options.mode != "eager"
-            and (program.options.keep_gathered != () or program.options.memory_budget is not None)
-            and (program.model.around == "reentrant" or _uses(program, "reentrant"))
-            and _has(program, lambda op, _: isinstance(op, (Write, Load)))
         ),
     ),
 )

@@ -284,12 +284,15 @@ def _options(modes: tuple[str, ...]) -> st.SearchStrategy[Options]:
 def _allowed(program: Program) -> Program:
     """Without what README forbids: at stage 3 only modules that stay gathered may depend on the rank.
 
-    And without windows that round gradients of half precision elsewhere than the reference does.
+    And without what rounds gradients of half precision elsewhere than the reference does.
     """
     model, options = program.model, program.options
     steps = program.steps
     if any(kind.startswith("raw") for kind in model.block):
-        steps = tuple(tuple(_rounded_alike(op, model) for op in ops) for ops in steps)
+        waits = any(_waits(op) for ops in steps for op in ops)
+        steps = tuple(tuple(_rounded_alike(op, waits) for op in ops) for ops in steps)
+        if waits:
+            model = replace(model, block=tuple("raw_same" if k == "raw_two_reads" else k for k in model.block))
     if options.stage < 3:
         options = replace(options, keep_gathered=(), memory_budget=None)
     elif "by_rank" in model.block:
@@ -297,23 +300,23 @@ def _allowed(program: Program) -> Program:
     return Program(model, options, tuple(tuple(_allowed_op(op, options) for op in ops) for ops in steps))
 
 
-def _rounded_alike(op: Op, model: Model) -> Op:
-    """With ``max_bytes`` the mean of some backwards is rounded before the end. In float32 each use adds its gradient,
-    while torch adds those of one backward in their own dtype first. In a second backward through a graph a unit may be
-    reduced before all of its uses have given theirs, and again after it."""
-    if isinstance(op, Backward) and op.kind == "twice" and "raw_two_reads" in model.block:
+def _waits(op: Op) -> bool:
+    """Whether gradients of one backward may wait for those of another."""
+    return isinstance(op, (Accumulate, Window)) or any(_waits(inner) for inner in getattr(op, "body", ()))
+
+
+def _rounded_alike(op: Op, waits: bool) -> Op:
+    """Without what rounds gradients of half precision elsewhere than torch does.
+
+    With ``max_bytes`` the mean of some backwards is rounded before the end. Where gradients wait (``waits``), each use
+    adds its own to them, while torch adds those of one backward first. In a second backward through a graph a unit may
+    be reduced before all of its uses have given theirs, and again after it.
+    """
+    if isinstance(op, Backward) and (op.kind == "twice" or (op.kind == "sum" and waits)):
         return replace(op, kind="plain")
-    if isinstance(op, (Accumulate, Toggle)):
-        return replace(op, body=tuple(_rounded_alike(inner, model) for inner in op.body))
-    if not isinstance(op, Window):
-        return op
-    fp32 = op.fp32 and "raw_two_reads" not in model.block
-    body = (_rounded_alike(inner, model) for inner in op.body)
-    return replace(op, max_bytes=None, fp32=fp32, body=tuple(_one_use(inner) if fp32 else inner for inner in body))
-
-
-def _one_use(op: Op) -> Op:
-    return replace(op, kind="plain") if isinstance(op, Backward) and op.kind == "sum" else op
+    if isinstance(op, (Accumulate, Toggle, Window)):
+        op = replace(op, body=tuple(_rounded_alike(inner, waits) for inner in op.body))
+    return replace(op, max_bytes=None) if isinstance(op, Window) else op
 
 
 def _allowed_op(op: Op, options: Options) -> Op:
