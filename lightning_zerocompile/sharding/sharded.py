@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from typing_extensions import override
 
 from lightning_zerocompile.sharding.full_values import ON_HOST, full_value
@@ -413,11 +413,14 @@ def _keeps_parts(name: str, kwargs: dict[str, Any]) -> bool:
 
 def _with_whole_parts(args: Any, kwargs: Any, what: str) -> tuple[Any, Any]:
     """The arguments of an operation with every part reduced."""
-    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Sharded) and _is_part(leaf)]
+    leaves, shape = tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Sharded) and _is_part(leaf)]
+    parts: list[Sharded] = [leaves[place] for place in places]
     _compare(parts[0], what)
-    whole = {id(part): _everywhere(value, part) for part, value in zip(parts, _joined(parts), strict=True)}
-    changed: tuple[Any, Any] = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
-    return changed
+    for place, part, value in zip(places, parts, _joined(parts), strict=True):
+        leaves[place] = _everywhere(value, part)
+    whole: tuple[Any, Any] = tree_unflatten(leaves, shape)
+    return whole
 
 
 def _joined(parts: list[Sharded]) -> list[Tensor]:
