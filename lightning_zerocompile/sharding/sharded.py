@@ -456,7 +456,7 @@ def _half_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def _is_everywhere(value: Tensor) -> bool:
-    """Whether each rank has the whole value, so that a reduction of it needs no other rank."""
+    """Whether each rank has the whole value, so that nothing that is computed from it needs another rank."""
     if not isinstance(value, DTensor) or value.device_mesh.size() == 1:
         return True
     return all(isinstance(placement, Replicate) for placement in value.placements)
@@ -512,7 +512,7 @@ def _is_empty_somewhere(value: DTensor) -> bool:
 def _communicates(func: Any, name: str, tensors: list[Sharded]) -> bool:
     if name in _KEEPS:
         return False
-    if any(isinstance(tensor.placements[0], Partial) for tensor in tensors):
+    if any(map(_is_part, tensors)):
         return True
     local = name in _REDUCES or name in _MAKES or name.startswith("_foreach") or torch.Tag.pointwise in func.tags
     return not local
@@ -545,7 +545,7 @@ def _refuse_collective(func: Any, values: list[Sharded]) -> None:
         RuntimeError: one of ``values`` is sharded over several ranks.
     """
     for value in values:
-        if value.device_mesh.size() > 1 and not all(isinstance(placement, Replicate) for placement in value.placements):
+        if not _is_everywhere(value):
             raise RuntimeError(
                 f"`{func._schema.name}` of {_what(value)}: each rank holds other rows of it, and a collective of one's "
                 "own would mix them. A gradient is the mean over all ranks already: leave the collective out. "
