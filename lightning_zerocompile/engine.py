@@ -26,7 +26,7 @@ from lightning_zerocompile.ranks.groups import Groups, inner_size, shard_groups
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
 from lightning_zerocompile.runtime.memory_budget import MemoryBudget
 from lightning_zerocompile.runtime.runtime import Runtime
-from lightning_zerocompile.runtime.settled import SettledMasters, State
+from lightning_zerocompile.runtime.settled import MastersState, SettledMasters
 from lightning_zerocompile.runtime.window import Windows
 from lightning_zerocompile.sharding import buffers
 from lightning_zerocompile.sharding.autocast import cast_inputs
@@ -159,8 +159,15 @@ class Engine:
             in_backward.waits = lambda: windows.is_open or windows.in_accumulation
         self._settled: SettledMasters | None = None
         if device.type != "cpu" and dist.get_world_size() > 1:
-            self._settled = SettledMasters(device, self._state_of_masters)
+            self._settled = SettledMasters(
+                device,
+                self._state_of_masters,
+                masters=self._written_since,
+                buffers=self.model.buffers,
+                keep_on_host=self.steps.keep_on_host,
+            )
             self.runtime.messages.ending = self._settled.groups_end
+            self.steps.update_begins = self._settled.update_begins
         self._has_cuda_graphs = config.cuda_graphs
         self._can_rescue = device.type == "cpu"
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.defer_grad_sync
@@ -581,8 +588,9 @@ class Engine:
             else:
                 if not self._all_here():
                     return False
+                count = self.steps.count if self._settled is None else self._settled.restore()
                 made = everyone, group = self._groups.make_on_cpu(2 * self._patience)
-                _warn_of_steps(self.steps.count, everyone)
+                _warn_of_steps(count, everyone)
             self.steps.give_back(unshard_parameters(self.model, group), group)
         except RuntimeError:  # the store, a rank that is gone meanwhile, or a device that has failed raised it
             return False
@@ -613,10 +621,15 @@ class Engine:
             refuse_shards(self.model)
         self.runtime.abandon()
 
-    def _state_of_masters(self) -> State:
-        """See :class:`SettledMasters`."""
+    def _state_of_masters(self) -> MastersState:
         versions = [sharded.local._version for sharded in self.runtime.sharded_parameters]
-        return self.steps.count, self.runtime.step_state.updated, versions
+        return MastersState(self.steps.count, self.runtime.step_state.updated, versions)
+
+    def _written_since(self, then: MastersState) -> list[Tensor]:
+        """What updates or user code may have written since a step began; see :class:`SettledMasters`."""
+        known = zip(self.runtime.sharded_parameters, then.versions, strict=True)
+        masters = [one.local for one, version in known if one.master.requires_grad or one.local._version != version]
+        return masters + self.steps.states_of_others()
 
     def settle(self, drained: bool) -> None:
         """After a failure, before groups are ended: notes whether a rescue may use the masters of this device.
@@ -630,6 +643,8 @@ class Engine:
         beside = self.config.optimizer_in_backward or bool(self.config.offload)
         patience = self._patience.total_seconds()
         whole = alive and drained and (not beside or self.runtime.idle(patience))
+        if whole:
+            self._settled.are_whole()
         self._can_rescue = whole or self._settled.hold()
 
     @property

@@ -241,6 +241,7 @@ class UnitStepper:
         one_by_one: every unit is updated on its own, see [Note: optimizer in backward].
         ranks: how many the shard group has.
         one_pass: updates the units of some optimizers; ``None``: torch updates all.
+        begins: called before each update in a step, when the current stream waits for its gradients.
 
     Attributes:
         in_one_pass: how many updates of units ``one_pass`` has made.
@@ -258,8 +259,10 @@ class UnitStepper:
         one_by_one: bool = False,
         ranks: int = 1,
         one_pass: OnePass | None = None,
+        begins: Callable[[], None] = lambda: None,
     ) -> None:
         self._one_pass, self.in_one_pass = one_pass, 0
+        self._begins = begins
         self._ranks = ranks
         self._offload, self._one_by_one = offload, one_by_one
         self._units, self._updated, self._kept, self._gradients = units, updated, kept, gradients
@@ -452,6 +455,8 @@ class UnitStepper:
                 if not ready:
                     return False
                 prepare(ready)
+            else:
+                self._begins()
             if whole or staged or not self._made_in_one_pass(optimizer, one, values, placed):
                 update()
             succeeded = True

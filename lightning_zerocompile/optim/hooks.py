@@ -27,7 +27,14 @@ from lightning_zerocompile.optim.supported import (
     sees_whole_values,
     steps_by_unit,
 )
-from lightning_zerocompile.optim.taken_over import give_back, move, rename, take_masters
+from lightning_zerocompile.optim.taken_over import (
+    give_back,
+    keep_on_host,
+    move,
+    rename,
+    take_masters,
+    written_by_updates,
+)
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, index_of
 from lightning_zerocompile.sharding.unsharded import master_of
@@ -82,7 +89,9 @@ class OptimizerSteps:
             one_by_one=self._config.optimizer_in_backward,
             ranks=runtime.mesh.size(),
             one_pass=self.one_pass,
+            begins=self._update_begins,
         )
+        self.update_begins: Callable[[], None] = lambda: None
         self._restore: dict[Optimizer, Callable[[], None]] = {}  # ends the watch over each
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
         self._taken_over: dict[Optimizer, None] = {}  # see [Note: optimizers made elsewhere]; in order
@@ -200,6 +209,14 @@ class OptimizerSteps:
         if self.in_backward is not None and before.in_backward is not None:
             self.in_backward.clip_value = before.in_backward.clip_value
         return before.last, dropped
+
+    def states_of_others(self) -> list[Tensor]:
+        """What updates write of optimizers that were made elsewhere; their states outlive the run."""
+        return written_by_updates(self._taken_over)
+
+    def keep_on_host(self) -> Callable[[], None]:
+        """Returns a function that gives these optimizers back what they count on the host now, and no later state."""
+        return keep_on_host(self._taken_over)
 
     def give_back(self, parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None) -> None:
         """Gives optimizers that were made elsewhere the whole parameters in the place of their masters; collective.
@@ -365,6 +382,8 @@ class OptimizerSteps:
             self._check_reducible(f"{type(optimizer).__name__}.step()")
         else:
             self.before(optimizer)
+        if not (through_lightning and steps_by_unit(optimizer, self._config.full_param_optimizers)):
+            self._update_begins()
         step_state = self._runtime.step_state
         before = step_state.in_step, self._by_unit
         step_state.in_step, self._by_unit = False, False
@@ -394,6 +413,9 @@ class OptimizerSteps:
         masters = masters_of(optimizer)
         self._runtime.masters_changed(masters)
         self._release_gradients(masters)
+
+    def _update_begins(self) -> None:
+        self.update_begins()
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         if self._runtime.core.any_other_dtype():

@@ -9,7 +9,7 @@ state, on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -138,6 +138,42 @@ def give_back(
                 state = optimizer.state.pop(master, None)
                 if state is not None:
                     optimizer.state[whole] = {name: _whole(kept, group) for name, kept in state.items()}
+
+
+def written_by_updates(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """The local parts of the optimizers' states, and what else they keep on a device."""
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    tensors = [kept for state in states for kept in state.values() if isinstance(kept, Tensor)]
+    local = [kept._local_tensor for kept in tensors if isinstance(kept, DTensor)]
+    return local + [kept for kept in tensors if not isinstance(kept, DTensor) and kept.device.type != "cpu"]
+
+
+def keep_on_host(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
+    """Remembers what the optimizers count on the host.
+
+    Returns:
+        A function that writes it back, and drops the states of parameters that have none now.
+    """
+    known = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
+    states = [(state, dict(state)) for optimizer, _ in known for state in optimizer.state.values()]
+    counts = [
+        (kept, kept.clone())
+        for _, state in states
+        for kept in state.values()
+        if isinstance(kept, Tensor) and not isinstance(kept, DTensor) and kept.device.type == "cpu"
+    ]
+
+    def write_back() -> None:
+        for optimizer, parameters in known:
+            for parameter in [one for one in optimizer.state if one not in parameters]:
+                del optimizer.state[parameter]
+        for state, entries in states:
+            state.clear()
+            state.update(entries)
+        for kept, value in counts:
+            kept.copy_(value)
+
+    return write_back
 
 
 def _whole(kept: Any, group: dist.ProcessGroup | None) -> Any:

@@ -71,16 +71,6 @@ def _fails(module: Ends, stage: int, options: dict[str, Any], ours: type[BaseExc
     assert time.monotonic() - start < (SECONDS / 2 if models.device() == "cpu" else 2 * SECONDS)
 
 
-def _stays_sharded(module: nn.Module, stage: int, where: str) -> bool:
-    """On GPUs a host may have queued an update whose gradients will not come: then the module says so."""
-    ahead = where == "backward" or (where == "training_step" and stage < 3)
-    if models.device() == "cpu" or not ahead or all(type(p) is nn.Parameter for p in module.parameters()):
-        return False
-    with pytest.raises(RuntimeError, match="shard"):
-        module.state_dict()
-    return True
-
-
 def _is_whole(module: nn.Module, twin: nn.Module) -> None:
     assert all(type(p) is nn.Parameter for p in module.parameters())
     models.reference(twin, 1)  # the step before
@@ -98,8 +88,6 @@ def _alone(stage: int, options: dict[str, Any], where: str) -> None:
     if where == "on_before_optimizer_step":  # the other rank has updated its rows meanwhile, or some of them
         assert len(apart) == 1 and re.search(r"rank 1 had made 1 optimizer steps, and rank 0 (1.5|2) ", apart[0]), apart
         assert all(type(p) is nn.Parameter for p in module.parameters())
-        return
-    if _stays_sharded(module, stage, where):
         return
     assert not apart
     _is_whole(module, twin)
@@ -148,8 +136,6 @@ def _interrupted(stage: int, options: dict[str, Any], where: str, ending: tuple[
     module.where, module.ending = where, ending
     module.sleeping = (ending[-1],)
     _fails(module, stage, options, SystemExit)
-    if _stays_sharded(module, stage, where):
-        return
     if models.device() == "cuda" and where == "backward":  # the interrupt comes out when torch's own thread is done
         assert all(type(p) is nn.Parameter for p in module.parameters())
         return
