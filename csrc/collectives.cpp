@@ -12,55 +12,101 @@ namespace zerocompile {
 
 namespace {
 
+// The names of these changed in torch 2.13.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+#define ZEROCOMPILE_NAMED(now, before) now
+#else
+#define ZEROCOMPILE_NAMED(now, before) before
+#endif
+
+// What a collective moves: this rank's part, and the parts of all.
+using Tensors = std::vector<at::Tensor>;
+
+void gather_one(c10d::ProcessGroup& group, Lane::Launch& launch, at::Tensor output, at::Tensor input) {
+  c10d::AllgatherOptions options;
+  options.asyncOp = output.device().is_cpu();  // else it runs on the lane's stream, which is asynchronous already
+  launch.add(group.ZEROCOMPILE_NAMED(all_gather_single, _allgather_base)(output, input, options));
+}
+
+void gather_each(c10d::ProcessGroup& group, Lane::Launch& launch, Tensors outputs, Tensors inputs) {
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;  // as above
+  launch.add(group.ZEROCOMPILE_NAMED(all_gather_single_coalesced, allgather_into_tensor_coalesced)(outputs, inputs,
+                                                                                                  options));
+}
+
+void scatter_one(c10d::ProcessGroup& group, Lane::Launch& launch, at::Tensor output, at::Tensor input,
+                 const c10d::ReduceScatterOptions& options) {
+  launch.add(group.ZEROCOMPILE_NAMED(reduce_scatter_single, _reduce_scatter_base)(output, input, options));
+}
+
+void scatter_each(c10d::ProcessGroup& group, Lane::Launch& launch, Tensors outputs, Tensors inputs,
+                  const c10d::ReduceScatterOptions& options) {
+  launch.add(group.ZEROCOMPILE_NAMED(reduce_scatter_single_coalesced, reduce_scatter_tensor_coalesced)(
+      outputs, inputs, options));
+}
+#undef ZEROCOMPILE_NAMED
+
+// output: [world, n], contiguous; input: [n].
+void gather_flat(c10d::ProcessGroup& group, const Levels& levels, Lane::Launch& launch, const at::Tensor& output,
+                 const at::Tensor& input) {
+  if (!levels.two()) return gather_one(group, launch, output, input.unsqueeze(0));
+  const auto hosts = levels.across->getSize();
+  const auto rows = at::empty({hosts, input.numel()}, input.options());
+  gather_one(*levels.across, launch, rows.view({-1}), input);
+  const auto by_host = output.view({hosts, levels.inside->getSize(), -1});
+  Tensors outputs = by_host.unbind(0), inputs = rows.unbind(0);
+  for (auto& one : outputs) one = one.view({-1});
+  gather_each(*levels.inside, launch, std::move(outputs), std::move(inputs));
+}
+
+// output: [n]; input: [world, n], contiguous.
+void scatter_flat(c10d::ProcessGroup& group, const Levels& levels, Lane::Launch& launch, const at::Tensor& output,
+                  const at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  if (!levels.two()) return scatter_one(group, launch, output, input.view({-1}), options);
+  const auto hosts = levels.across->getSize();
+  const auto rows = at::empty({hosts, output.numel()}, output.options());
+  Tensors outputs = rows.unbind(0), inputs = input.view({hosts, -1}).unbind(0);
+  scatter_each(*levels.inside, launch, std::move(outputs), std::move(inputs), options);
+  scatter_one(*levels.across, launch, output, rows.view({-1}), options);
+}
+
+// Copies the parts of `flat`, [ranks, sum of n_i], to their places: places[i] has ranks * n_i elements.
+void unpack(const at::Tensor& flat, const Tensors& places) {
+  Tensors views;
+  std::vector<int64_t> sizes;
+  for (const auto& place : places) {
+    sizes.push_back(place.numel() / flat.size(0));
+    views.push_back(place.view({flat.size(0), sizes.back()}));
+  }
+  at::split_with_sizes_copy_out(views, flat, sizes, 1);
+}
+
 // [Note: gloo gathers] Gloo runs a group's collectives on two threads, which both write the last collective's name to
 // one std::string without a lock; names of more than 15 characters live on the heap, and two "ALLGATHER_COALESCED"
 // in flight at a time free it twice (torch 2.11 and 2.13). So on the CPU a unit is gathered by one flat all-gather,
 // whose name is short, and its parts are copied to their places by the thread that waits for it.
-void all_gather_flat(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                     const std::vector<at::Tensor>& inputs) {
-  const bool on_cpu = outputs.front().device().is_cpu();
-  std::vector<at::Tensor> parts;
+void all_gather_packed(c10d::ProcessGroup& group, const Levels& levels, Lane::Launch& launch, Tensors outputs,
+                       const Tensors& inputs) {
+  Tensors parts;
   for (const auto& input : inputs) parts.push_back(input.reshape(-1));
-  auto input = at::cat(parts).unsqueeze(0);  // [1, sum of n_i]
-  auto output = at::empty({group.getSize(), input.numel()}, input.options());
-  c10d::AllgatherOptions options;
-  options.asyncOp = on_cpu;  // else it runs on the lane's stream, which is asynchronous already
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  launch.add(group.all_gather_single(output, input, options));
-#else
-  launch.add(group._allgather_base(output, input, options));
-#endif
+  const auto input = at::cat(parts);
+  const auto output = at::empty({group.getSize(), input.numel()}, input.options());
+  gather_flat(group, levels, launch, output, input);
   launch.then([output, outputs = std::move(outputs)] {
     c10::InferenceMode normal_tensors(false);
     at::NoGradGuard no_grad;
-    std::vector<at::Tensor> places;
-    std::vector<int64_t> sizes;
-    for (const auto& full : outputs) {
-      sizes.push_back(full.numel() / output.size(0));
-      places.push_back(full.view({output.size(0), sizes.back()}));
-    }
-    at::split_with_sizes_copy_out(places, output, sizes, 1);
+    unpack(output, outputs);
   });
 }
 
 // The same for gradients, on devices.
-void reduce_scatter_flat(c10d::ProcessGroup& group, Lane::Launch& launch, const std::vector<at::Tensor>& outputs,
-                         const std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options) {
+void reduce_scatter_packed(c10d::ProcessGroup& group, const Levels& levels, Lane::Launch& launch,
+                           const Tensors& outputs, const Tensors& inputs, const c10d::ReduceScatterOptions& options) {
   const auto input = at::_chunk_cat(inputs, 0, group.getSize());  // [world, sum of n_i]
-  auto output = at::empty({input.size(1)}, input.options());
-  auto flat = input.view({-1});
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  launch.add(group.reduce_scatter_single(output, flat, options));
-#else
-  launch.add(group._reduce_scatter_base(output, flat, options));
-#endif
-  std::vector<at::Tensor> places;
-  std::vector<int64_t> sizes;
-  for (const auto& rows : outputs) {
-    sizes.push_back(rows.numel());
-    places.push_back(rows.view({-1}));
-  }
-  at::split_with_sizes_copy_out(places, output, sizes, 0);
+  const auto output = at::empty({1, input.size(1)}, input.options());
+  scatter_flat(group, levels, launch, output.view({-1}), input, options);
+  unpack(output, outputs);
 }
 
 [[noreturn]] void fail(const std::string& what, int64_t rank, const std::string& why) {
@@ -95,21 +141,20 @@ void all_reduce_each(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lan
 }  // namespace
 
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                std::vector<at::Tensor> inputs, Packing packing) {
+                std::vector<at::Tensor> inputs, Packing packing, const Levels& levels) {
   const bool flat = packing == Packing::Flat && outputs.size() > 1;
-  if (flat || outputs.front().device().is_cpu()) return all_gather_flat(group, launch, std::move(outputs), inputs);
-  c10d::AllgatherOptions options;
-  options.asyncOp = false;  // as above
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  launch.add(group.all_gather_single_coalesced(outputs, inputs, options));
-#else
-  launch.add(group.allgather_into_tensor_coalesced(outputs, inputs, options));
-#endif
+  if (flat || outputs.front().device().is_cpu()) {
+    return all_gather_packed(group, levels, launch, std::move(outputs), inputs);
+  }
+  if (!levels.two()) return gather_each(group, launch, std::move(outputs), std::move(inputs));
+  for (size_t k = 0; k < outputs.size(); ++k) {
+    gather_flat(group, levels, launch, outputs[k].view({group.getSize(), -1}), inputs[k].reshape(-1));
+  }
 }
 
 void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
                     std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op,
-                    Packing packing) {
+                    Packing packing, const Levels& levels) {
   if (outputs.front().device().is_cpu()) {
     return all_reduce_each(group, rank, world, launch, std::move(outputs), inputs, op);
   }
@@ -119,13 +164,12 @@ void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane
   options.reduceOp = op;
   options.asyncOp = false;
   if (packing == Packing::Flat && outputs.size() > 1) {
-    return reduce_scatter_flat(group, launch, outputs, inputs, options);
+    return reduce_scatter_packed(group, levels, launch, outputs, inputs, options);
   }
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  launch.add(group.reduce_scatter_single_coalesced(outputs, inputs, options));
-#else
-  launch.add(group.reduce_scatter_tensor_coalesced(outputs, inputs, options));
-#endif
+  if (!levels.two()) return scatter_each(group, launch, std::move(outputs), std::move(inputs), options);
+  for (size_t k = 0; k < outputs.size(); ++k) {
+    scatter_flat(group, levels, launch, outputs[k].view({-1}), inputs[k].view({world, -1}), options);
+  }
 }
 
 void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank,

@@ -25,17 +25,30 @@ inline at::Tensor on_the_wire(const at::Tensor& tensor) {
 // memory of one more unit while it is on its way.
 enum class Packing { Each, Flat };
 
+// [Note: two levels] Links between hosts are slower than those inside one. A ring over L ranks of each of H hosts takes
+// (LH - 1) / LH of the unit over the links of each host. If instead ranks at the same place of their hosts exchange
+// their rows first, and each host's ranks then what they have got, it is (H - 1) / H: two thirds with two hosts of two
+// ranks, about a half with two of eight, and no less with many hosts. A reduce-scatter takes the two ways back. What
+// is faster is measured in ranks/groups.py, see [Note: one level or two]. Ranks are in the order of their hosts, so the
+// second level is one collective for each host's rows.
+struct Levels {
+  c10::intrusive_ptr<c10d::ProcessGroup> across, inside;  // both null: there is one level
+
+  bool two() const { return across != nullptr; }
+};
+
 // outputs[i]: [world * n_i, ...], inputs[i]: [n_i, ...], all of one dtype. An input may be this rank's rows of its
-// output; then nothing is copied, unless it is packed flat. On the CPU it always is, see [Note: gloo gathers].
+// output; then nothing is copied, unless it is packed flat. On the CPU it always is, see [Note: gloo gathers], and there
+// is one level.
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                std::vector<at::Tensor> inputs, Packing packing);
+                std::vector<at::Tensor> inputs, Packing packing, const Levels& levels = {});
 
 // outputs[i]: [n_i, ...], inputs[i]: [world * n_i, ...], all of one dtype. An output gets the rows of `rank`, one of
 // `world`. On devices these are the group's own rank and size. On the CPU the group may have more ranks: all of them
 // add.
 void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
                     std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op,
-                    Packing packing);
+                    Packing packing, const Levels& levels = {});
 
 // Waits for what is on its way. A failure says that it was `what`. `look`, if it is not null, is called about once a
 // second on the CPU; if it raises, the wait ends with that error.

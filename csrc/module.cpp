@@ -201,6 +201,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_gradient_divisor", changes("set_gradient_divisor", &Runtime::set_gradient_divisor), Release())
       .def("set_prefetch", changes("set_prefetch", &Runtime::set_prefetch), Release())
       .def("set_spans_hosts", changes("set_spans_hosts", &Runtime::set_spans_hosts), Release())
+      .def("set_levels", changes("set_levels", &Runtime::set_levels), Release())
       .def("set_merge_bytes", changes("set_merge_bytes", &Runtime::set_merge_bytes), Release())
       .def("set_copies_gradients", changes("set_copies_gradients", &Runtime::set_copies_gradients), Release());
 }

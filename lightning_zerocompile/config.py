@@ -173,6 +173,9 @@ class Config:
             copies between the GPUs of one host instead of NCCL's kernels, which take multiprocessors from the compute
             beside them; ``"auto"``: where all ranks are on one host and their GPUs reach each other's memory;
             ``True``: or raise (gathers only).
+        hierarchical_collectives: whether gathers and reductions of ranks on several hosts go between the hosts first,
+            and inside each host after that (reductions the other way round), so that less crosses; ``"auto"``: where
+            that is faster, measured at set-up; ``True``: wherever each host has several of the ranks. On GPUs.
         defer_grad_sync: at every stage the full gradients of an accumulation (Lightning's
             ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; otherwise only
             at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.
@@ -314,6 +317,10 @@ class Config:
             "is not understood; choose 'auto' (where all ranks' GPUs are in one host and reach each other's memory), "
             "True (or raise) or False."
         ),
+    ] = "auto"
+    hierarchical_collectives: Annotated[
+        bool | Literal["auto"],
+        Check("is not understood; choose 'auto' (where a measurement at set-up finds it faster), True or False."),
     ] = "auto"
     defer_grad_sync: Annotated[bool, _FLAG] = False
     keep_gradients: Annotated[bool, _FLAG] = False

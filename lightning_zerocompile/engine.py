@@ -130,8 +130,11 @@ class Engine:
                 "(siblings of one class with equal parameters). Call `torch.utils.checkpoint.checkpoint` in its "
                 "`forward` instead, or use `activation_budget`, which needs none."
             )
-        self._groups = Groups.make(device, self._backend, config.timeout, rows, inner, nodes)
-        self._groups.connect(device)
+        groups = Groups.make(
+            device, self._backend, config.timeout, rows, inner, nodes, config.hierarchical_collectives is not False
+        )
+        groups.connect(device)
+        self._groups = groups.chosen(device) if config.hierarchical_collectives == "auto" else groups
         self.units = tuple(units)
         self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
         self.runtime = Runtime(self._groups, device, config)

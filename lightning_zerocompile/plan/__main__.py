@@ -281,8 +281,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
     parser.add_argument("--gpu-memory", type=number, help="of one rank, for example 80GiB")
     parser.add_argument("--bandwidth", type=number, help="bytes a second of a rank in a collective, for example 300GB")
-    parser.add_argument("--ranks-per-node", type=int, help="ranks of one host; --bandwidth is then between hosts")
-    parser.add_argument("--node-bandwidth", type=number, help="as --bandwidth, inside a host; default: the same")
+    parser.add_argument(
+        "--ranks-per-node", type=int, help="ranks of a host; --bandwidth is then a rank's between hosts"
+    )
+    parser.add_argument(
+        "--node-bandwidth", type=number, help="bytes a second of a rank in a host; default: --bandwidth"
+    )
     parser.add_argument("--latency", type=number, help="seconds of a collective's step between hosts, such as 14e-6")
     parser.add_argument("--node-latency", type=number, help="the same inside a host; default: the same")
     parser.add_argument("--replicas", type=_nodes, help="the strategy's: a number or 'nodes'")

@@ -13,8 +13,9 @@ class Machine:
 
     Attributes:
         memory: bytes that the device has for the run.
-        bandwidth: bytes a second that a rank sends, and receives, in a collective of all ranks; with ``ranks_per_node``
-            in a collective over several hosts.
+        bandwidth: bytes a second that a rank sends, and receives, in a collective of all ranks. With
+            ``ranks_per_node``: between hosts, a rank's share of its host's network cards; a collective over hosts uses
+            those of all its ranks of a host at once.
         flops: FLOP a second that the model reaches.
         memory_bandwidth: bytes a second that the device's memory reads and writes; where it is known, the optimizer's
             update has a time.
@@ -22,7 +23,8 @@ class Machine:
         host: seconds in which the host issues forward and backward of the model without the strategy.
         call: seconds in which it issues one small operator.
         link: bytes a second between host memory and device, of copies in both directions at once, together.
-        node_bandwidth: as ``bandwidth``, in a collective inside a host; ``None``: the same.
+        node_bandwidth: bytes a second that a rank sends, and receives, in a collective inside a host; ``None``: as
+            ``bandwidth``.
         ranks_per_node: ranks of one host. ``None``: hosts are not known, and only ``reshard_after_forward`` says what
             is inside one.
         latency, node_latency: seconds of one step of a collective between two hosts, and inside one, beside those of

@@ -20,7 +20,7 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.memory import Memory, Schedule, Traffic, UnitBytes, simulate, unit_bytes
 from lightning_zerocompile.plan.optimizers import optimizer_bytes
-from lightning_zerocompile.plan.step_time import Ranks, step_time
+from lightning_zerocompile.plan.step_time import Ranks, hosts_of_two_levels, step_time
 from lightning_zerocompile.plan.timing import Timer, link_rate, memory_rate, step_seconds
 from lightning_zerocompile.plan.trace import PlanError, Step, Trace, trace_step, training_step
 from lightning_zerocompile.ranks.groups import inner_size, replicas_of
@@ -155,7 +155,7 @@ def make_plan(
             "first."
         )
     config, machine = config or Config(), machine or Machine()
-    ranks = _ranks(config, world_size, machine.ranks_per_node)
+    ranks = _ranks(config, world_size, machine)
     flat = not machine.gloo and machine.ranks_per_node is not None and ranks.shards > machine.ranks_per_node
     shards = ranks.shards
     check_names(module, config.keep_gathered)
@@ -217,7 +217,17 @@ def make_plan(
         in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
         on_cpu = config.offload_update == "cpu"
         schedule = Schedule(
-            stage, kept, config.prefetch, machine.gloo, defers, away, in_backward, on_cpu, inner=ranks.inner, flat=flat
+            stage,
+            kept,
+            config.prefetch,
+            machine.gloo,
+            defers,
+            away,
+            in_backward,
+            on_cpu,
+            inner=ranks.inner,
+            flat=flat,
+            levels=hosts_of_two_levels(machine, ranks) if flat else None,
         )
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         if away is not None and machine.memory is not None and memory.peak > machine.memory:
@@ -255,12 +265,13 @@ def make_plan(
     )
 
 
-def _ranks(config: Config, world_size: int, ranks_per_node: int | None) -> Ranks:
+def _ranks(config: Config, world_size: int, machine: Machine) -> Ranks:
     """Who communicates.
 
     Raises:
         PlanError: the ranks cannot be divided so, or hosts are asked for and not known.
     """
+    ranks_per_node = machine.ranks_per_node
     if ranks_per_node is None and "nodes" in (config.replicas, config.reshard_after_forward):
         option = "replicas" if config.replicas == "nodes" else "reshard_after_forward"
         raise PlanError(f"`{option}='nodes'`: a plan knows no hosts. Give it `ranks_per_node`, or a number.")
@@ -275,7 +286,8 @@ def _ranks(config: Config, world_size: int, ranks_per_node: int | None) -> Ranks
         wanted = config.reshard_after_forward
         if wanted == "nodes" and ranks_per_node is not None:
             wanted = ranks_per_node if shards > ranks_per_node else True  # else there is nothing to gain
-        return Ranks(shards, replicas, inner_size(wanted, nodes, [list(range(shards))]))
+        hierarchical = not machine.gloo and config.hierarchical_collectives
+        return Ranks(shards, replicas, inner_size(wanted, nodes, [list(range(shards))]), hierarchical)
     except ValueError as error:
         raise PlanError(str(error)) from error
 

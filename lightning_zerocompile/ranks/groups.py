@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from dataclasses import dataclass
+import statistics
+import time
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, Literal
@@ -15,6 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_zerocompile.config import REPLICATE, SHARD, Config
+
+_MEASURED = 2**25  # bytes that all ranks together gather to compare one level with two: those of a block
+_FASTER = 0.85  # of the time in one level: what is about as fast is not chosen, so that each run chooses alike
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Groups:
         own: the groups that :meth:`destroy` destroys.
         rows: the ranks of each shard group.
         spans_hosts: whether a shard group has ranks on several hosts, and whether an inner group has.
+        levels: the groups of [Note: two levels] in csrc/collectives.h: of the gathers across hosts and inside this one,
+            and of the reductions; None: a shard group communicates in one level.
     """
 
     shards: DeviceMesh
@@ -51,6 +58,7 @@ class Groups:
     own: tuple[dist.ProcessGroup, ...]
     rows: list[list[int]]
     spans_hosts: tuple[bool, bool]
+    levels: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup] | None
 
     @classmethod
     def make(
@@ -61,6 +69,7 @@ class Groups:
         rows: list[list[int]],
         inner: int | None = None,
         nodes: int = 1,
+        hierarchical: bool = False,
     ) -> Groups:
         """Makes the groups; collective over the default process group.
 
@@ -71,6 +80,7 @@ class Groups:
             rows: the ranks of each shard group, from :func:`shard_groups`.
             inner: the number of ranks of an inner group, from :func:`inner_size`; None: there are no inner groups.
             nodes: number of hosts.
+            hierarchical: whether to make the groups of :func:`two_levels`.
         """
         world, on_cpu = dist.get_world_size(), device.type == "cpu"
         keep_garbage_in_forks()
@@ -81,34 +91,80 @@ class Groups:
         parts = [row[at : at + inner] for row in rows for at in range(0, len(row), inner)] if inner else None
         inside = new(parts) if parts else None
         spans = _any_spans_hosts(rows, nodes), _any_spans_hosts(parts or [], nodes)
-        more = () if inside is None else (inside,)
+        levels, two = None, two_levels(rows, nodes) if hierarchical and not on_cpu else None
+        if two is not None:
+            levels = new(two.across), new(two.inside), new(two.across), new(two.inside)
+        more = (*(() if inside is None else (inside,)), *(levels or ()))
         own: tuple[dist.ProcessGroup, ...]
         if len(rows) == 1:
             shards = init_device_mesh(device.type, (world,), mesh_dim_names=(SHARD,))
             if on_cpu:
                 meetings, gathers, reductions = new(), new(), new()
                 own = (meetings, gathers, reductions, *more)
-                return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows, spans)
+                return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows, spans, None)
             reductions = new()
             own = (reductions, *more)
-            return cls(shards, shards.get_group(), reductions, None, reductions, None, inside, own, rows, spans)
+            return cls(shards, shards.get_group(), reductions, None, reductions, None, inside, own, rows, spans, levels)
         columns = [list(ranks) for ranks in zip(*rows, strict=True)]
         held = _lasting_group(rows, backend, timeout)
         shards = DeviceMesh.from_group(held, device.type, mesh_dim_names=(SHARD,))
         if on_cpu:
             gathers, meetings, reductions = new(rows), new(), new()
             own = (gathers, meetings, reductions, *more)
-            return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows, spans)
+            return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows, spans, None)
         reductions, alike, everyone = new(rows), new(columns), new()
         own = (reductions, alike, everyone, *more)
-        return cls(shards, held, reductions, alike, everyone, None, inside, own, rows, spans)
+        return cls(shards, held, reductions, alike, everyone, None, inside, own, rows, spans, levels)
 
     def connect(self, device: torch.device) -> None:
         """Lets NCCL connect the ranks: it does so at a group's first use, and blocks the host. All ranks must call."""
         if device.type != "cpu":
-            for group in (self.reductions, self.replicas, self.inner):
+            for group in (self.reductions, self.replicas, self.inner, *(self.levels or ())):
                 if group is not None:
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def chosen(self, device: torch.device) -> Groups:
+        """These groups, with two levels only if they gather faster than one, as measured now; collective.
+
+        [Note: one level or two] NCCL's ring lets each GPU of a host send a part of what crosses through a network card
+        of its own. If W ranks on H hosts gather a unit of S bytes, S (W - 1) / W bytes cross from host to host, at the
+        speed of all cards of a host, and the transfers inside the hosts run beside that. In two levels S (H - 1) / H
+        bytes cross, but the second level begins when the first one has ended. So two levels are faster where a host's
+        cards together are slower than its own links by more than H times, as with one card for all GPUs.
+        """
+        if self.levels is None:
+            return self
+        across, inside, *_ = self.levels
+        seconds = self._seconds(device, None), self._seconds(device, (across, inside))
+        slowest = torch.tensor(seconds, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.everyone)
+        one, two = slowest.tolist()
+        if two < _FASTER * one:
+            return self
+        for group in self.levels:
+            dist.destroy_process_group(group)
+        return replace(self, levels=None, own=tuple(group for group in self.own if group not in self.levels))
+
+    def _seconds(self, device: torch.device, levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None) -> float:
+        """The median time of a gather in one level, or across hosts and then inside."""
+        ranks = self.gathers.size()
+        rows = torch.zeros(_MEASURED // ranks // 4, device=device)
+        full, times = rows.new_empty(ranks * rows.numel()), []
+        for _ in range(4):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            if levels is None:
+                dist.all_gather_into_tensor(full, rows, group=self.gathers)
+            else:
+                across, inside = levels
+                middle = rows.new_empty(across.size() * rows.numel())
+                dist.all_gather_into_tensor(middle, rows, group=across)
+                parts, outputs = middle.chunk(across.size()), full.chunk(across.size())
+                for part, output in zip(parts, outputs, strict=True):
+                    dist.all_gather_into_tensor(output, part, group=inside)
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[1:])
 
     def make_on_cpu(self, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """New gloo groups: of all ranks, and of the shard group's ranks. All ranks must call; the caller destroys them.
@@ -274,6 +330,36 @@ def _hosts(ranks: list[int], nodes: int) -> list[int]:
 def _any_spans_hosts(partition: list[list[int]], nodes: int) -> bool:
     """Whether a part has ranks on several of the ``nodes``: alike on all ranks."""
     return any(len(set(_hosts(ranks, nodes))) > 1 for ranks in partition)
+
+
+@dataclass(frozen=True)
+class TwoLevels:
+    """The two ways of what a shard group communicates, see [Note: two levels] in csrc/collectives.h.
+
+    Attributes:
+        across: the ranks at the same place of their hosts, for each shard group and place.
+        inside: the ranks of each host, for each shard group.
+    """
+
+    across: list[list[int]]
+    inside: list[list[int]]
+
+
+def two_levels(rows: list[list[int]], nodes: int) -> TwoLevels | None:
+    """How shard groups communicate in two levels; None: there are none, or hosts hold different numbers of ranks.
+
+    Args:
+        rows: the ranks of each shard group.
+        nodes: number of hosts.
+    """
+    parts = [[list(ranks) for _, ranks in groupby(row, lambda rank: _hosts([rank], nodes)[0])] for row in rows]
+    hosts, size = len(parts[0]), len(parts[0][0])
+    if any(len(row) != hosts or any(len(part) != size for part in row) for row in parts):
+        return None
+    if hosts == 1 or size == 1:
+        return None
+    across = [list(column) for row in parts for column in zip(*row, strict=True)]
+    return TwoLevels(across, [part for row in parts for part in row])
 
 
 def inner_size(wanted: int | Literal["nodes"], nodes: int, rows: list[list[int]]) -> int | None:

@@ -166,6 +166,8 @@ class Runtime:
         self._never_used = core.never_used
         self.core.set_prefetch(config.prefetch)
         self.core.set_spans_hosts(*groups.spans_hosts)
+        if groups.levels is not None:
+            self.core.set_levels(*(group.group_name for group in groups.levels))
         self.core.set_merge_bytes(config.unit_bytes)
         self.core.set_copies_gradients(config.cuda_graphs and device.type == "cuda")
         self.sharded_parameters: list[ShardedParameter] = []

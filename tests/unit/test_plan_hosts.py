@@ -56,6 +56,7 @@ def _stage(stage: int, world: int, machine: Machine = MACHINE, accumulate: int =
 
 
 def _ring(size: int, ranks: int, hosts: int, bandwidth: float, count: int) -> float:
+    """``bandwidth``: of all network cards of a host together, or inside one."""
     steps = (ranks - hosts) * 1e-4 + (hosts - 1) * 1e-3
     return size * (ranks - 1) / ranks / bandwidth + count * steps
 
@@ -83,7 +84,30 @@ def test_one_host_has_its_own_rate(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_shards_over_hosts_take_their_links_and_steps(stage: int) -> None:
-    assert _stage(stage, 16).seconds == pytest.approx(_whole(stage, 16, 4, 1e6), rel=1e-4)
+    assert _stage(stage, 16).seconds == pytest.approx(_whole(stage, 16, 4, 4e6), rel=1e-4)
+
+
+def test_links_inside_hosts_may_be_the_slower_ones() -> None:
+    machine = dataclasses.replace(MACHINE, node_bandwidth=3e6)
+    assert _stage(3, 16, machine).seconds == pytest.approx(_whole(3, 16, 4, 3e6), rel=1e-4)
+
+
+def _two_levels(size: int, ranks: int, hosts: int, bandwidth: float) -> float:
+    each = ranks // hosts
+    across = size * (hosts - 1) / hosts / bandwidth + (hosts - 1) * 1e-3
+    return across + size * (each - 1) / each / 1e7 + hosts * (each - 1) * 1e-4
+
+
+@pytest.mark.parametrize(("card", "two"), [(1e6, False), (0.5e6, True)])
+def test_two_levels_where_the_cards_of_a_host_are_slow(card: float, two: bool) -> None:
+    """Four hosts: where four cards together are less than a fourth as fast as a host inside."""
+    machine = dataclasses.replace(MACHINE, bandwidth=card)
+    found = {how: _stage(1, 16, machine, hierarchical_collectives=how) for how in ("auto", True, False)}
+    assert found["auto"] == found[two]
+    one = _two_levels(UNIT, 16, 4, 4 * card)
+    assert found[True].seconds == pytest.approx((2 * BLOCKS + 2) * one, rel=1e-4)
+    assert found[False].seconds == pytest.approx(_whole(1, 16, 4, 4 * card), rel=1e-4)
+    assert found[True].memory.peak - found[False].memory.peak == 4 * UNIT // 16  # what came from the other hosts
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -107,15 +131,15 @@ def test_what_crosses_hosts_is_packed(stage: int) -> None:
 
 def test_replicas_of_several_hosts_share_their_links() -> None:
     """Two replicas of two hosts each: the sums over replicas come on top of the reductions inside."""
-    found = _stage(3, 16, replicas=2)
+    found = _stage(3, 16, replicas=2, hierarchical_collectives=False)
     sums = (BLOCKS + 1) * _tree(UNIT // 8, 2)
-    assert found.seconds == pytest.approx(_whole(3, 8, 2, 1e6) + sums, rel=1e-4)
+    assert found.seconds == pytest.approx(_whole(3, 8, 2, 4e6) + sums, rel=1e-4)
 
 
 def test_the_backward_gathers_inside_a_host() -> None:
     found = _stage(3, 16, reshard_after_forward="nodes")
     again = (BLOCKS - 1) * _ring(UNIT, 4, 1, 1e7, 1)
-    assert found.seconds == pytest.approx(_whole(1, 16, 4, 1e6) + again, rel=1e-4)
+    assert found.seconds == pytest.approx(_whole(1, 16, 4, 4e6) + again, rel=1e-4)
     assert found.memory.secondary == TOTAL // 4
     assert _stage(3, 4, reshard_after_forward="nodes").memory.secondary == 0  # one host: nothing to gain
 
@@ -123,7 +147,7 @@ def test_the_backward_gathers_inside_a_host() -> None:
 def test_compute_hides_communication() -> None:
     """What is longer counts in each phase; only what is longer than compute, and the ends, are exposed."""
     slow = _stage(3, 16, Machine(**{**vars(MACHINE), "flops": 1e3}))
-    ends = 2 * _ring(UNIT, 16, 4, 1e6, 1)
+    ends = 2 * _ring(UNIT, 16, 4, 4e6, 1)
     forward, back = BLOCKS * FLOPS / 1e3, (2 * BLOCKS - 1) * FLOPS / 1e3
     assert slow.exposed == pytest.approx(ends) and slow.seconds == pytest.approx(forward + back + ends)
 
@@ -131,7 +155,7 @@ def test_compute_hides_communication() -> None:
 @pytest.mark.parametrize(("stage", "defer", "reductions"), [(1, False, 1), (2, False, 3), (2, True, 1), (3, False, 3)])
 def test_several_backwards(stage: int, defer: bool, reductions: int) -> None:
     found = _stage(stage, 16, accumulate=3, defer_grad_sync=defer)
-    assert found.seconds == pytest.approx(_whole(stage, 16, 4, 1e6, 3, reductions), rel=1e-4)
+    assert found.seconds == pytest.approx(_whole(stage, 16, 4, 4e6, 3, reductions), rel=1e-4)
 
 
 def test_without_hosts_and_latency_bytes_alone_count() -> None:
