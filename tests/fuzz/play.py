@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fuzz import nets
 from tests.fuzz.nets import Boom, Net
 from tests.fuzz.program import (
     Accumulate,
@@ -91,6 +92,17 @@ class Side(ABC):
     def load(self) -> None: ...
 
     # ---- the program ----
+
+    def batch(self, rank: int, number: int, device: torch.device | str) -> Tensor:
+        """The numbers that a rank's forward takes.
+
+        In eager code a reentrant checkpoint gives its parameters no gradients if its input needs none. In a graph of
+        Dynamo's, of plain torch's too, it gives them all the same: so there the input always needs one.
+        """
+        model, mode = self.program.model, self.options.mode
+        inside = "reentrant" in model.block and mode != "eager"
+        around = model.around == "reentrant" and mode == "model"
+        return nets.batch(model.width, rank, number, device).requires_grad_(inside or around)
 
     def play(self, step: int) -> None:
         for position, op in enumerate(self.program.steps[step]):

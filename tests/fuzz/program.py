@@ -297,7 +297,7 @@ def _allowed(program: Program) -> Program:
         options = replace(options, keep_gathered=(), memory_budget=None)
     elif "by_rank" in model.block:
         options = replace(options, keep_gathered=("net.layers",))
-    return Program(model, options, tuple(tuple(_allowed_op(op, options) for op in ops) for ops in steps))
+    return Program(model, options, tuple(tuple(_allowed_op(op, model, options) for op in ops) for ops in steps))
 
 
 def _waits(op: Op) -> bool:
@@ -319,14 +319,22 @@ def _rounded_alike(op: Op, waits: bool) -> Op:
     return replace(op, max_bytes=None) if isinstance(op, Window) else op
 
 
-def _allowed_op(op: Op, options: Options) -> Op:
-    """A rank that fails alone in a window must not leave the others in communication; and torch's donated buffers
-    forbid two backwards through a compiled graph."""
+def _allowed_op(op: Op, model: Model, options: Options) -> Op:
+    """Without what is not defined.
+
+    A rank that fails alone in a window must not leave the others in communication. Torch's donated buffers forbid two
+    backwards through a compiled graph. And a layer of "raw_none" reads from its module which dtype a gradient has: in
+    eager code a reentrant checkpoint reads it again in the backward, after a later forward has changed it, while the
+    graph of a whole model, of plain torch's too, keeps what its own forward has read.
+    """
     if isinstance(op, (Accumulate, Toggle, Window)):
-        op = replace(op, body=tuple(_allowed_op(inner, options) for inner in op.body))
+        op = replace(op, body=tuple(_allowed_op(inner, model, options) for inner in op.body))
     if isinstance(op, Window) and op.fails in ("0", "1"):
         return replace(op, max_bytes=None, gather="window" if options.stage == 3 else op.gather)
     if isinstance(op, Backward) and op.kind == "twice" and options.mode != "eager":
+        return replace(op, kind="plain")
+    reads_again = "raw_none" in model.block and model.around == "reentrant" and options.mode == "model"
+    if isinstance(op, Backward) and op.kind in ("sum", "late") and reads_again:
         return replace(op, kind="plain")
     return op
 

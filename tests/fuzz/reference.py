@@ -43,7 +43,7 @@ class Reference(Side):
             nets.set_calls(self.net, number)
             self.net.trip = trip
             try:
-                loss = self.net(nets.batch(self.net.width, rank, number, self.device)).square().mean()
+                loss = self.net(self.batch(rank, number, self.device)).square().mean()
             finally:
                 self.net.trip = None
             losses.append(loss + penalty_of(self.net, penalty))

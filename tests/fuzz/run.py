@@ -43,7 +43,7 @@ class Sharded(Side):
         nets.set_calls(self.net, number)
         self.net.trip = trip
         try:
-            loss = self.net(nets.batch(self.net.width, self.rank, number, self.module.device)).square().mean()
+            loss = self.net(self.batch(self.rank, number, self.module.device)).square().mean()
         finally:
             self.net.trip = None
         return loss + reference.penalty_of(self.net, penalty)
@@ -59,7 +59,7 @@ class Sharded(Side):
     def evaluate(self, number: int, how: str) -> None:
         mode = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": contextlib.nullcontext}[how]
         with mode():
-            self.net(nets.batch(self.net.width, self.rank, number, self.module.device))
+            self.net(self.batch(self.rank, number, self.module.device))
 
     @contextlib.contextmanager
     def window(self, op: Window) -> Iterator[None]:
