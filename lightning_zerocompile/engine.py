@@ -172,7 +172,6 @@ class Engine:
             self.runtime.messages.ending = self._settled.groups_end
             self.steps.update_begins = self._settled.update_begins
         self._has_cuda_graphs = config.cuda_graphs
-        self._can_rescue = device.type == "cpu"
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.defer_grad_sync
 
     def manages(self, model: nn.Module) -> bool:
@@ -635,7 +634,7 @@ class Engine:
         return masters + self.steps.states_of_others()
 
     def settle(self, drained: bool) -> None:
-        """After a failure, before groups are ended: notes whether a rescue may use the masters of this device.
+        """After a failure, before groups are ended: notes whether the masters of this device are whole as they are.
 
         ``drained``: whether the device has done all that its current stream holds. It is enough where optimizers update
         on that stream, since this rank's groups have not been ended.
@@ -648,7 +647,6 @@ class Engine:
         whole = alive and drained and (not beside or self.runtime.idle(patience))
         if whole:
             self._settled.are_whole()
-        self._can_rescue = whole or self._settled.hold()
 
     @property
     def _patience(self) -> timedelta:
@@ -664,7 +662,7 @@ class Engine:
 
         here = None not in messages.reasons(patience).values()
         if here and self.device.type != "cpu":  # groups may have been ended since; then the device goes on
-            here = self._can_rescue and self.runtime.drained(patience.total_seconds())
+            here = self._settled is not None and self._settled.hold() and self.runtime.drained(patience.total_seconds())
             here = here and messages.all_count(f"{_RESCUE}/settled", patience, decided)
         return messages.mark(_RESCUE, 0, _HERE if here else "gone")[1] == _HERE
 

@@ -24,7 +24,13 @@ class _Rank:
         self.count, self.steps = torch.tensor(5.0), 5.0
         self.settled = SettledMasters(device, self.state, self.written, lambda: [self.buffer], self.keep_on_host)
         self.settled.step_begins()
-        for value in (*self.masters, self.frozen, self.buffer):  # to load a kernel may wait for the device
+        for value in (
+            *self.masters,
+            self.frozen,
+            self.buffer,
+        ):  # what is done for the first time may wait for the device
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                value.cpu()
             value.add_(0)
             value.masked_fill_(value < 0, 0)
             value.fill_(float(value[0]))
