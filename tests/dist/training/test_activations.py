@@ -84,7 +84,8 @@ def _train(model: nn.Module, stage: int, **options: Any) -> tuple[nn.Module, int
                     saved[0] = sum(storages.values())
                 else:
                     value = engines.token_loss(model, batch)
-                    saved[0] = _saved_by_graphs(value)
+                    if not options.get("activation_checkpointing"):  # whoever looks at them there runs the blocks again
+                        saved[0] = _saved_by_graphs(value)
                 return value
 
             engines.step(engine, optimizer, loss)
