@@ -66,7 +66,8 @@ class Counting(Messages):
         return Watched()
 
 
-def _rank(rank: int, world: int, port: int, steps: int, started: Any, turn: Any, pipe: Any) -> None:
+def _rank(rank: int, world: int, steps: int, started: Any, turn: Any, pipe: Any) -> None:
+    port = pipe.recv()
     with turn:  # torch's store loses connections of hundreds of processes that begin at one moment on one machine
         store = dist.TCPStore("127.0.0.1", port, world, False, _TIMEOUT, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=rank, world_size=world)
@@ -105,17 +106,18 @@ def _rank(rank: int, world: int, port: int, steps: int, started: Any, turn: Any,
 
 def _store(world: int, steps: int) -> dict[str, dict[str, float]]:
     """By what is done: requests and bytes of the rank with the median and with the most, and seconds."""
-    server = dist.TCPStore("127.0.0.1", 0, None, True, _TIMEOUT, wait_for_workers=False)
     context = multiprocessing.get_context("fork")  # the ranks share the memory of the modules
     started, turn = context.Barrier(world), context.Lock()
     pipes = []
     for rank in range(world):
         mine, theirs = context.Pipe()
-        context.Process(
-            target=_rank, args=(rank, world, server.port, steps, started, turn, theirs), daemon=True
-        ).start()
+        context.Process(target=_rank, args=(rank, world, steps, started, turn, theirs), daemon=True).start()
         theirs.close()
         pipes.append(mine)
+    # After all forks: a child inherits the locks that the server's thread holds, such as the resolver's, for ever.
+    server = dist.TCPStore("127.0.0.1", 0, None, True, _TIMEOUT, wait_for_workers=False)
+    for pipe in pipes:
+        pipe.send(server.port)
     heard = [pipe.recv() for pipe in pipes]
     result: dict[str, dict[str, float]] = {}
     for name in heard[0]:
