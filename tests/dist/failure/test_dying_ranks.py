@@ -48,6 +48,8 @@ def _dies(victim: int, where: str, stage: int) -> None:
 
 
 RARE = pytest.mark.long
+# at stage 1 the last update's gathers may have ended on the rank that dies, and not on the survivor
+EARLY = (("in backward", "in `training_step`"), ("the reduction of unit `model.", "the gather of unit `model."))
 # at stage 2 no value is gathered in a validation, so the survivor may have come to the mean of what it logs
 LATE_PHASES = ("in `validation_step`", "in the reduction of a logged value or of a decision")
 DEATHS = [
@@ -56,7 +58,7 @@ DEATHS = [
     pytest.param(1, "forward", 3, ("in `training_step`", " unit `model."), marks=RARE),
     pytest.param(1, "step", 1, ("in `validation_step`", "the gather of unit `model."), marks=RARE),
     pytest.param(1, "validation", 3, ("in `validation_step`", " unit `model."), marks=RARE),
-    pytest.param(0, "forward", 1, ("in backward", "the reduction of unit `model."), marks=RARE),
+    pytest.param(0, "forward", 1, EARLY, marks=RARE),
     pytest.param(0, "validation", 2, (LATE_PHASES, "rank 0, or torchrun's agent"), marks=RARE),
 ]
 
