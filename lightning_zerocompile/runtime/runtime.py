@@ -146,6 +146,8 @@ class Runtime:
         self.mesh, self.device, self.config = groups.shards, device, config
         self.world_size = dist.get_world_size()
         self.inner = None if groups.inner is None else groups.inner.size()
+        self.packs = groups.spans_hosts[0] and device.type != "cpu"  # see [Note: flat collectives]
+        self.levels = None if groups.levels is None else groups.levels[0].size()  # hosts, see [Note: two levels]
         self._replicated = groups.shards.size() < self.world_size
         self.policy = Policy.of_stage(config.chosen_stage)
         build.load()

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.ranks.groups import Groups
+from lightning_zerocompile.report.start import start_line
 from tests.support import engines, models
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
@@ -31,6 +32,8 @@ def _trained(nodes: int, stage: int, **options: Any) -> tuple[torch.nn.Module, t
     config = Config(stage, copy_engine=False, **options)
     with engines.closing(Engine(model, engines.place(), config, None, dist.get_backend(), nodes=nodes)) as engine:
         optimizer = engines.sgd(engine, model)
+        two = options.get("hierarchical_collectives") is True
+        assert ("collectives in two levels over 2 hosts" in start_line(engine, [optimizer])) == two
         for number in range(2):
             engines.step(engine, optimizer, lambda: engines.token_loss(model, own[number]))  # noqa: B023
         torch.cuda.synchronize()
