@@ -1,4 +1,5 @@
-// In which dtype a parameter is gathered, where its uses leave a choice.
+// Under autocast: whether a gather moves a parameter in full or as autocast's cast. The dtype of a parameter itself is
+// decided in sharding/islands.py.
 #include <algorithm>
 
 #include "gathers.h"
