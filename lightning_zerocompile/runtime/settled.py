@@ -45,6 +45,25 @@ class _Step:
     give_back_on_host: Callable[[], None] = lambda: None
 
 
+@dataclass(eq=False)
+class _Copied:
+    """What was right when the groups ended.
+
+    Attributes:
+        tensors: each on the device, and its value on the host.
+        state: of the masters where the step began that the device was in.
+        masters: whether they are among the tensors.
+        updated: whether an update of that step had begun.
+        give_back_on_host: gives optimizers back what they kept on the host, if none had.
+    """
+
+    tensors: list[tuple[Tensor, Tensor]]
+    state: MastersState
+    masters: bool
+    updated: bool
+    give_back_on_host: Callable[[], None] = lambda: None
+
+
 class SettledMasters:
     """Knows whether the masters hold what whole optimizer steps have left in them, whatever the device still does.
 
@@ -80,8 +99,8 @@ class SettledMasters:
         self._keep_on_host = keep_on_host
         self._steps: list[_Step] = []  # that in which the device was last seen, and later ones
         self._are_whole = self._have_ended = False
-        self._copies: list[tuple[Tensor, Tensor]] | None = None  # what is on the device, and its value on the host
-        self._copied_masters = self._updated = False
+        self._copied: _Copied | None = None
+        self._looked = threading.Event()  # what was to be copied when the groups ended is copied, or cannot be
 
     def step_begins(self) -> None:
         """Records the event on the current stream. It costs no wait."""
@@ -103,11 +122,17 @@ class SettledMasters:
         if self._have_ended or self._are_whole:
             return
         self._have_ended = True
-        self._steps = self._from_now()
-        if not self._steps or not _has_passed(self._steps[0].begun):
+        try:
+            self._copy()
+        finally:
+            self._looked.set()
+
+    def _copy(self) -> None:
+        steps = self._from_now()
+        if not steps or not _has_passed(steps[0].begun):
             return
-        step, queued = self._steps[0], any(one.updating is not None for one in self._steps)
-        copied = queued or step.state != self._read()
+        step, first = steps[0], next((one for one in steps if one.updating is not None), None)
+        copied = first is not None or step.state != self._read()
         waiting = [*(self._masters(step.state) if copied else ()), *self._buffers()]
         copies: list[tuple[Tensor, Tensor]] = []
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call, unused-ignore]
@@ -122,9 +147,10 @@ class SettledMasters:
         thread.join(_COPIES_WITHIN)
         if len(copies) == len(waiting):
             # an update that has not begun by now has changed none of what was copied
-            first = next((one.updating for one in self._steps if one.updating is not None), None)
-            self._updated = copied and (first is None or _has_passed(first))
-            self._copies, self._copied_masters = copies, copied
+            begun = copied and (first is None or first.updating is None or _has_passed(first.updating))
+            self._copied = _Copied(copies, step.state, masters=copied, updated=begun)
+            if first is not None and not begun:
+                self._copied.give_back_on_host = first.give_back_on_host
 
     def hold(self) -> bool:
         """Whether the masters are settled, or :meth:`restore` makes them so."""
@@ -132,7 +158,8 @@ class SettledMasters:
             return True
         if not self._have_ended:
             return bool(self._steps) and _has_passed(self._steps[-1].begun) and self._steps[-1].state == self._read()
-        return self._copies is not None and (self._copied_masters or self._steps[0].state == self._read())
+        self._looked.wait(_COPIES_WITHIN)  # another thread may be copying
+        return self._copied is not None and (self._copied.masters or self._copied.state == self._read())
 
     @torch.no_grad()
     def restore(self) -> float:
@@ -141,13 +168,12 @@ class SettledMasters:
         Returns:
             How many steps optimizers have made of what the masters hold now.
         """
-        if self._are_whole or self._copies is None:
+        if self._are_whole or self._copied is None:
             return self._read().steps
-        for tensor, kept in self._copies:
+        for tensor, kept in self._copied.tensors:
             tensor.copy_(kept)
-        if self._copied_masters and not self._updated:
-            next((one.give_back_on_host for one in self._steps if one.updating is not None), lambda: None)()
-        return self._steps[0].state.steps + (0.5 if self._updated else 0.0)
+        self._copied.give_back_on_host()
+        return self._copied.state.steps + (0.5 if self._copied.updated else 0.0)
 
     def _record(self) -> torch.cuda.Event:
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
