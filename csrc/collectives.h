@@ -18,19 +18,19 @@ inline at::Tensor on_the_wire(const at::Tensor& tensor) {
 }
 
 // [Note: flat collectives] NCCL runs a group of collectives one after the other wherever they share a channel, and each
-// has a latency of its own. Inside a host that costs nothing, and every tensor goes straight to its place. Between hosts
-// the latencies of a unit's tensors add up to more than its bytes take: over sockets, eleven tensors of one block took
-// 3.6 times as long as the same bytes in one (examples/BENCHMARKS.md). So a group that spans hosts moves one flat
+// has a latency of its own. Inside a host that costs nothing, and every tensor goes straight to its place. Between
+// hosts the latencies of a unit's tensors add up to more than its bytes take: over sockets, eleven tensors of one block
+// took 3.6 times as long as the same bytes in one (examples/BENCHMARKS.md). So a group that spans hosts moves one flat
 // tensor, and the copies between it and the tensors' places run at the speed of the device's memory. That takes the
-// memory of one more unit while it is on its way.
+// memory of one more unit while it is on its way, and in two levels what one level leaves for the other.
 enum class Packing { Each, Flat };
 
 // [Note: two levels] Links between hosts are slower than those inside one. A ring over L ranks of each of H hosts takes
 // (LH - 1) / LH of the unit over the links of each host. If instead ranks at the same place of their hosts exchange
 // their rows first, and each host's ranks then what they have got, it is (H - 1) / H: two thirds with two hosts of two
-// ranks, about a half with two of eight, and no less with many hosts. A reduce-scatter takes the two ways back. What
-// is faster is measured in ranks/groups.py, see [Note: one level or two]. Ranks are in the order of their hosts, so the
-// second level is one collective for each host's rows.
+// ranks, about a half with two of eight, and with many hosts nearly as much. A reduce-scatter takes the two ways back.
+// What is faster is measured in ranks/groups.py, see [Note: one level or two]. Ranks are in the order of their hosts,
+// so the second level is one collective for each host's rows.
 struct Levels {
   c10::intrusive_ptr<c10d::ProcessGroup> across, inside;  // both null: there is one level
 
@@ -38,8 +38,8 @@ struct Levels {
 };
 
 // outputs[i]: [world * n_i, ...], inputs[i]: [n_i, ...], all of one dtype. An input may be this rank's rows of its
-// output; then nothing is copied, unless it is packed flat. On the CPU it always is, see [Note: gloo gathers], and there
-// is one level.
+// output; then nothing is copied, unless it is packed flat or goes in two levels. On the CPU it always is, see [Note:
+// gloo gathers], and there is one level.
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
                 std::vector<at::Tensor> inputs, Packing packing, const Levels& levels = {});
 

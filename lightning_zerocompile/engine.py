@@ -168,6 +168,7 @@ class Engine:
                 masters=self._written_since,
                 buffers=self.model.buffers,
                 keep_on_host=self.steps.keep_on_host,
+                within=self._patience.total_seconds() / 2,
             )
             self.runtime.messages.ending = self._settled.groups_end
             self.steps.update_begins = self._settled.update_begins
@@ -571,7 +572,7 @@ class Engine:
 
         [Note: rescue] Collectives that the failed run has started may never end, so none of its process groups is used
         or waited for. Each rank looks in the store whether all others have ended, too. On devices each rank also says
-        there whether its masters hold whole steps, see [Note: settled masters]. The first rank that knows it of all, or
+        there whether its masters are settled, see [Note: settled masters]. The first rank that knows it of all, or
         that will not wait any longer, decides for all (by one write, which the store makes atomic). Only then do the
         ranks gather the masters on the CPU, over a new group whose waits are short. Where one rank has made a step more
         than another, the module has rows of both, and a warning says so. With several ranks, writes to gathered values
@@ -641,11 +642,10 @@ class Engine:
         """
         if self._settled is None:
             return
-        alive = self.runtime.messages.ended is None
         beside = self.config.optimizer_in_backward or bool(self.config.offload)
         patience = self._patience.total_seconds()
-        whole = alive and drained and (not beside or self.runtime.idle(patience))
-        if whole:
+        done = drained and (not beside or self.runtime.idle(patience))
+        if done and self.runtime.messages.ended is None:
             self._settled.are_whole()
 
     @property
@@ -654,7 +654,7 @@ class Engine:
         return min(most, self.config.timeout / part)
 
     def _all_here(self) -> bool:
-        """After a failure: whether all ranks have ended their run, with masters that hold whole steps; see rescue."""
+        """After a failure: whether all ranks have ended their run, with settled masters; see rescue."""
         messages, patience = self.runtime.messages, self._patience
 
         def decided() -> bool:

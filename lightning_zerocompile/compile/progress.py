@@ -35,7 +35,7 @@ class Progress:
         return partial(_end, self)
 
     def _begins(self, args: CallbackArgs) -> None:
-        self._since, self._done = time.perf_counter(), threading.Event()
+        self._since, self._done = time.monotonic(), threading.Event()
         what = "a backward" if args.callback_trigger is CallbackTrigger.LAZY_BACKWARD else self.what
         if what and rank_zero_only.rank == 0:  # type: ignore[attr-defined, unused-ignore]
             said = partial(_say, what, self.patience, self._since, self._done)
@@ -43,7 +43,7 @@ class Progress:
 
     def _ends(self, args: CallbackArgs) -> None:
         self._done.set()
-        self.seconds += time.perf_counter() - self._since
+        self.seconds += time.monotonic() - self._since
 
 
 def _say(what: str, patience: float, since: float, done: threading.Event) -> None:
@@ -52,12 +52,12 @@ def _say(what: str, patience: float, since: float, done: threading.Event) -> Non
         return
     while True:
         rank_zero_info(
-            f"torch.compile is at work on {what}, for {time.perf_counter() - since:.0f} s so far. Equal modules share "
+            f"torch.compile is at work on {what}, for {time.monotonic() - since:.0f} s so far. Equal modules share "
             "what it makes."
         )
         if done.wait(_HEARTBEAT):
             break
-    rank_zero_info(f"torch.compile has finished {what} after {time.perf_counter() - since:.0f} s.")
+    rank_zero_info(f"torch.compile has finished {what} after {time.monotonic() - since:.0f} s.")
 
 
 def _end(progress: Progress) -> None:

@@ -212,11 +212,11 @@ class OptimizerSteps:
 
     def states_of_others(self) -> list[Tensor]:
         """What updates write of optimizers that were made elsewhere; their states outlive the run."""
-        return written_by_updates(self._taken_over)
+        return written_by_updates(map(self._stepper.state_of, list(self._taken_over)))
 
     def keep_on_host(self) -> Callable[[], None]:
         """Returns a function that gives these optimizers back what they count on the host now, and no later state."""
-        return keep_on_host(self._taken_over)
+        return keep_on_host(map(self._stepper.state_of, self._taken_over))
 
     def give_back(self, parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None) -> None:
         """Gives optimizers that were made elsewhere the whole parameters in the place of their masters; collective.
@@ -287,6 +287,8 @@ class OptimizerSteps:
             self._end_backward(optimizer)
             self._check_gradients(optimizer)
             self._runtime.core.write_back()  # a hook between backward and step may have written to weights
+            if not by_unit:
+                self._update_begins()
             return result
 
         def done() -> Collection[int]:
@@ -382,7 +384,7 @@ class OptimizerSteps:
             self._check_reducible(f"{type(optimizer).__name__}.step()")
         else:
             self.before(optimizer)
-        if not (through_lightning and steps_by_unit(optimizer, self._config.full_param_optimizers)):
+        if not through_lightning:
             self._update_begins()
         step_state = self._runtime.step_state
         before = step_state.in_step, self._by_unit

@@ -140,36 +140,36 @@ def give_back(
                     optimizer.state[whole] = {name: _whole(kept, group) for name, kept in state.items()}
 
 
-def written_by_updates(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """The local parts of the optimizers' states, and what else they keep on a device."""
-    states = (state for optimizer in optimizers for state in optimizer.state.values())
-    tensors = [kept for state in states for kept in state.values() if isinstance(kept, Tensor)]
+def written_by_updates(states: Iterable[Mapping[Tensor, Mapping[str, Any]]]) -> list[Tensor]:
+    """The local parts of optimizers' states, given by parameter, and what else is of them on a device."""
+    entries = (entry for state in states for entry in list(state.values()))
+    tensors = [kept for entry in entries for kept in list(entry.values()) if isinstance(kept, Tensor)]
     local = [kept._local_tensor for kept in tensors if isinstance(kept, DTensor)]
     return local + [kept for kept in tensors if not isinstance(kept, DTensor) and kept.device.type != "cpu"]
 
 
-def keep_on_host(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Remembers what the optimizers count on the host.
+def keep_on_host(states: Iterable[dict[Tensor, dict[str, Any]]]) -> Callable[[], None]:
+    """Remembers what optimizers count on the host; ``states``: theirs, by parameter.
 
     Returns:
         A function that writes it back, and drops the states of parameters that have none now.
     """
-    known = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
-    states = [(state, dict(state)) for optimizer, _ in known for state in optimizer.state.values()]
+    known = [(state, set(state)) for state in states]
+    entries = [(entry, dict(entry)) for state, _ in known for entry in state.values()]
     counts = [
         (kept, kept.clone())
-        for _, state in states
-        for kept in state.values()
+        for _, entry in entries
+        for kept in entry.values()
         if isinstance(kept, Tensor) and not isinstance(kept, DTensor) and kept.device.type == "cpu"
     ]
 
     def write_back() -> None:
-        for optimizer, parameters in known:
-            for parameter in [one for one in optimizer.state if one not in parameters]:
-                del optimizer.state[parameter]
-        for state, entries in states:
-            state.clear()
-            state.update(entries)
+        for state, parameters in known:
+            for parameter in [one for one in state if one not in parameters]:
+                del state[parameter]
+        for entry, before in entries:
+            entry.clear()
+            entry.update(before)
         for kept, value in counts:
             kept.copy_(value)
 

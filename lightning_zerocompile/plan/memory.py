@@ -120,6 +120,11 @@ class UnitBytes:
     wide: int = 0
     copies: int = 0
 
+    @property
+    def rows(self) -> int:
+        """Rank 0's rows, as they are gathered."""
+        return self.masters - self.wide + self.copies
+
 
 def unit_bytes(
     module: nn.Module,
@@ -431,9 +436,9 @@ class _Run:
         if self._schedule.gloo:  # what it has copied, and what it has not let go of yet
             copies = size + sum(self._units[other].masters for other in new)
             self._passing = copies + sum(self._units[other].gathered for other in left)
-        elif self._schedule.flat:
+        elif self._schedule.flat and not (back and self._schedule.inner is not None):
             self._passing = max(
-                (u.gathered + self._rows * u.masters for u in map(self._units.__getitem__, new)), default=0
+                (u.gathered + self._rows * u.rows for u in map(self._units.__getitem__, new)), default=0
             )
         self._gathered = [name, *ahead]
 
@@ -459,7 +464,7 @@ class _Run:
             return
         self._full[unit.name] = unit.gradient
         if self._schedule.flat:
-            self._passing = unit.gradient + self._rows * unit.reduced
+            self._passing = unit.gradient + self._rows * unit.gradient * unit.rows // unit.gathered
         self._order.append(unit.name)
         if self._schedule.in_backward:
             alive = self._order[-_REDUCTIONS_IN_FLIGHT - _UPDATES_BESIDE :]

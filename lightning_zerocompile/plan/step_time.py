@@ -88,7 +88,7 @@ class _Group:
     @property
     def two_levels(self) -> bool:
         """Whether bytes go in two levels: if it is asked for, or faster."""
-        if self.hosts == 1 or self._on_a_host == 1:
+        if self.hosts == 1 or self._on_a_host == 1 or self.ranks % self.hosts:
             return False
         if self.hierarchical != "auto":
             return self.hierarchical
@@ -127,7 +127,8 @@ def _groups(machine: Machine, ranks: Ranks) -> tuple[_Group, _Group, _Group]:
     in_host = bandwidth if per_node is None else node_bandwidth  # of ranks of which no host is known
 
     def group(size: int, hosts: int) -> _Group:
-        return _Group(size, hosts, bandwidth, in_host, inside, across, ranks.hierarchical)
+        even = per_node is not None and size % per_node == 0  # each host has as many of them
+        return _Group(size, hosts, bandwidth, in_host, inside, across, even and ranks.hierarchical)
 
     hosts = 1 if per_node is None else math.ceil(ranks.shards / per_node)
     replica = group(ranks.shards, hosts)

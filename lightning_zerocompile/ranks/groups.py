@@ -28,8 +28,9 @@ class Groups:
 
     [Note: two groups] Gathers and reductions overlap, and their relative order may differ between ranks, so each of the
     two has a process group. On devices, if one shard group has all ranks, gathers use the default group, which costs no
-    further communicator. gloo does not share a group well with the user's collectives (see [Note: gloo gathers]), so on
-    the CPU both groups are our own. There the ranks meet in a third group.
+    further communicator; in two levels (see ``levels``) both have groups of their own. gloo does not share a group well
+    with the user's collectives (see [Note: gloo gathers]), so on the CPU both groups are our own. There the ranks meet
+    in a third group.
 
     Attributes:
         shards: the shard group, one dimension of W ranks: masters are sharded over it. See [Note: lasting mesh].

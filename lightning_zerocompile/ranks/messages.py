@@ -327,8 +327,10 @@ class Messages:
             if self.ended is not None:
                 return
             self.ended = f"{reason}\n{START_ANEW}"
-        self.ending()
-        end_groups(reason, [barriers.end for barriers in self.barriers])
+        try:
+            self.ending()
+        finally:
+            end_groups(reason, [barriers.end for barriers in self.barriers])
 
     def raise_if_ended(self) -> None:
         """Called before and after what communicates.

@@ -1,4 +1,4 @@
-"""What the masters on a device hold after a failure: the values of whole optimizer steps, or perhaps garbage."""
+"""What the masters on a device hold after a failure: what optimizer steps have left in them, or perhaps garbage."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_COPIES_WITHIN = 30.0  # seconds; host memory takes 3 to 10 GB a second
-
 
 class MastersState(NamedTuple):
     """What differs after any change of a master that the host has asked for.
 
     Attributes:
         steps: how many steps optimizers have made; half a step is one that has not ended.
-        updated: how many units were updated in a backward.
+        updated: whether a backward has updated some, and its step is still to come.
         versions: how often each master was written.
     """
 
     steps: float
-    updated: int
+    updated: bool
     versions: list[int]
 
 
@@ -54,7 +52,7 @@ class _Copied:
         state: of the masters where the step began that the device was in.
         masters: whether they are among the tensors.
         updated: whether an update of that step had begun.
-        give_back_on_host: gives optimizers back what they kept on the host, if none had.
+        give_back_on_host: gives optimizers back what they kept on the host before the first update that had not.
     """
 
     tensors: list[tuple[Tensor, Tensor]]
@@ -65,7 +63,7 @@ class _Copied:
 
 
 class SettledMasters:
-    """Knows whether the masters hold what whole optimizer steps have left in them, whatever the device still does.
+    """Knows whether the masters hold what optimizer steps have left in them, and sees to it that they do.
 
     [Note: settled masters] After a failure on one rank, another rank's device may be in a collective that never ends.
     If its groups are ended, see [Note: ended groups], the device goes on with garbage in the place of what the
@@ -85,6 +83,7 @@ class SettledMasters:
         buffers: returns what forwards write.
         keep_on_host: called where an update begins. Returns a function that gives optimizers back what they keep on the
             host now.
+        within: seconds that the copies may take. Host memory takes 3 to 10 GB a second. The other ranks wait meanwhile.
     """
 
     def __init__(
@@ -94,9 +93,10 @@ class SettledMasters:
         masters: Callable[[MastersState], Iterable[Tensor]],
         buffers: Callable[[], Iterable[Tensor]],
         keep_on_host: Callable[[], Callable[[], None]],
+        within: float,
     ) -> None:
         self._device, self._read, self._masters, self._buffers = device, state, masters, buffers
-        self._keep_on_host = keep_on_host
+        self._keep_on_host, self._within = keep_on_host, within
         self._steps: list[_Step] = []  # that in which the device was last seen, and later ones
         self._are_whole = self._have_ended = False
         self._copied: _Copied | None = None
@@ -114,25 +114,24 @@ class SettledMasters:
             step.updating = self._record()
 
     def are_whole(self) -> None:
-        """Called when the device has done all that it was asked for, with its groups alive."""
-        self._are_whole = True
+        """Called when the device has done all that it was asked for; it counts if its groups are alive."""
+        self._are_whole = not self._have_ended
 
     def groups_end(self) -> None:
         """Called before the groups are ended, by any thread: what the device passes from now on counts no more."""
         if self._have_ended or self._are_whole:
             return
         self._have_ended = True
-        try:
+        with suppress(Exception):  # without copies the masters are not settled, but the groups must end all the same
             self._copy()
-        finally:
-            self._looked.set()
+        self._looked.set()
 
     def _copy(self) -> None:
         steps = self._from_now()
         if not steps or not _has_passed(steps[0].begun):
             return
-        step, first = steps[0], next((one for one in steps if one.updating is not None), None)
-        copied = first is not None or step.state != self._read()
+        step, updates = steps[0], [one for one in steps if one.updating is not None]
+        copied = bool(updates) or step.state != self._read()
         waiting = [*(self._masters(step.state) if copied else ()), *self._buffers()]
         copies: list[tuple[Tensor, Tensor]] = []
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call, unused-ignore]
@@ -144,13 +143,14 @@ class SettledMasters:
 
         thread = threading.Thread(target=copy, daemon=True, name="zerocompile-copy")
         thread.start()
-        thread.join(_COPIES_WITHIN)
+        thread.join(self._within)
         if len(copies) == len(waiting):
             # an update that has not begun by now has changed none of what was copied
-            begun = copied and (first is None or first.updating is None or _has_passed(first.updating))
+            waiting_updates = [one for one in updates if one.updating is None or not _has_passed(one.updating)]
+            begun = copied and (not updates or updates[0] not in waiting_updates)
             self._copied = _Copied(copies, step.state, masters=copied, updated=begun)
-            if first is not None and not begun:
-                self._copied.give_back_on_host = first.give_back_on_host
+            if waiting_updates:
+                self._copied.give_back_on_host = waiting_updates[0].give_back_on_host
 
     def hold(self) -> bool:
         """Whether the masters are settled, or :meth:`restore` makes them so."""
@@ -158,7 +158,7 @@ class SettledMasters:
             return True
         if not self._have_ended:
             return bool(self._steps) and _has_passed(self._steps[-1].begun) and self._steps[-1].state == self._read()
-        self._looked.wait(_COPIES_WITHIN)  # another thread may be copying
+        self._looked.wait(self._within)  # another thread may be copying
         return self._copied is not None and (self._copied.masters or self._copied.state == self._read())
 
     @torch.no_grad()

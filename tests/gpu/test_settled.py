@@ -22,7 +22,7 @@ class _Rank:
         self.masters = [torch.full((1000,), value, device=device) for value in (1.0, 2.0)]
         self.frozen, self.buffer = torch.full((8,), 3.0, device=device), torch.full((8,), 4.0, device=device)
         self.count, self.steps = torch.tensor(5.0), 5.0
-        self.settled = SettledMasters(device, self.state, self.written, lambda: [self.buffer], self.keep_on_host)
+        self.settled = SettledMasters(device, self.state, self.written, lambda: [self.buffer], self.keep_on_host, 10.0)
         self.settled.step_begins()
         for value in (
             *self.masters,
@@ -38,7 +38,7 @@ class _Rank:
         torch.cuda.synchronize()
 
     def state(self) -> MastersState:
-        return MastersState(self.steps, 0, [value._version for value in (*self.masters, self.frozen)])
+        return MastersState(self.steps, False, [value._version for value in (*self.masters, self.frozen)])
 
     def written(self, then: MastersState) -> list[Tensor]:
         return [*self.masters, *([self.frozen] if self.frozen._version != then.versions[-1] else [])]
