@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -43,6 +49,8 @@ def before_optimizer_state(trainer: pl.Trainer, module: pl.LightningModule) -> N
             callback.on_fit_start(trainer, module)  # adds the parameter groups to which the optimizer's state belongs
         elif isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
             callback._clear_schedulers(trainer)
+        elif isinstance(callback, Timer) and callback._duration is not None:
+            callback._check_time_remaining(trainer)  # a run whose time is up ends before its first step
 
 
 def _without_masks(module: pl.LightningModule) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""What changes the model around its training: averages, freezing, adapters, the learning rate finder, clamping."""
+"""What works around training: averages, freezing, adapters, the learning rate finder, the timer, clamping."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,26 @@ def test_learning_rate_finder(tmp_path: Path, checkpoint: str) -> None:
         assert rate == found[0][0]
         assert losses == pytest.approx(found[0][1], abs=1e-5) and later == pytest.approx(found[0][2], abs=1e-4)
     assert not list(Path(folder).glob(".lr_find*"))
+
+
+# ---- the timer ----
+
+
+@pytest.mark.parametrize("interval", ["step", pytest.param("epoch", marks=pytest.mark.long)])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@on_ranks(2)
+def test_a_timer_that_has_run_out_stops_a_resumed_run(tmp_path: Path, checkpoint: str, interval: str) -> None:
+    """Nothing is trained, as under DDP, although the timer's seconds, which are in the checkpoint, come later here."""
+    path = str(tmp_path / "timer.ckpt")
+    for stage, options in ((1, EAGER), (3, AOT)):
+        module, resumed = models.Module(), models.Module()
+        strategy = ZeroCompileStrategy(stage, state_dict_type=checkpoint, **options)
+        models.fit_epochs(module, strategy, 1, callbacks=[callbacks.Timer()]).save_checkpoint(path)
+        strategy = ZeroCompileStrategy(stage, state_dict_type=checkpoint, **options)
+        timer = callbacks.Timer(timedelta(microseconds=1), interval=interval)
+        trainer = models.fit_epochs(resumed, strategy, 3, path, callbacks=[timer])
+        assert trainer.global_step == 3
+        assert models.deviation(resumed, module) == 0
 
 
 # ---- writes to the parameters themselves ----
