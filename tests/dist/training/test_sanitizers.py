@@ -50,13 +50,15 @@ def _library(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_trains_with_sanitizers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sanitizers", "library"), [("address,undefined", "libasan.so"), ("thread", "libtsan.so")])
+def test_trains_with_sanitizers(sanitizers: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Minutes for the build, once; later runs take it from the cache."""
-    libraries = [_library(name) for name in ("libasan.so", "libstdc++.so")]
+    libraries = [_library(name) for name in (library, "libstdc++.so")]
     if not all(os.path.isabs(path) for path in libraries):
-        pytest.skip("the compiler has no AddressSanitizer")
-    monkeypatch.setenv(SANITIZE_VARIABLE, "address,undefined")
+        pytest.skip(f"the compiler has no {library}")
+    monkeypatch.setenv(SANITIZE_VARIABLE, sanitizers)
     monkeypatch.setenv("LD_PRELOAD", " ".join(libraries))
+    monkeypatch.setenv("TSAN_OPTIONS", "ignore_noninstrumented_modules=1")  # torch, gloo and Python
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0:verify_asan_link_order=0")  # Python itself leaks at its end
     monkeypatch.setenv("UBSAN_OPTIONS", "print_stacktrace=1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
