@@ -322,15 +322,15 @@ def shard_groups(config: Config, nodes: int, device_type: str) -> list[list[int]
     return rows
 
 
-def _hosts(ranks: list[int], nodes: int) -> list[int]:
-    """The number of each rank's host, if every host has as many ranks."""
+def _by_host(ranks: list[int], nodes: int) -> list[list[int]]:
+    """The rising ``ranks``, by host, if every host has as many of all ranks."""
     ranks_of_host = max(1, dist.get_world_size() // nodes)
-    return [rank // ranks_of_host for rank in ranks]
+    return [list(part) for _, part in groupby(ranks, lambda rank: rank // ranks_of_host)]
 
 
 def _any_spans_hosts(partition: list[list[int]], nodes: int) -> bool:
     """Whether a part has ranks on several of the ``nodes``: alike on all ranks."""
-    return any(len(set(_hosts(ranks, nodes))) > 1 for ranks in partition)
+    return any(len(_by_host(ranks, nodes)) > 1 for ranks in partition)
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ def two_levels(rows: list[list[int]], nodes: int) -> TwoLevels | None:
         rows: the ranks of each shard group.
         nodes: number of hosts.
     """
-    parts = [[list(ranks) for _, ranks in groupby(row, lambda rank: _hosts([rank], nodes)[0])] for row in rows]
+    parts = [_by_host(row, nodes) for row in rows]
     hosts, size = len(parts[0]), len(parts[0][0])
     if any(len(row) != hosts or any(len(part) != size for part in row) for row in parts):
         return None
@@ -390,8 +390,7 @@ def inner_size(wanted: int | Literal["nodes"], nodes: int, rows: list[list[int]]
                 "that is smaller, as a rule the number of ranks of a host, or True."
             )
         return wanted
-    parts = [[len(list(part)) for _, part in groupby(_hosts(row, nodes))] for row in rows]
-    sizes = {size for sizes in parts for size in sizes}
+    sizes = {len(part) for row in rows for part in _by_host(row, nodes)}
     if len(sizes) > 1:
         raise ValueError(
             f"`reshard_after_forward='nodes'`: hosts hold parts of {min(sizes)} to {max(sizes)} ranks of a shard "

@@ -24,11 +24,8 @@ class _Rank:
         self.count, self.steps = torch.tensor(5.0), 5.0
         self.settled = SettledMasters(device, self.state, self.written, lambda: [self.buffer], self.keep_on_host, 10.0)
         self.settled.step_begins()
-        for value in (
-            *self.masters,
-            self.frozen,
-            self.buffer,
-        ):  # what is done for the first time may wait for the device
+        # What is done for the first time may wait for the device.
+        for value in (*self.masters, self.frozen, self.buffer):
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 value.cpu()
             value.add_(0)
@@ -54,6 +51,13 @@ class _Rank:
     def updates(self, master: Tensor) -> None:
         self.settled.update_begins()
         master.add_(10)
+
+    def step(self, masters: list[Tensor]) -> None:
+        """The host asks for an optimizer's step."""
+        for master in masters:
+            self.updates(master)
+        self.count.add_(1)
+        self.steps += 1
 
     def ends(self) -> float:
         """The groups end, and the device goes on."""
@@ -82,11 +86,8 @@ def test_an_update_that_has_not_begun() -> None:
     rank = _Rank()
     torch.cuda._sleep(HELD_UP)
     rank.buffer.fill_(-1)
-    for master in rank.masters:
-        rank.updates(master)
+    rank.step(rank.masters)
     rank.frozen.fill_(-1)  # a hook's
-    rank.count.add_(1)
-    rank.steps = 6.0
     assert rank.ends() == 5.0
     assert rank.values() == [1, 2, 3, 4, 5]
 
@@ -96,10 +97,7 @@ def test_a_host_that_is_ahead_by_steps() -> None:
     rank = _Rank()
     torch.cuda._sleep(HELD_UP)
     for _ in range(3):
-        for master in rank.masters:
-            rank.updates(master)
-        rank.count.add_(1)
-        rank.steps += 1
+        rank.step(rank.masters)
         rank.settled.step_begins()
         rank.buffer.fill_(-1)
     assert rank.ends() == 5.0
@@ -112,9 +110,7 @@ def test_an_update_that_has_begun() -> None:
     rank.updates(rank.masters[0])
     torch.cuda.synchronize()
     torch.cuda._sleep(HELD_UP)
-    rank.updates(rank.masters[1])
-    rank.count.add_(1)
-    rank.steps = 6.0
+    rank.step(rank.masters[1:])
     assert rank.ends() == 5.5
     assert rank.values() == [11, 2, 3, 4, 6]
 
@@ -133,9 +129,7 @@ def test_a_device_that_never_began_the_step() -> None:
 def test_a_device_that_has_done_all() -> None:
     """Nothing is taken back."""
     rank = _Rank()
-    rank.updates(rank.masters[0])
-    rank.count.add_(1)
-    rank.steps = 6.0
+    rank.step(rank.masters[:1])
     torch.cuda.synchronize()
     rank.settled.are_whole()
     rank.settled.groups_end()
