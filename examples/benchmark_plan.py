@@ -3,11 +3,16 @@
     torchrun --nproc-per-node 2 examples/benchmark_plan.py --models qwen3-8b byte-lm vit t5 --seq 512 4096
 
 Each row is one model, length and stage, with bf16 compute and AdamW, by a bare loop. Measured: the most that torch's
-allocator held in each phase of a step, above what it held before the model was made, and the median time of a step.
-Predicted: by `make_plan`, which saw the module on meta; its rates are of the blocks, of what is around them and of the
-memory, timed on the device, and of an all-gather. One JSON line a row, in GiB and seconds; `off` is predicted over
-measured, less 1; `parts` are the rates that the plan has measured: the seconds of the host for the model and for one
-small operator, and FLOP a second.
+allocator held in each phase of a step, above what it held before the model was made, the most that the whole device
+held (`device`), and the median time of a step. Predicted: by `make_plan`, which saw the module on meta; its rates are
+of the blocks, of what is around them and of the memory, timed on the device, and of an all-gather. One JSON line a
+row, in GiB and seconds; `off` is predicted over measured, less 1; `parts` are the rates that the plan has measured: the
+seconds of the host for the model and for one small operator, and FLOP a second. `given_seconds` is what a plan says
+from `--given-flops` and the rates beside it alone.
+
+After each model and length with all three stages, a line says for two amounts of memory which stage `stage="auto"`
+takes, and which was the fastest of those that fit: all of the device, and half way between what stages 1 and 3 held.
+Stages whose times are within 3 % count as equally fast, since stages 1 and 2 do the same work and differ by as much.
 
 Without a GPU: python examples/benchmark_plan.py --models tiny --seq 64 --stages 3
 """
@@ -22,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,8 +40,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.plan.auto import Needs, decide
 from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.plan import Plan, StagePlan, make_plan
+from lightning_zerocompile.plan.trace import PlanError
 
 GIB = 2**30
 PHASES = ("between_steps", "forward_peak", "backward_peak", "step_peak")
@@ -92,19 +100,22 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def planned(name: str, seq: int, stage: int, checkpointed: bool, rates: Machine, args: argparse.Namespace) -> Plan:
+def planned(
+    name: str, seq: int, checkpointed: bool, rates: Machine, measure: torch.device | None, args: argparse.Namespace
+) -> Plan:
+    """Of all stages that are run."""
     make, batch, loss = cell(name, seq, args)
     return make_plan(
         make(torch.device("meta")),
         batch,
         world_size=dist.get_world_size(),
-        config=options(stage, checkpointed),
+        config=options(1, checkpointed),
         machine=rates,
         compute_dtype=torch.bfloat16,
-        stages=[stage],
+        stages=args.stages,
         step=loss,
-        optimizer=torch.optim.AdamW,
-        measure=None if args.no_time else args.device,
+        optimizer=adamw,
+        measure=measure,
     )
 
 
@@ -115,7 +126,7 @@ def options(stage: int, checkpointed: bool) -> Config:
 def measured(
     name: str, seq: int, stage: int, checkpointed: bool, args: argparse.Namespace
 ) -> tuple[dict[str, float], float]:
-    """Bytes in each phase, and seconds of a step."""
+    """Bytes in each phase and of the whole device, and seconds of a step."""
     make, batch, loss_fn = cell(name, seq, args)
     batch = tree_map_only(
         Tensor, lambda t: t.to(args.device, torch.bfloat16 if t.is_floating_point() else t.dtype), batch
@@ -127,7 +138,7 @@ def measured(
     engine = Engine(model, args.device, options(stage, checkpointed), torch.bfloat16, dist.get_backend())
     optimizer = adamw(engine.model.parameters())
     engine.attach_optimizers([optimizer])
-    phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    phases: dict[str, float] = dict.fromkeys((*PHASES, "device"), 0.0)
     times: list[float] = []
 
     def mark(phase: str) -> None:
@@ -159,6 +170,9 @@ def measured(
             mark("step_peak")
         elif number >= 2:
             times.append(clock(args.device) - start)
+    if cuda:
+        free, total = torch.cuda.mem_get_info()
+        phases["device"] = total - free
     engine.abandon()
     del engine, optimizer, model, batch
     gc.collect()
@@ -174,28 +188,67 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def row(name: str, seq: int, stage: int, checkpointed: bool, rates: Machine, args: argparse.Namespace) -> None:
-    made = planned(name, seq, stage, checkpointed, rates, args)
-    plan: StagePlan = made.stages[0]
-    phases, seconds = measured(name, seq, stage, checkpointed, args)
-    peaks = torch.tensor([phases[phase] for phase in PHASES] + [seconds], dtype=torch.float64)
+@dataclass(frozen=True)
+class Ran:
+    """One row: what the plan said of a stage, bytes that the whole device held, and seconds of a step."""
+
+    plan: StagePlan
+    device: float
+    seconds: float
+
+
+def row(name: str, seq: int, checkpointed: bool, made: Plan, given: Plan, index: int, args: argparse.Namespace) -> Ran:
+    """Runs the stage that the two plans have there."""
+    plan = made.stages[index]
+    phases, seconds = measured(name, seq, plan.stage, checkpointed, args)
+    most = torch.tensor([*phases.values(), seconds], dtype=torch.float64)
     if dist.get_world_size() > 1:
-        peaks = peaks.to(args.device)
-        dist.all_reduce(peaks, dist.ReduceOp.MAX)
-    *most, seconds = peaks.tolist()
+        most = most.to(args.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    *held, device, seconds = most.tolist()
     said = [float(getattr(plan.memory, phase)) for phase in PHASES]
-    peak = max(most[1:])
+    peak = max(held[1:])
+    guessed = given.stages[index].seconds
     result = {
-        "model": name, "seq": seq, "world": dist.get_world_size(), "stage": stage, "checkpointing": checkpointed,
-        "predicted": [round(value / GIB, 3) for value in said], "measured": [round(value / GIB, 3) for value in most],
+        "model": name, "seq": seq, "world": dist.get_world_size(), "stage": plan.stage, "checkpointing": checkpointed,
+        "predicted": [round(value / GIB, 3) for value in said], "measured": [round(value / GIB, 3) for value in held],
+        "device": round(device / GIB, 2),
         "peak_off": round(plan.memory.peak / peak - 1, 4) if peak else None,
         "within": abs(plan.memory.peak - peak) <= 0.05 * peak + 64 * 2**20 if peak else None,
         "parts": {"host": made.machine.host, "call": made.machine.call, "flops": made.machine.flops},
         "predicted_seconds": plan.seconds and round(plan.seconds, 4), "seconds": round(seconds, 4),
         "seconds_off": plan.seconds and round(plan.seconds / seconds - 1, 3),
+        "given_seconds": guessed and round(guessed, 4), "given_off": guessed and round(guessed / seconds - 1, 3),
     }  # fmt: skip
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
+    return Ran(plan, device, seconds)
+
+
+def auto(name: str, seq: int, checkpointed: bool, rows: list[Ran], args: argparse.Namespace) -> None:
+    """Says what `stage="auto"` takes of these rows, and which of them was the fastest."""
+    whole = torch.cuda.mem_get_info()[1]
+    for limit in dict.fromkeys((whole, int(rows[0].device + rows[-1].device) // 2)):
+        needs = Needs(
+            "", tuple(ran.plan.memory.peak for ran in rows), tuple(ran.plan.traffic.total for ran in rows), "", limit
+        )
+        fitting = [ran for ran in rows if ran.device <= limit]
+        best = min((ran.seconds for ran in fitting), default=None)
+        try:
+            taken = decide([needs] * dist.get_world_size(), Config(stage="auto", memory_limit=limit), True).stage
+        except PlanError:
+            taken = None
+        right = taken is None and best is None
+        if taken is not None and best is not None:
+            ran = rows[taken - 1]
+            right = ran in fitting and ran.seconds <= 1.03 * best
+        result = {
+            "auto": taken, "model": name, "seq": seq, "checkpointing": checkpointed, "memory": round(limit / GIB, 2),
+            "fit": [ran.plan.stage for ran in fitting], "seconds": [round(ran.seconds, 4) for ran in rows],
+            "right": right,
+        }  # fmt: skip
+        if dist.get_rank() == 0:
+            print(json.dumps(result), flush=True)
 
 
 def main() -> None:
@@ -206,6 +259,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--given-flops", type=float, default=600e12, help="of Qwen3-8B on an H200, see plan_hosts.py")
+    parser.add_argument("--given-bandwidth", type=float, default=265e9, help="bytes a second, of two H200s")
+    parser.add_argument("--given-memory-bandwidth", type=float, default=4.3e12, help="bytes a second of an H200")
     parser.add_argument("--no-time", action="store_true", help="no block is timed")
     args = parser.parse_args()
     for variable, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511")):
@@ -220,10 +276,19 @@ def main() -> None:
         bandwidth=bandwidth(args.device) if world > 1 and not args.no_time else None,
         gloo=args.device.type == "cpu",
     )
+    given = Machine(
+        bandwidth=args.given_bandwidth,
+        flops=args.given_flops,
+        memory_bandwidth=args.given_memory_bandwidth,
+        gloo=args.device.type == "cpu",
+    )
     for name in args.models:
         for seq in args.seq if name != "vit" else args.seq[:1]:
-            for stage in args.stages:
-                row(name, seq, stage, args.checkpointing, rates, args)
+            made = planned(name, seq, args.checkpointing, rates, None if args.no_time else args.device, args)
+            alone = planned(name, seq, args.checkpointing, given, None, args)
+            rows = [row(name, seq, args.checkpointing, made, alone, i, args) for i in range(len(args.stages))]
+            if args.stages == [1, 2, 3] and args.device.type == "cuda":
+                auto(name, seq, args.checkpointing, rows, args)
     dist.barrier()
     dist.destroy_process_group()
     if args.device.type == "cpu":  # threads of gloo and of compilers sometimes abort the end of the interpreter

@@ -4,7 +4,7 @@
 real shapes and the options of the run: kinds differ in parameters or in what they are called with. What is around the
 blocks (embedding, head, loss, the model's own Python) is timed, too: one step of the whole model, in which each block
 is replaced by something that returns at once. What a block is called with and returns is found in a fake step (see
-[Note: fake step]). All numbers are random or those of the batch.
+[Note: fake step]). All numbers are random, those of the batch, or what is known (see [Note: known numbers]).
 
 A device computes while the host already issues what comes next, so a step takes the time of the slower of the two, and
 not the sum. Therefore work runs several times between two waits. The host's time ends when the last of these runs has
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -425,7 +426,9 @@ def _on(
 
 
 def _numbers(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of that shape and dtype: floating-point numbers are random, masks all true, integers 0."""
+    """A tensor of that shape and dtype: known numbers stay, others are random; masks are all true, integers 0."""
+    if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+        return tensor.to(device)
     sizes = [int(size) for size in tensor.shape]
     if tensor.is_floating_point():
         return torch.randn(sizes, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)

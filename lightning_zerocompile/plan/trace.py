@@ -5,7 +5,8 @@ traced on any machine, without a device. The step's forward and backward are run
 them counts the bytes of every storage that an operator makes until it is freed; parameters and their gradients are left
 out, since how long these live is the stage's choice and not the model's. A compiled block is partitioned as
 torch.compile does it (the min-cut partitioner), so what it saves for its backward is what the run saves. Its
-temporaries are those of a graph that runs operator by operator, which Inductor's fused kernels partly avoid.
+temporaries are those of a graph that runs operator by operator, which Inductor's fused kernels partly avoid. Integers
+and booleans of the batch keep their data, see [Note: known numbers].
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -37,6 +38,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zerocompile.compile.backend import boxed
+from lightning_zerocompile.plan.known_numbers import KnownNumbers, is_knowable
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, put_islands
 from lightning_zerocompile.sharding.plan import signature
 
@@ -223,12 +225,14 @@ class FakeStep:
         batch: as ``fake_batch`` makes it.
         mode: of their tensors.
         autocast: of the step; ``None``: there is none.
+        known: computes what can be known.
     """
 
     module: nn.Module
     batch: Any
     mode: FakeTensorMode
     autocast: torch.dtype | None
+    known: KnownNumbers
 
     @classmethod
     def of(
@@ -241,12 +245,13 @@ class FakeStep:
     ) -> FakeStep:
         """Arguments as in :func:`trace_step`."""
         mode = fake_mode()
-        return cls(fake_copy(module, mode, dtype, islands).train(), fake_batch(batch, mode, dtype), mode, autocast)
+        copied = fake_copy(module, mode, dtype, islands).train()
+        return cls(copied, fake_batch(batch, mode, dtype), mode, autocast, KnownNumbers())
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Inside, forward and backward may run."""
-        with warnings.catch_warnings(), torch.enable_grad(), self.mode:
+        with warnings.catch_warnings(), torch.enable_grad(), self.mode, self.known:
             warnings.simplefilter("ignore")  # of `self.log` without a Trainer
             yield
 
@@ -306,7 +311,7 @@ def trace_step(
         PlanError: the step does not take the batch, needs a Trainer, or asks for numbers that only data has.
     """
     fake = FakeStep.of(module, batch, dtype, autocast, islands)
-    recorder = _Recorder(fake.module, blocks, compiled, fake.mode, checkpointed, activation_budget)
+    recorder = _Recorder(fake, blocks, compiled, checkpointed, activation_budget)
     try:
         with fake.around(), recorder.live:
             loss = fake.forward(step)
@@ -354,9 +359,12 @@ def _explain(module: nn.Module, batch: Any, error: Exception) -> str:
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
-    """The batch with tensors that have no data; floating-point ones are of ``dtype``, unless that is ``None``."""
+    """The batch with tensors that have no data, but for what [Note: known numbers] keeps; floating-point ones are of
+    ``dtype``, unless that is ``None``."""
 
     def fake(tensor: Tensor) -> Tensor:
+        if is_knowable(tensor) and not tensor.is_meta and not isinstance(tensor, FakeTensor):
+            return tensor.detach().to("cpu", copy=True)
         floating = dtype is not None and tensor.is_floating_point()
         with mode:
             return torch.empty(tensor.shape, dtype=dtype if floating else tensor.dtype, device="cpu")
@@ -369,17 +377,17 @@ class _Recorder:
 
     def __init__(
         self,
-        module: nn.Module,
+        fake: FakeStep,
         blocks: Sequence[str],
         compiled: str | bool,
-        mode: FakeTensorMode,
         checkpointed: bool,
         budget: float | None,
     ) -> None:
+        module = fake.module
         self.live = Live([*module.parameters(), *module.buffers()])
         self.events: list[Event] = []
         self.eager: dict[str, str] = {}
-        self._mode = mode
+        self._known = fake.known
         self._settings = {} if budget is None else {"activation_memory_budget": max(budget, 1e-6)}  # as make_backend
         self._decompositions = select_decomp_table() if compiled == "inductor" else None
         self._graphs: dict[Any, Callable[..., Any]] = {}
@@ -465,7 +473,8 @@ class _Recorder:
             decompositions=self._decompositions,
         )
         # its first call makes it
-        with self.live.paused(), _no_saved_tensor_hooks(), functorch.patch(self._settings):  # type: ignore[no-untyped-call, unused-ignore]
+        quiet = self.live.paused(), self._known.paused(), _no_saved_tensor_hooks()
+        with quiet[0], quiet[1], quiet[2], functorch.patch(self._settings):  # type: ignore[no-untyped-call, unused-ignore]
             graph(*inputs)
         return graph
 
