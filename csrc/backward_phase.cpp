@@ -64,7 +64,7 @@ void BackwardPhase::arm() {
   armed_ = true;
   if (!running_) {
     running_ = true;
-    began_deferred_ = gradients_.deferred();
+    began_deferred_ = gradients_.deferred() || gradients_.partial();
     began_waiting_ = gradients_.pending() && gradients_.any_waits();
     reductions_.begin_backward();
     gradients_.begin_backward(task);

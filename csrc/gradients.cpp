@@ -38,12 +38,17 @@ void Gradients::set_deferred(bool deferred) {
   pending_ = pending_ || deferred;
 }
 
+void Gradients::set_partial(bool partial) {
+  partial_ = partial && replicas_;
+  pending_ = pending_ || partial_;
+}
+
 // ---- taking gradients ----
 
 // `task`: the number of its graph task.
 void Gradients::begin_backward(int64_t task) {
   outermost_ = task;
-  pending_ = pending_ || deferred_;
+  pending_ = pending_ || deferred_ || partial_;
   begun_.reset();  // what waits for the end of a window is older than its last backward
   if (!deferred_ && !registry_.device().is_cpu()) begun_ = mark(registry_.device());
   for (auto& unit : units_) unit = {};
@@ -188,17 +193,24 @@ void Gradients::reduced(const Unit& unit) {
   for (auto i : unit.parameters) gradients_[i].contributed = gradients_[i].grad.defined();
 }
 
-// The gradients of all units were given away: nothing waits any more.
-void Gradients::reduced_all() {
+// The gradients of all units were given away: nothing waits any more, unless what was reduced is `partial`.
+void Gradients::reduced_all(bool partial) {
   several_producers_ = false;
   producer_.reset();
-  pending_ = false;
+  pending_ = partial;
+  if (!partial) early_is_lent_ = false;
   for (const auto& unit : registry_.units()) reduced(unit);
 }
 
 void Gradients::keep_early(const Parameter& p, Tensor rows, at::ScalarType bound_dtype) {
   state(p).early = std::move(rows);
   state(p).early_dtype = bound_dtype;
+}
+
+// What was reduced early, for user code, which may write to it and keep it.
+Tensor Gradients::lend_early(const Parameter& p) {
+  early_is_lent_ = early_is_lent_ || of(p).early.defined();
+  return of(p).early;
 }
 
 // ---- reduced gradients ----
@@ -211,7 +223,7 @@ void Gradients::keep_early(const Parameter& p, Tensor rows, at::ScalarType bound
 // master.grad as we bound it, if the optimizer has not dropped it since.
 Tensor Gradients::existing(const Parameter& p, bool early) const {
   const auto& g = of(p);
-  if (g.early.defined() || early) return g.early;
+  if (early || (g.early.defined() && !replicas_)) return g.early;
   if (g.unread.defined()) return g.unread;
   const auto& outer = p.master.grad();
   if (!outer.defined()) return {};
@@ -221,7 +233,8 @@ Tensor Gradients::existing(const Parameter& p, bool early) const {
   return Tensor(std::move(bound_local));
 }
 
-// What was reduced is the gradient now. A parameter that has one on no rank (`used`, by parameter) keeps None. The
+// What was reduced is the gradient now. What was reduced early is, too; with replicas it is in `reduced`, or waits for a
+// parameter that is frozen now. A parameter that has a gradient on no rank (`used`, by parameter) keeps None. The
 // callback hears of the parameters whose `grad` is somebody else's, with what is to be added to it, and of those with
 // hooks.
 void Gradients::bind(std::vector<ReducedGrad> reduced, const std::vector<char>& used) {
@@ -237,12 +250,12 @@ void Gradients::bind(std::vector<ReducedGrad> reduced, const std::vector<char>& 
     if (rows.defined() || has_hooks(p.master)) heard.emplace_back(index, std::move(rows));
   };
   for (auto& [index, rows] : reduced) {
-    if (used[index] && !gradients_[index].early.defined()) bind_one(index, std::move(rows));
+    if (used[index] && (replicas_ || !gradients_[index].early.defined())) bind_one(index, std::move(rows));
   }
   reduced.clear();
   for (size_t i = 0; i < gradients_.size(); ++i) {
     auto& g = gradients_[i];
-    if (g.early.defined()) bind_one(static_cast<int64_t>(i), std::exchange(g.early, {}).to(g.early_dtype));
+    if (g.early.defined() && !replicas_) bind_one(static_cast<int64_t>(i), std::exchange(g.early, {}).to(g.early_dtype));
   }
   if (bind_ != nullptr && !heard.empty()) bind_(std::move(heard));
 }
@@ -330,7 +343,7 @@ bool Gradients::any_waits() const {
 std::vector<std::string> Gradients::frozen() const {
   std::vector<std::string> names;
   for (const auto& p : registry_.parameters()) {
-    if (of(p).grad.defined() && !p.master.requires_grad()) names.push_back(p.name);
+    if ((of(p).grad.defined() || has_part(p)) && !p.master.requires_grad()) names.push_back(p.name);
   }
   return names;
 }

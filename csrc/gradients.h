@@ -1,7 +1,7 @@
 // What a backward of this rank produces, until it is reduced; and the reduced rows, until an optimizer takes them.
 //
-// `Gradients` owns, for each parameter: the full gradient, which is added to (`grad`), its rows that a window has
-// reduced early (`early`), the reduced rows that nobody has read yet (`unread`), and how many gradients are still to
+// `Gradients` owns, for each parameter: the full gradient, which is added to (`grad`), its rows that a window or an
+// accumulation has reduced early (`early`), the reduced rows that nobody has read yet (`unread`), and how many gradients are still to
 // come. For each unit it owns the event after which all of its gradients are there. It knows whether gradients wait for
 // the end of a window or an accumulation (`deferred_`, `pending_`), and in which dtype they are summed until then.
 //
@@ -41,7 +41,7 @@ struct Gradient {
   bool grad_owned = false;                // made here: it may be added to in place
   bool contributed = false;               // since the last reduction
   bool contributed_now = false;           // in the backward that runs
-  Tensor early;                           // [<=rows, ...]: reduced early, see [Note: bounded windows]
+  Tensor early;  // [<=rows, ...]: reduced early, see [Note: bounded windows] and [Note: partial reductions]
   at::ScalarType early_dtype = at::kFloat;  // what it becomes when it is bound
   Count eager_outstanding = std::make_shared<std::atomic<int64_t>>(0);  // reads whose gradient is still to come
   int64_t graph_outstanding = 0;  // uses in forward graphs whose backward graph is still to come
@@ -70,13 +70,16 @@ class Gradients {
   void add_unit() { units_.resize(registry_.units().size()); }
   void set_bind(Bind bind) { bind_ = std::move(bind); }
   void set_copies(bool copies) { copies_ = copies; }
+  void set_replicas(bool replicas) { replicas_ = replicas; }
   void clear();
 
   // windows and accumulations
   void set_deferred(bool deferred);
   void set_sum_dtype(std::optional<at::ScalarType> dtype) { sum_dtype_ = dtype; }
   void set_pending(bool pending) { pending_ = pending; }
+  void set_partial(bool partial);
   bool deferred() const { return deferred_; }
+  bool partial() const { return partial_; }
   bool pending() const { return pending_; }
   const std::optional<at::ScalarType>& sum_dtype() const { return sum_dtype_; }
 
@@ -104,8 +107,12 @@ class Gradients {
   void launched(const Unit& unit) { units_[unit.index].ready.reset(); }
   Tensor give_away(const Parameter& p);
   void reduced(const Unit& unit);
-  void reduced_all();
+  void reduced_all(bool partial);
   void keep_early(const Parameter& p, Tensor rows, at::ScalarType bound_dtype);
+  bool has_part(const Parameter& p) const { return replicas_ && of(p).early.defined(); }
+  Tensor take_part(const Parameter& p) { return replicas_ ? std::exchange(state(p).early, {}) : Tensor(); }
+  Tensor lend_early(const Parameter& p);
+  bool early_is_lent() const { return early_is_lent_; }
 
   // what is reduced, until an optimizer takes it
   Tensor existing(const Parameter& p, bool early = false) const;
@@ -146,10 +153,13 @@ class Gradients {
   std::vector<Gradient> gradients_;  // by parameter
   std::vector<UnitState> units_;     // by unit
   Bind bind_;
+  bool replicas_ = false;  // what is `early` is the mean of one replica alone, see [Note: partial reductions]
   bool copies_ = false;  // gradients may lie in memory that a graph's replay writes to
   int64_t from_graphs_ = 0;  // gradients that compiled graphs delivered
 
   bool deferred_ = false;                    // what comes now waits for the end of a window or an accumulation
+  bool partial_ = false;                     // what comes now is reduced inside the replica only
+  bool early_is_lent_ = false;               // user code may have some `early`
   bool pending_ = false;                     // something may wait since the last reduction; the same on all ranks
   std::optional<at::ScalarType> sum_dtype_;  // of what waits; absent: its own
 

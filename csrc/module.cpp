@@ -159,6 +159,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("arm", changes("arm", &Runtime::arm), Release())
       .def("finish_backward", changes("finish_backward", &Runtime::finish_ended_backward), Release())
       .def("set_deferred", changes("set_deferred", &Runtime::set_deferred), Release())
+      .def("set_partial", changes("set_partial", &Runtime::set_partial), Release())
       .def("set_window", changes("set_window", &Runtime::set_window), Release())
       .def("hold", changes("hold", &Runtime::hold), Release())
       .def("let_go", changes("let_go", &Runtime::let_go), py::arg("raised") = false, Release())

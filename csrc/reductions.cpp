@@ -56,6 +56,7 @@ Reductions::Reductions(const Registry& registry, Questions& questions, const Gat
   TORCH_CHECK(reduced == registry_.all_ranks(),
               text("zerocompile: the process groups of reductions have ", reduced, " ranks, not all ",
                    registry_.all_ranks()));
+  gradients_.set_replicas(replicas_ != nullptr);
 }
 
 // ---- set-up and end ----
@@ -148,7 +149,7 @@ void Reductions::launch_complete(const Ready& latest) {
     const auto& unit = registry_.units()[index];
     if (launched_[index] || !trainable(unit)) continue;
     if (!gradients_.complete(unit)) return;
-    launch({index}, latest);
+    launch({index}, latest, gradients_.partial());
   }
 }
 
@@ -224,7 +225,7 @@ at::ScalarType Reductions::kept_dtype(const Parameter& p, bool early) const {
 
 // Reduces the units: every trainable parameter of them, in the units' order, zeros for one without a gradient here. The
 // reduction is in flight from its beginning: see [Note: unfinished launches]. `latest`: see `Gradients::ready_for`.
-// `early`: see [Note: bounded windows].
+// `early`: see [Note: bounded windows] and [Note: partial reductions].
 void Reductions::launch(const Units& units, const Ready& latest, bool early) {
   at::NoGradGuard no_grad;
   RECORD_USER_SCOPE(text("zerocompile: reduce ", registry_.names_of(units)));
@@ -270,7 +271,9 @@ void Reductions::reduce_group(const std::vector<int64_t>& group, Reduction& redu
   bool binds = false;
   std::vector<Shard> shards;
   for (auto i : group) {
-    shards.push_back({gradients_.existing(record(i), reduction.early), {}, total});
+    auto part = reduction.early ? Tensor() : gradients_.take_part(record(i));
+    if (part.defined()) reduction.inputs.push_back(part);
+    shards.push_back({gradients_.existing(record(i), reduction.early), {}, std::move(part), total});
     total += record(i).rows * row_numel(record(i));
     binds = binds || !shards.back().existing.defined();
   }
@@ -343,19 +346,27 @@ void Reductions::reduce_by_collective(Lane::Launch& launch, Reduction& reduction
     reduce_scatter(*group_, registry_.rank(), registry_.world(), launch, outputs, inputs, op, packing_,
                    levels_);
   }
-  const auto place = [=, divisor = average ? 1.0 : divisor_] {
+  const auto divide = [=, divisor = average ? 1.0 : divisor_] {
     at::NoGradGuard no_grad;
     if (divisor != 1.0) result.div_(divisor);
+  };
+  const auto place = [=] {
+    at::NoGradGuard no_grad;
     if (!direct && !adds) at::_foreach_copy_({partition}, {result});  // its kernel casts faster than that of copy_
     for (size_t k = 0; k < reduced.size(); ++k) {
       if (shards[k].existing.defined()) shards[k].existing.add_(reduced[k]);
       else shards[k].own.copy_(reduced[k]);
     }
   };
-  if (inputs.empty() || replicas_ == nullptr) {
+  launch.then(divide);
+  if (inputs.empty() || replicas_ == nullptr || reduction.early) {
     launch.then(place);
     launch.finish();
     return;
+  }
+  for (size_t k = 0; k < group.size(); ++k) {
+    if (!shards[k].part.defined()) continue;
+    view_of(result, record(group[k]).local.sizes(), shards[k].offset).add_(shards[k].part);
   }
   const auto scattered = mark(registry_.device());  // on the lane; only devices have replicas: [Note: replicas]
   launch.finish();
@@ -388,17 +399,22 @@ void Reductions::replicate_group(const std::vector<int64_t>& group, Reduction& r
     if (!raw.defined()) raw = at::zeros({}, results[k].options().dtype(communicated));
     reduction.inputs.push_back(raw);
     reduction.inputs.push_back(results[k]);  // the lane uses it even if nobody binds it
+    const auto part = reduction.early ? Tensor() : gradients_.take_part(p);
+    if (part.defined()) reduction.inputs.push_back(part);
     auto sum = raw.to(communicated, /*non_blocking=*/false, /*copy=*/true).reshape({1});
     sum.div_(divisor_);  // before it is summed: a half overflows early
     counts_.reductions += 1;
     counts_.reduce_bytes += static_cast<int64_t>(sum.nbytes());
     std::vector<Tensor> tensors{on_the_wire(sum)};
-    for (const auto& ranks : {group_, replicas_}) {
-      if (ranks == nullptr || ranks->getSize() == 1) continue;
+    const auto add_up = [&](const Group& ranks) {
+      if (ranks == nullptr || ranks->getSize() == 1) return;
       c10d::AllreduceOptions options;
       options.asyncOp = registry_.device().is_cpu();
       launch.add(ranks->allreduce(tensors, options));
-    }
+    };
+    add_up(group_);
+    if (part.defined()) sum.add_(part.reshape({1}));  // on a device: the lane's work is in order
+    if (!reduction.early) add_up(replicas_);
     auto existing = gradients_.existing(p, reduction.early);
     reduced_.emplace_back(group[k], existing.defined() ? Tensor() : results[k]);
     launch.then([sum, existing, result = results[k]] {
@@ -425,7 +441,7 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
   bool asks = gradients_.deferred();
   for (size_t i = 0; i < registry_.parameters().size(); ++i) {
     const auto& p = record(i);
-    const bool contributed = gradients_.of(p).contributed;
+    const bool contributed = gradients_.of(p).contributed || gradients_.has_part(p);
     if (contributed) used[i] = p.cast_grad ? kUsed : letter_of(p, gradients_.dtype(p));
     asks = asks || (p.master.requires_grad() && !(contributed && p.cast_grad));
   }
@@ -463,7 +479,7 @@ std::vector<Reductions::Units> Reductions::runs(bool merged) const {
 
 // Units of which this rank has a gradient are reduced whatever the others have. This ends at the first run with a unit
 // of which this rank has no gradient, or whose dtypes the ranks have still to agree on.
-void Reductions::launch_contributed(const std::vector<Units>& runs) {
+void Reductions::launch_contributed(const std::vector<Units>& runs, bool partial) {
   for (const auto& run : runs) {
     std::vector<int64_t> units;
     for (auto index : run) {
@@ -477,17 +493,26 @@ void Reductions::launch_contributed(const std::vector<Units>& runs) {
       if (!any || !agreed) return;
       units.push_back(index);
     }
-    if (!units.empty()) launch(units);
+    if (!units.empty()) launch(units, /*latest=*/{}, partial);
   }
 }
 
-// Reduces what any rank has, and binds the result. `merged`: see [Note: merged reductions].
-void Reductions::reduce_everything(bool merged) {
+// [Note: partial reductions] With replicas, what an accumulation reduces before its last backward stays the mean of one
+// replica: each rank keeps its rows (`early`), in the memory that the reduced gradient would have. The last backward
+// adds them to its own, and these are then summed over the replicas. So what crosses between replicas, mostly between
+// hosts, is sent once in a step. Rows that a bounded window reduces early wait in the same way for its end. Source:
+// FSDP2's `set_requires_all_reduce`. On the CPU a reduction is of all ranks anyway ([Note: replicas]), and nothing is
+// partial. A parameter that only an earlier backward has used counts as used ([Note: used flags]), so the sum over
+// replicas is never left out. One that is frozen meanwhile keeps its rows until it is trained again, as its full
+// gradient would wait.
+
+// Reduces what any rank has, and binds the result, unless it is `partial`. `merged`: see [Note: merged reductions].
+void Reductions::reduce_everything(bool partial, bool merged) {
   at::NoGradGuard no_grad;
   gradients_.follow_producers();
   agree_on_order();
   const auto order = runs(merged);
-  const auto used = agree_on_used([&] { launch_contributed(order); });
+  const auto used = agree_on_used([&] { launch_contributed(order, partial); });
   for (const auto& run : order) {
     std::vector<int64_t> units;
     for (auto index : run) {
@@ -500,7 +525,7 @@ void Reductions::reduce_everything(bool merged) {
       }
       if (wanted && (!launched_[index] || late)) units.push_back(index);
     }
-    if (!units.empty()) launch(units);
+    if (!units.empty()) launch(units, /*latest=*/{}, partial);
   }
   if (may_be_late()) leave_in_flight();
   else retire(0);
@@ -510,8 +535,9 @@ void Reductions::reduce_everything(bool merged) {
   untaken_.clear();
   taken_.assign(taken_.size(), false);
   retire_updates(0);
-  gradients_.reduced_all();
-  gradients_.bind(std::exchange(reduced_, {}), used);
+  gradients_.reduced_all(partial);
+  if (partial) keep_reduced(used);
+  else gradients_.bind(std::exchange(reduced_, {}), used);
 }
 
 // The largest of a window's units, see [Note: bounded windows]. `used`: what `agree_on_used` has returned.
@@ -522,6 +548,11 @@ void Reductions::reduce_early(const Units& units, const std::vector<char>& used)
     launched_[index] = false;
   }
   retire(0);
+  keep_reduced(used);
+}
+
+// What was reduced early waits. A parameter that has a gradient on no rank (`used`) keeps None.
+void Reductions::keep_reduced(const std::vector<char>& used) {
   for (auto& [index, rows] : std::exchange(reduced_, {})) {
     if (!used[index] || !rows.defined()) continue;
     gradients_.keep_early(record(index), rows, kept_dtype(record(index), /*early=*/false));
@@ -597,8 +628,10 @@ void Reductions::forget() {
 // already, if hooks see its result, or if its unit is reduced in two parts.
 bool Reductions::may_be_late() const {
   if (registry_.device().is_cpu() || again_) return false;
+  if (gradients_.early_is_lent()) return false;
   return std::none_of(registry_.parameters().begin(), registry_.parameters().end(), [this](const Parameter& p) {
-    return gradients_.of(p).early.defined() || p.master.grad().defined() || has_hooks(p.master);
+    const bool early = gradients_.of(p).early.defined() && !gradients_.has_part(p);
+    return early || p.master.grad().defined() || has_hooks(p.master);
   });
 }
 

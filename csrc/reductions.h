@@ -79,7 +79,7 @@ class Reductions {
   void updated();
   void retire_updates(size_t keep);
   std::vector<char> agree_on_used(const std::function<void()>& meanwhile);
-  void reduce_everything(bool merged = false);
+  void reduce_everything(bool partial, bool merged = false);
   void reduce_early(const Units& units, const std::vector<char>& used);
 
   // what is on its way
@@ -98,7 +98,7 @@ class Reductions {
   // it, or until the backward ends (see [Note: reductions after a backward], [Note: unfinished launches]).
   struct Reduction {
     Units units;
-    bool early = false;  // see [Note: bounded windows]
+    bool early = false;  // see [Note: bounded windows] and [Note: partial reductions]
     Ready ready;         // what it is ordered after; null: all that the caller's stream holds
     std::vector<Tensor> inputs;
     std::vector<Pending> done;
@@ -107,6 +107,7 @@ class Reductions {
   // One parameter's part of the result: added to what is bound already, or in the partition, which is bound.
   struct Shard {
     Tensor existing, own;   // [<=rows, ...]; one of the two
+    Tensor part;            // [<=rows, ...]: see [Note: partial reductions]; or undefined
     int64_t offset;         // in the partition
     int64_t gradient = -1;  // which of the collective's; -1: it has no elements
   };
@@ -123,7 +124,7 @@ class Reductions {
   bool trainable(const Unit& unit) const;
   void launch(const Units& units, const Ready& latest = {}, bool early = false);
   std::vector<Units> runs(bool merged) const;
-  void launch_contributed(const std::vector<Units>& runs);
+  void launch_contributed(const std::vector<Units>& runs, bool partial);
   void reduce_group(const std::vector<int64_t>& group, Reduction& reduction);
   void reduce_by_collective(Lane::Launch& launch, Reduction& reduction, const std::vector<int64_t>& group,
                             const std::vector<Shard>& shards, const std::vector<PeerMemory::Gradient>& gradients,
@@ -132,6 +133,7 @@ class Reductions {
   void await(Reduction& reduction);
   void retire(size_t keep, bool completed = false);
   void reserve(const Reduction& reduction);
+  void keep_reduced(const std::vector<char>& used);
   bool may_be_late() const;
   void leave_in_flight();
 

@@ -526,6 +526,11 @@ void Runtime::set_deferred(bool deferred) {
   window_.set_deferred(deferred);
 }
 
+void Runtime::set_partial(bool partial) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  window_.set_partial(partial);
+}
+
 void Runtime::set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   gradients_.set_sum_dtype(sum_dtype);

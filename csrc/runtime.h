@@ -139,6 +139,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void arm();
   void finish_ended_backward();
   void set_deferred(bool deferred);
+  void set_partial(bool partial);
   void set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes);
   bool deferred() const;
   bool pending() const;

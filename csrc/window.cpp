@@ -19,12 +19,18 @@ void Window::set_deferred(bool deferred) {
   gradients_.set_deferred(deferred);
 }
 
+// See [Note: partial reductions]; without replicas it changes nothing.
+void Window::set_partial(bool partial) {
+  if (partial && !gradients_.partial() && !backward_.began_deferred()) backward_.abort_failed();
+  gradients_.set_partial(partial);
+}
+
 void Window::reduce_at_end() {
   const bool some = gradients_.deferred();
   if (some && max_bytes_ < 0) return;
   gathers_.meet_others("the end of a backward");  // see [Note: unequal work]: another rank may still be in its own
   if (some) reduce_largest();
-  else reductions_.reduce_everything();
+  else reductions_.reduce_everything(gradients_.partial());
 }
 
 // [Note: bounded windows] At the end of each backward of a window the largest units are reduced until what is left
@@ -65,7 +71,7 @@ void Window::flush() {
   gathers_.meet_others("the reduction of what has waited");
   try {
     reductions_.await_all();  // of a backward before the window, if none was in it
-    reductions_.reduce_everything(/*merged=*/true);
+    reductions_.reduce_everything(/*partial=*/false, /*merged=*/true);
   } catch (...) {  // a part was reduced: it must not reach the next step
     reductions_.drop_in_flight();
     backward_.drop_gradients();
@@ -85,8 +91,10 @@ std::pair<Tensor, Unbound> Window::unbound_gradient(int64_t index, bool waiting)
   // Of a backward that failed: so that `zero_grad` finds it.
   const bool between_backwards = !backward_.running() || backward_.failed();
   if (!waiting || !gradients_.pending() || !between_backwards) return {};
-  const auto& early = gradients_.of(p).early;
-  if (early.defined()) return {early, Unbound::Early};
+  if (gradients_.of(p).early.defined()) {
+    reductions_.await_all();
+    return {gradients_.lend_early(p), Unbound::Early};
+  }
   return {gradients_.own_sum(p), Unbound::Sum};
 }
 
@@ -108,6 +116,7 @@ void Window::drop_gradient(int64_t index) {
 // User code has made the gradient zero in place: what waits to be added to it does not count any more either.
 void Window::drop_waiting(int64_t index) {
   if (registry_.is_shut_down() || !gradients_.pending() || backward_.running()) return;
+  reductions_.await_all();
   gradients_.zero(registry_.parameter(index));
 }
 

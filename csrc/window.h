@@ -33,6 +33,7 @@ class Window {
   Window& operator=(const Window&) = delete;
 
   void set_deferred(bool deferred);
+  void set_partial(bool partial);
   void set_max_bytes(int64_t bytes) { max_bytes_ = bytes; }
   void flush();
 

@@ -12,6 +12,11 @@ one sequence per GPU, in a process group of its own. One JSON line per row (null
     exposed     seconds of one step in which a communication kernel (or a copy between GPUs) runs and nothing computes
     allocated, reserved   peak GiB over the timed steps, of torch's allocator
     device                GiB of the whole GPU in use after them: with NCCL's and mapped buffers and CUDA's own
+    predicted   with --predict: peak GiB that the plan of this strategy says (no device is needed for it)
+    host, moved           if this strategy offloads: GiB of a rank in host memory, and GiB that a step copies between it
+                          and the GPU (mean over all steps, the first ones, too)
+    link, link_bound      if something is offloaded: GB/s between pinned host memory and a GPU, both ways at once, while
+                          all ranks copy; and the seconds that `moved` takes at that rate
     crossed     with --hosts: bytes of one step, of all ranks together, that went over the links between hosts
     first       seconds from building the model to the end of the first step (compilation included; for the second and
                 later lengths from the beginning of that step); with --cold it starts with an empty compile cache, and
@@ -35,6 +40,14 @@ systems: limit        forward, backward and a fused AdamW over 1/W of the parame
                       `x_limit` is over limit_fp8
          ddp          where it fits, layers compiled
          deepspeed_1|3  if it is installed; with `_compile`: DeepCompile, which needs a larger --limit-seconds
+         deepspeed_3_offload  ZeRO-Offload: states and masters in host memory, updated by DeepSpeedCPUAdam, which is
+                      compiled at its first use; with `_torch`: by torch's fused AdamW
+
+--lora RANK freezes the model, in bfloat16, and trains LoRA adapters of PEFT on all linear layers of the blocks, in
+float32 (here they are what the optimizer updates; FSDP2 keeps their shards in float32, too, and both gather everything
+in bfloat16). --meta builds the model without data, so that no rank ever holds it whole; --lora implies it. Both are for
+Qwen3's shapes, and for stage_1|2|3, fsdp2 and fsdp2_keep. --options gives the strategy further options, such as
+'{"offload": "optimizer"}' or '{"activation_budget": 0.5}'.
 
 With --trace FOLDER a profiler's trace of one step is written for each row, and what it says of communication printed;
 this strategy's phases are in it by name ("zerocompile: gather model.layers.0 in backward", "... reduce ...").
@@ -51,28 +64,33 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark_measures import Meter, bandwidth, moved_bytes
-from benchmark_systems import BYTE_LM, SHAPES, SYSTEMS, set_up
+from benchmark_measures import Meter, bandwidth, link, moved_bytes
+from benchmark_systems import BYTE_LM, ON_META, SHAPES, SYSTEMS, System, predicted, set_up
 
 Row = dict[str, Any]
 COLUMNS = (
     *("system", "model", "world", "hosts", "seq", "batch", "accumulate", "checkpointing", "clip", "reduce_fp32"),
+    *("lora", "options"),
     *("seconds", "min", "max", "x_limit", "bound", "bandwidth", "crossed", "exposed"),
-    *("allocated", "reserved", "device", "first", "first_warm", "losses"),
+    *("allocated", "reserved", "device", "predicted", "host", "moved", "link", "link_bound"),
+    *("first", "first_warm", "losses"),
 )
 DEEPCOMPILE_WARM_UP = 10  # it compiles again in its first steps
 GRACE = 60  # seconds to end in
+GIB = 2**30
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -91,23 +109,40 @@ def worker(args: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(1)  # the processes share the cores
         dist.init_process_group("gloo")
-    started = time.time()
+    started: float | None = time.time()
+    numbers, args.accumulate = args.accumulate, args.accumulate[0]
     system = set_up(args, device)
-    meters = [make_meter(args, seq, device, None if number else started) for number, seq in enumerate(args.seq)]
-    before = loopback_bytes()
-    for meter in system.train(meters):
-        crossed = (loopback_bytes() - before) // meter.steps if args.hosts > 1 and device.type == "cuda" else None
-        write(args, {**describe(args), "numel": system.numel, "crossed": crossed, **meter.result})
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        before = loopback_bytes()
+    for accumulate in numbers:
+        args.accumulate = accumulate
+        meters = [make_meter(args, seq, device, None if number else started) for number, seq in enumerate(args.seq)]
+        run(args, system, meters, device)
+        started = None
     if not args.first_only:  # after the steps, so that its buffers are in no row's memory
-        write(args, {**describe(args), "bandwidth": bandwidth(device)})
+        offloads = device.type == "cuda" and (system.offloaded is not None or "offload" in args.system.split("_"))
+        speeds = {"bandwidth": bandwidth(device), "link": link(device) if offloads else None}
+        write(args, {**describe(args), **speeds})
     dist.barrier()
     dist.destroy_process_group()
     if device.type == "cpu":  # threads of gloo and of compilers sometimes abort the end of the interpreter
         sys.stdout.flush()
         os._exit(0)
+
+
+def run(args: argparse.Namespace, system: System, meters: list[Meter], device: torch.device) -> None:
+    """Writes a row for each meter."""
+    before, copied = loopback_bytes(), system.offloaded()[1] if system.offloaded is not None else 0
+    for meter in system.train(meters):
+        row = {**describe(args), "numel": system.numel, "trained": system.trained, "crossed": None}
+        if args.hosts > 1 and device.type == "cuda":
+            row["crossed"] = (loopback_bytes() - before) // meter.steps
+        if system.offloaded is not None:
+            host, now = system.offloaded()
+            row |= {"host": round(host / GIB, 2), "moved": round((now - copied) / meter.steps / GIB, 2)}
+            copied = now
+        write(args, row | meter.result)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        before = loopback_bytes()
 
 
 def play_hosts(args: argparse.Namespace) -> None:
@@ -139,7 +174,7 @@ def describe(args: argparse.Namespace) -> Row:
     return {
         "system": args.system, "model": args.model, "world": dist.get_world_size(), "hosts": args.hosts,
         "batch": args.batch, "accumulate": args.accumulate, "checkpointing": args.checkpointing, "clip": args.clip,
-        "reduce_fp32": args.reduce_fp32,
+        "reduce_fp32": args.reduce_fp32, "lora": args.lora, "options": args.options,
     }  # fmt: skip
 
 
@@ -153,37 +188,48 @@ def write(args: argparse.Namespace, row: Row) -> None:
 # All of them
 
 
-def measure(args: argparse.Namespace, system: str, accumulate: int) -> tuple[list[Row], bool]:
-    """The rows of one system, and whether it came to its end."""
+def measure(args: argparse.Namespace, system: str, numbers: list[int]) -> tuple[list[Row], bool]:
+    """The rows of one system with these numbers of micro-batches in a step, and whether it came to its end."""
     package = "torchao" if "fp8" in system.split("_") else system.split("_")[0]
     if package in ("torchao", "deepspeed") and importlib.util.find_spec(package) is None:
         print(f"# {system}: {package} is not installed", flush=True)
         return [], True
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        options = ["--system", system, "--accumulate", str(accumulate)]
+        options = ["--system", system, "--accumulate", *map(str, numbers)]
+        environment = dict(os.environ)
+        if "offload" in system.split("_"):  # its optimizer runs on the CPU, with OpenMP's threads
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.processes)))
         if not args.cold:
-            rows, succeeded = launch(args, options, Path(folder, "rows"), dict(os.environ))
-            return complete(rows, {}), succeeded
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
+            said: dict[tuple[int, int], float] = {}
+            rows, succeeded = launch(
+                args, options, Path(folder, "rows"), environment, lambda: said.update(predict(args, system, numbers))
+            )
+            return complete(rows, {}, said), succeeded
+        environment.pop("TRITON_CACHE_DIR", None)
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "cache"))
         cold, succeeded = launch(args, [*options, "--first-only"], Path(folder, "cold"), environment)
         if not succeeded:
             return [], False
         rows, succeeded = launch(args, options, Path(folder, "rows"), environment)
-        return complete(rows, {row["seq"]: row["first"] for row in cold}), succeeded
+        return complete(rows, {(row["accumulate"], row["seq"]): row["first"] for row in cold}), succeeded
 
 
 def launch(
-    args: argparse.Namespace, options: list[str], out: Path, environment: dict[str, str]
+    args: argparse.Namespace,
+    options: list[str],
+    out: Path,
+    environment: dict[str, str],
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[list[Row], bool]:
-    """Runs all ranks; the rows that they wrote, and whether they succeeded."""
+    """Runs all ranks; the rows that they wrote, and whether they succeeded. `meanwhile` is called beside them."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}"]
     command = [*launcher, __file__, *sys.argv[1:], *options, "--out", str(out)]
     began = time.time()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            code: int | str = process.wait(args.limit_seconds)
+            meanwhile()
+            code: int | str = process.wait(max(0.0, began + args.limit_seconds - time.time()))
         except subprocess.TimeoutExpired:
             code = "timeout"
         finally:
@@ -210,27 +256,61 @@ def stop(process: subprocess.Popen[Any]) -> None:
         process.kill()
 
 
-def complete(rows: list[Row], cold: dict[int, float]) -> list[Row]:
-    """Each row with its bound, if the bandwidth was measured, and with the times of a `cold` start by sequence length.
+def complete(
+    rows: list[Row], cold: dict[tuple[int, int], float], said: dict[tuple[int, int], float] | None = None
+) -> list[Row]:
+    """Each row with its bounds, if the bandwidths were measured, and with the times of a `cold` start.
 
     Args:
-        rows: of one process group; the last one may hold its bandwidth in bytes per second.
-        cold: `first` by sequence length.
+        rows: of one process group; the last one may hold its bandwidths in bytes per second.
+        cold: `first` by number of micro-batches and sequence length.
+        said: a plan's peak in GiB, the same way.
     """
-    speed = next((row["bandwidth"] for row in rows if "bandwidth" in row), None)
+    speeds = next((row for row in rows if "bandwidth" in row), {})
+    speed, link = speeds.get("bandwidth"), speeds.get("link")
     completed = []
     for row in rows:
         if "bandwidth" in row:
             continue
-        numel, first, losses = row.pop("numel"), row.pop("first"), row.pop("losses")
-        moved = moved_bytes(row["system"], numel, row["world"], row["accumulate"], row["reduce_fp32"])
+        cell = row["accumulate"], row["seq"]
+        numel, trained = row.pop("numel"), row.pop("trained")
+        arrives = moved_bytes(row["system"], numel, row["world"], row["accumulate"], row["reduce_fp32"], trained)
+        copied = row.get("moved")
         completed.append({
             **row,
-            "bound": float(f"{moved / speed:.3g}") if speed and row["hosts"] == 1 else None,
-            "bandwidth": float(f"{speed / 1e9:.3g}") if speed else None,
-            "first": cold.get(row["seq"], first), "first_warm": first if cold else None, "losses": losses,
+            "bound": digits(arrives / speed) if speed and row["hosts"] == 1 else None,
+            "bandwidth": digits(speed / 1e9) if speed else None,
+            "predicted": (said or {}).get(cell), "host": row.get("host"), "moved": copied,
+            "link": digits(link / 1e9) if link else None,
+            "link_bound": digits(copied * GIB / link) if link and copied is not None else None,
+            "first": cold.get(cell, row["first"]), "first_warm": row["first"] if cold else None,
         })  # fmt: skip
     return completed
+
+
+def digits(number: float) -> float:
+    """To three of them."""
+    return float(f"{number:.3g}")
+
+
+def predict(args: argparse.Namespace, system: str, numbers: list[int]) -> dict[tuple[int, int], float]:
+    """GiB by number of micro-batches and sequence length; empty: this is no system that a plan is made for."""
+    if not args.predict or system not in ON_META or not system.startswith("stage"):
+        return {}
+    said = {}
+    for accumulate, seq in itertools.product(numbers, args.seq):
+        cell = argparse.Namespace(**{**vars(args), "system": system, "accumulate": accumulate})
+        try:
+            said[accumulate, seq] = float(f"{predicted(cell, seq) / GIB:.4g}")
+        except RuntimeError as error:  # the run may still succeed
+            print(f"# no plan of {system} at {seq}: {error}", flush=True)
+    return said
+
+
+def in_one_process(numbers: list[int], system: str) -> list[list[int]]:
+    """Which of these numbers of micro-batches are measured together: DeepSpeed and the Trainer are set up for one."""
+    alone = system.startswith("deepspeed") or system.endswith("_trainer")
+    return [[number] for number in numbers] if alone else [numbers]
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
@@ -292,6 +372,9 @@ def parse() -> argparse.Namespace:
     add("--accumulate", type=int, nargs="+", default=[1], help="micro-batches (backwards) in a step")
     add("--checkpointing", action="store_true", help="activation checkpointing, layer by layer")
     add("--clip", type=float, default=0.0, help="clip the gradients to this norm; 0: not (the limit never does)")
+    add("--lora", type=int, default=0, metavar="RANK", help="train LoRA adapters of this rank over a frozen model")
+    add("--meta", action="store_true", help="build the model without data; no rank holds it whole")
+    add("--same-batch", action="store_true", help="train on one micro-batch again and again, so that the loss falls")
     add("--reduce-fp32", action="store_true", help="reduce gradients in fp32")
     add("--lr", type=float, default=1e-5)
     add("--warm-up", type=int, default=6, help="steps before the timed ones")
@@ -301,11 +384,12 @@ def parse() -> argparse.Namespace:
     add("--hosts", type=int, default=1, help="play so many hosts, see above")
     add("--backend", choices=("inductor", "aot_eager"), default="inductor", help="of torch.compile, for all systems")
     add("--options", type=json.loads, default={}, help="JSON: further options of our Config")
+    add("--predict", action="store_true", help="say what this strategy's plan gives as peak")
     add("--cold", action="store_true", help="run each system twice: empty compile cache, then a warm one")
     add("--out", default=str(Path(tempfile.gettempdir()) / "benchmark.jsonl"), help="file for the rows")
     add("--plot", default="", help="file for a picture of the rows (needs matplotlib)")
     add("--trace", default="", help="folder for profiler traces of one step")
-    add("--limit-seconds", type=int, default=240, help="time that one system gets for all its lengths")
+    add("--limit-seconds", type=int, default=240, help="time that one process group gets for all that it measures")
     add("--system", default="", help=argparse.SUPPRESS)  # these two are for a worker
     add("--first-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -317,13 +401,23 @@ def parse() -> argparse.Namespace:
         parser.error(f"{args.processes // args.hosts} ranks of a host need as many GPUs")
     if args.hosts == 1 and any({"hybrid", "inner"} & set(system.split("_")) for system in args.systems):
         parser.error("systems with `_hybrid` or `_inner` need --hosts of 2 or more")
+    option = "--lora" if args.lora else "--meta"
+    if args.lora < 0:
+        parser.error(f"--lora {args.lora}: a rank is 1 or more")
+    args.meta = args.meta or args.lora > 0
+    unable = [system for system in args.systems if system not in ON_META]
+    if args.meta and unable:
+        parser.error(f"{option} does not work with {', '.join(unable)}; choose from {', '.join(ON_META)}")
+    if args.meta and args.model == BYTE_LM:
+        parser.error(f"{option} does not work with --model {BYTE_LM}; choose from {', '.join(SHAPES)}")
+    if args.lora and importlib.util.find_spec("peft") is None:
+        parser.error("--lora: peft is not installed")
     return args
 
 
 def main() -> int:
     args = parse()
     if args.system:
-        args.accumulate = args.accumulate[0]
         worker(args)
         return 0
     if any(system.startswith("stage") for system in args.systems):
@@ -332,9 +426,9 @@ def main() -> int:
         build.load()  # no system's time includes the build
     rows: list[Row] = []
     all_succeeded = True
-    for accumulate in args.accumulate:
-        for system in args.systems:
-            found, succeeded = measure(args, system, accumulate)
+    for system in args.systems:
+        for numbers in in_one_process(args.accumulate, system):
+            found, succeeded = measure(args, system, numbers)
             all_succeeded = all_succeeded and succeeded
             rows = with_ratios(rows + found)
             Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -172,17 +172,20 @@ def rounded(seconds: float) -> float:
 # The bound
 
 
-def moved_bytes(system: str, numel: int, world: int, accumulate: int, reduce_fp32: bool) -> float:
+def moved_bytes(
+    system: str, numel: int, world: int, accumulate: int, reduce_fp32: bool, trained: int | None = None
+) -> float:
     """What each rank must receive in one step of `system`, bf16 parameters gathered, gradients reduced in bf16 or fp32.
 
-    A reduce-scatter is counted as the bytes that arrive of the other ranks' shares, as many as of an all-gather.
+    A reduce-scatter is counted as the bytes that arrive of the other ranks' shares, as many as of an all-gather. Only
+    `trained` parameters (`None`: all) have gradients.
     """
     gathers, reductions = passes(system, accumulate)
     reduced = 4 if reduce_fp32 else 2
     gathered = reduced if system == "ddp" else 2  # the second half of an all-reduce gathers gradients
     if system.startswith("fsdp2") and "fp8" in system.split("_"):
         gathered = 1  # and a little more: embedding, head and norms are not float8
-    return (gathers * gathered + reductions * reduced) * numel * (world - 1) / world
+    return (gathers * gathered * numel + reductions * reduced * (trained or numel)) * (world - 1) / world
 
 
 def passes(system: str, accumulate: int) -> tuple[int, int]:
@@ -217,6 +220,31 @@ def bandwidth(device: torch.device, repeats: int = 10) -> float:
         dist.all_gather_into_tensor(whole, part)
     clock.mark()
     return whole.nbytes * (world - 1) / world / statistics.median(clock.seconds())
+
+
+def link(device: torch.device, repeats: int = 20, size: int = 2**28) -> float:
+    """Bytes per second between pinned host memory and a GPU, in both directions at once, while all ranks copy so; of
+    the rank that has least."""
+    down, up = (torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    streams = [torch.cuda.Stream(device, priority=priority) for priority in (0, -1)]
+    clock, here = Clock(device), torch.cuda.current_stream(device)
+    synchronize(device)
+    dist.barrier()
+    for number in range(2):  # the first time warms up
+        if number:
+            clock.mark()
+        for stream, to, of in zip(streams, (down, target), (source, up), strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                for _ in range(repeats):
+                    to.copy_(of, non_blocking=True)
+        for stream in streams:
+            here.wait_stream(stream)
+    clock.mark()
+    speeds: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(speeds, 2 * repeats * size / clock.seconds()[0])
+    return min(speeds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,10 @@ SHAPES = {
     "qwen3-0.6b": Shape(1024, 28, 16, 3072, True),
     "qwen3-4b": Shape(2560, 36, 32, 9728, True),
     "qwen3-8b": Shape(4096, 36, 32, 12288, False),
+    "qwen3-14b": Shape(5120, 40, 40, 17408, False),
+    "20b": Shape(5120, 56, 40, 17408, False),  # Qwen3-14B's layers, and more of them
+    "24b": Shape(5120, 68, 40, 17408, False),
+    "qwen3-32b": Shape(5120, 64, 64, 25600, False),
     "70b": Shape(8192, 80, 64, 28672, False, vocabulary=128256),  # the sizes of Llama 3 70B
     "tiny": Shape(64, 2, 4, 128, False, key_value_heads=2, head_dim=16, vocabulary=512),
 }
@@ -56,17 +62,31 @@ SYSTEMS = (
     "fsdp2_inner",
     "ddp",
     *(f"deepspeed_{stage}{scope}" for stage in (1, 3) for scope in ("", "_compile")),
+    "deepspeed_3_offload",
+    "deepspeed_3_offload_torch",
 )
+ON_META = ("stage_1", "stage_2", "stage_3", "fsdp2", "fsdp2_keep")  # these can shard a model that is built on meta
+ADAPTED = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]  # linear layers with a LoRA adapter
 
 Step = Callable[[list[Tensor]], Tensor]  # micro-batches, each [batch, seq] -> the last one's loss
 
 
 @dataclass
 class System:
-    """A model that is set up for training."""
+    """A model that is set up for training.
+
+    Attributes:
+        numel: of all parameters.
+        train: runs each meter's steps; yields those that are done.
+        trained: elements of the parameters that have gradients; `None`: of all.
+        offloaded: bytes of this rank that are in host memory now, and those copied between it and the device so far;
+            `None`: nothing is offloaded, or nobody counts it.
+    """
 
     numel: int
-    train: Callable[[Sequence[Meter]], Iterator[Meter]]  # runs each meter's steps; yields those that are done
+    train: Callable[[Sequence[Meter]], Iterator[Meter]]
+    trained: int | None = None
+    offloaded: Callable[[], tuple[int, int]] | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,12 +160,76 @@ def to_float8(model: nn.Module, device: torch.device, gathers: bool = False) -> 
         convert_to_float8_training(layer, config=config)
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    return list(model.blocks if isinstance(model, ByteLM) else model.model.layers)
+def layers_of(model: Any) -> list[nn.Module]:
+    if isinstance(model, ByteLM):
+        return list(model.blocks)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of a model with adapters
+    return list(base.model.layers)
 
 
 def numel_of(model: nn.Module) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # ds_numel: a shard of DeepSpeed's
+
+
+def trained_in(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models on the meta device, and adapters
+
+
+def to_shard(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The model as a system gets it that shards it: whole and in float32, or with `--meta` and `--lora` without data.
+
+    With `--lora` the model is frozen and in bfloat16, and adapters in float32 are trained. Each module without data has
+    a `reset_parameters`, so that its initial values are the same in every system.
+    """
+    if not args.meta:
+        return build_model(args, torch.float32, device)
+    meta = torch.device("meta")
+    model = build_model(args, torch.bfloat16 if args.lora else torch.float32, meta)
+    if args.lora:
+        import peft
+
+        with meta:
+            model = peft.get_peft_model(
+                model, peft.LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules=ADAPTED)
+            )
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.reset_parameters = partial(initialize, module, name)
+    return model
+
+
+def initialize(module: nn.Module, name: str) -> None:
+    for local_name, parameter in module.named_parameters(recurse=False):
+        if not parameter.is_meta:
+            parameter.detach().copy_(initial_value(f"{name}.{local_name}", parameter, parameter.device))
+
+
+def initial_value(name: str, like: Tensor, device: torch.device) -> Tensor:
+    """Whole, and the same wherever it is drawn: ones for norms, zeros where an adapter ends, random numbers else."""
+    value = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if like.dim() < 2:
+        return value.fill_(1)
+    if "lora_B" in name:
+        return value.zero_()
+    return value.normal_(0, 0.02, generator=torch.Generator(device).manual_seed(zlib.crc32(name.encode())))
+
+
+@torch.no_grad()
+def materialize(model: Any, device: torch.device) -> None:
+    """Gives a model that FSDP2 has sharded on meta its data; only one parameter at a time is whole."""
+    from torch.distributed.tensor import distribute_tensor
+
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        value = initial_value(name, parameter, device)
+        parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None))
+    for module in model.modules():
+        if next(module.buffers(recurse=False), None) is not None:
+            model._init_weights(module)
 
 
 def compile_layers(model: nn.Module, args: argparse.Namespace) -> None:
@@ -160,13 +244,14 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:  # [batch, seq] -> []
 
 
 def micro_batches(args: argparse.Namespace, seq: int, device: torch.device) -> Iterator[Tensor]:
-    """Four that come again and again, other ones on each rank; each `[batch, seq]`, on `device`."""
+    """Four (`--same-batch`: one) that come again and again, other ones on each rank; `[batch, seq]`, on `device`."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     if args.model == BYTE_LM:  # one byte more than the context, see Windows in byte_lm.py
         options: dict[str, Any] = {"size": (args.batch, seq + 1), "high": 256, "dtype": torch.uint8}
     else:
         options = {"size": (args.batch, seq), "high": min(32000, SHAPES[args.model].vocabulary)}
-    yield from itertools.cycle([torch.randint(generator=generator, **options).to(device) for _ in range(4)])
+    count = 1 if args.same_batch else 4
+    yield from itertools.cycle([torch.randint(generator=generator, **options).to(device) for _ in range(count)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,7 +278,7 @@ def backward(loss: Tensor, args: argparse.Namespace) -> None:
 
 
 def adamw(parameters: Any, args: argparse.Namespace) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=args.lr, fused=True)
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=args.lr, fused=True)
 
 
 def finish(optimizer: torch.optim.Optimizer, model: nn.Module, loss: Tensor, args: argparse.Namespace) -> Tensor:
@@ -259,8 +344,8 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
     if wants_fp8(args):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    model = build_model(args, torch.float32, device)
-    numel = numel_of(model)
+    model = to_shard(args, device)
+    numel, trained = numel_of(model), trained_in(model)
     reduce_dtype = torch.float32 if args.reduce_fp32 else torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     words, world = args.system.split("_"), dist.get_world_size()
@@ -274,6 +359,8 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if args.meta:
+        materialize(model, device)
     if "tuned" in words and device.type == "cuda":
         tune(model, layers)
     if "_prefetch" in args.system or "tuned" in words:
@@ -292,7 +379,7 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
             precompute_float8_dynamic_scale_for_fsdp(model)
         return result
 
-    return System(numel, bare(step, args, device))
+    return System(numel, bare(step, args, device), trained)
 
 
 def tune(model: Any, layers: Sequence[Any]) -> None:
@@ -313,7 +400,7 @@ def our_options(args: argparse.Namespace) -> dict[str, Any]:
     beside = {"optimizer_in_backward": True} if "beside" in words else {}
     hosts: dict[str, Any] = {"replicas": args.hosts} if "hybrid" in words else {}
     if "inner" in words:
-        hosts = {"reshard_after_forward": dist.get_world_size() // args.hosts}
+        hosts = {"reshard_after_forward": args.processes // args.hosts}
     return {
         "stage": int(stage),
         "compile": "model" if "model" in words else "blocks",
@@ -332,8 +419,8 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.engine import Engine
 
-    model = build_model(args, torch.float32, device)  # the same start as fsdp2's
-    numel = numel_of(model)
+    model = to_shard(args, device)  # the same start as fsdp2's
+    numel, trained = numel_of(model), trained_in(model)
     if wants_fp8(args):
         to_float8(model, device)
     config, nodes = Config(**our_options(args)), args.hosts
@@ -357,7 +444,34 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
         engine.step(optimizer, closure)
         return loss.detach()
 
-    return System(numel, bare(step, args, device))
+    def offloaded() -> tuple[int, int]:
+        stats = engine.runtime.stats()
+        return stats.offload_bytes, stats.offload_in_bytes + stats.offload_out_bytes
+
+    return System(numel, bare(step, args, device), trained, offloaded if config.offload else None)
+
+
+def predicted(args: argparse.Namespace, seq: int) -> int:
+    """The peak in bytes that this strategy's plan says of a rank; needs no device, and no other rank."""
+    from lightning_zerocompile.config import Config
+    from lightning_zerocompile.plan.machine import Machine
+    from lightning_zerocompile.plan.plan import make_plan
+
+    config = Config(**our_options(args))
+    model = to_shard(argparse.Namespace(**{**vars(args), "meta": True}), torch.device("meta"))
+    plan = make_plan(
+        model,
+        torch.zeros(args.batch, seq, dtype=torch.int64),  # their numbers may choose what is computed
+        world_size=args.processes,
+        config=config,
+        machine=Machine(gloo=args.device == "cpu"),
+        compute_dtype=torch.bfloat16,
+        stages=[config.chosen_stage],
+        accumulate=args.accumulate,
+        step=loss_of,
+        optimizer=lambda parameters: adamw(parameters, args),
+    )
+    return plan.stages[0].memory.peak
 
 
 def ours_by_trainer(args: argparse.Namespace, device: torch.device) -> System:
@@ -369,10 +483,11 @@ def ours_by_trainer(args: argparse.Namespace, device: torch.device) -> System:
 
 
 def deepspeed(args: argparse.Namespace, device: torch.device) -> System:
-    """With `_compile`: DeepCompile; otherwise eager, as its documentation starts it."""
+    """With `_compile`: DeepCompile; otherwise eager, as its documentation starts it. With `_offload`: ZeRO-Offload."""
     import deepspeed
 
-    stage, compiled = int(args.system.split("_")[1]), args.system.endswith("_compile")
+    _, number, *words = args.system.split("_")
+    stage, compiled = int(number), "compile" in words
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_accumulation_steps": args.accumulate,
@@ -385,6 +500,9 @@ def deepspeed(args: argparse.Namespace, device: torch.device) -> System:
     }
     if args.reduce_fp32:
         config["communication_data_type"] = "fp32"
+    if "offload" in words:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        config["zero_force_ds_cpu_optimizer"] = "torch" not in words
     if compiled:
         config["compile"] = {"deepcompile": True}
     deepspeed.init_distributed(dist.get_backend())
@@ -393,6 +511,10 @@ def deepspeed(args: argparse.Namespace, device: torch.device) -> System:
         model = build_model(args, torch.bfloat16, device)  # other random numbers than in fp32, so other losses
     numel = numel_of(model)
     optimizer = adamw(model.parameters(), args)
+    if "offload" in words and "torch" not in words:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiled at its first use
+
+        optimizer = DeepSpeedCPUAdam(model.parameters(), lr=args.lr, weight_decay=optimizer.defaults["weight_decay"])
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, model_parameters=model.parameters()
     )

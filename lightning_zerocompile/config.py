@@ -179,7 +179,8 @@ class Config:
             Sums in two levels are rounded otherwise: choose ``True`` or ``False`` for runs that must agree to the bit.
         defer_grad_sync: at every stage the full gradients of an accumulation (Lightning's
             ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; otherwise only
-            at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient.
+            at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient. (With replicas on
+            GPUs they do so inside each replica; the sum over the replicas waits for the last backward.)
         keep_gradients: leave ``p.grad`` after ``optimizer.step()``; by default its memory is released there.
         unshard_after_fit: make the module an ordinary one with full parameters, on the CPU, when ``fit`` has succeeded;
             one parameter at a time, so that a device never holds more than one whole. ``False``: it stays sharded, and

@@ -448,8 +448,7 @@ class Engine:
                 "An accumulation cannot start inside `coalesce_grad_reduction`; the window defers already."
             )
         before, self.windows.in_accumulation = self.windows.in_accumulation, True
-        if self._accumulates_locally:
-            self.runtime.core.set_deferred(True)
+        self._defer(True)
         if self.steps.in_backward is not None:
             self.steps.in_backward.pause(True)
         try:
@@ -460,9 +459,16 @@ class Engine:
         finally:
             self.windows.in_accumulation = before
             if not before:
-                self.runtime.core.set_deferred(False)
+                self._defer(False)
                 if self.steps.in_backward is not None:
                     self.steps.in_backward.pause(False)
+
+    def _defer(self, deferred: bool) -> None:
+        """The reductions of backwards that come now, or their second part, see [Note: partial reductions] in csrc."""
+        if self._accumulates_locally:
+            self.runtime.core.set_deferred(deferred)
+        else:
+            self.runtime.core.set_partial(deferred)
 
     def reduce_pending(self, action: str) -> None:
         """Reduces gradients that an accumulation has left for a backward that did not come; ``action`` needs them.

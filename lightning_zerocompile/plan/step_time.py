@@ -214,7 +214,8 @@ def _communication(
     reduced = reductions * sum(unit.gradient > 0 for unit in units)
     forward = replica.ring(traffic.forward, traffic.step_gathers + traffic.forward_gathers)
     inside = inner.ring(traffic.backward, traffic.backward_gathers) + replica.ring(traffic.reductions, reduced)
-    across = holders.tree(traffic.reductions // ranks.shards, reduced)
+    # see [Note: partial reductions] in csrc/reductions.cpp: once in a step
+    across = holders.tree(traffic.reductions // (reductions * ranks.shards), reduced // reductions)
     ends = 0.0
     if units:
         first = units[0]

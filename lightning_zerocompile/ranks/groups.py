@@ -95,27 +95,32 @@ class Groups:
         levels, two = None, two_levels(rows, nodes) if hierarchical and not on_cpu else None
         if two is not None:
             levels = new(two.across), new(two.inside), new(two.across), new(two.inside)
-        more = (*(() if inside is None else (inside,)), *(levels or ()))
-        own: tuple[dist.ProcessGroup, ...]
-        if len(rows) == 1:
+        one = len(rows) == 1
+        if one:
             shards = init_device_mesh(device.type, (world,), mesh_dim_names=(SHARD,))
-            if on_cpu:
-                meetings, gathers, reductions = new(), new(), new()
-                own = (meetings, gathers, reductions, *more)
-                return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows, spans, None)
-            reductions = new()
-            own = (reductions, *more)
-            return cls(shards, shards.get_group(), reductions, None, reductions, None, inside, own, rows, spans, levels)
-        columns = [list(ranks) for ranks in zip(*rows, strict=True)]
-        held = _lasting_group(rows, backend, timeout)
-        shards = DeviceMesh.from_group(held, device.type, mesh_dim_names=(SHARD,))
-        if on_cpu:
-            gathers, meetings, reductions = new(rows), new(), new()
-            own = (gathers, meetings, reductions, *more)
-            return cls(shards, gathers, reductions, None, reductions, meetings, inside, own, rows, spans, None)
-        reductions, alike, everyone = new(rows), new(columns), new()
-        own = (reductions, alike, everyone, *more)
-        return cls(shards, held, reductions, alike, everyone, None, inside, own, rows, spans, levels)
+        else:
+            held = _lasting_group(rows, backend, timeout)
+            shards = DeviceMesh.from_group(held, device.type, mesh_dim_names=(SHARD,))
+        meetings = new() if on_cpu else None
+        gathers = new(rows) if on_cpu else shards.get_group()
+        reductions = new() if on_cpu or one else new(rows)
+        alike = None if on_cpu or one else new([list(ranks) for ranks in zip(*rows, strict=True)])
+        everyone = reductions if alike is None else new()
+        mine = [meetings, gathers if on_cpu else None, reductions, alike, inside]
+        mine += [] if everyone is reductions else [everyone]
+        return cls(
+            shards=shards,
+            gathers=gathers,
+            reductions=reductions,
+            replicas=alike,
+            everyone=everyone,
+            meetings=meetings,
+            inner=inside,
+            own=(*(group for group in mine if group is not None), *(levels or ())),
+            rows=rows,
+            spans_hosts=spans,
+            levels=levels,
+        )
 
     def connect(self, device: torch.device) -> None:
         """Lets NCCL connect the ranks: it does so at a group's first use, and blocks the host. All ranks must call."""
@@ -161,8 +166,7 @@ class Groups:
                 middle = rows.new_empty(across.size() * rows.numel())
                 dist.all_gather_into_tensor(middle, rows, group=across)
                 parts, outputs = middle.chunk(across.size()), full.chunk(across.size())
-                for part, output in zip(parts, outputs, strict=True):
-                    dist.all_gather_into_tensor(output, part, group=inside)
+                inside.allgather_into_tensor_coalesced(list(outputs), list(parts)).wait()  # as the runtime does
             torch.cuda.synchronize(device)
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])
