@@ -18,8 +18,9 @@ one sequence per GPU, in a process group of its own. One JSON line per row (null
     link, link_bound      if something is offloaded: GB/s between pinned host memory and a GPU, both ways at once, while
                           all ranks copy; and the seconds that `moved` takes at that rate
     crossed     with --hosts: bytes of one step, of all ranks together, that went over the links between hosts
-    first       seconds from building the model to the end of the first step (compilation included; for the second and
-                later lengths from the beginning of that step); with --cold it starts with an empty compile cache, and
+    first       seconds from building the model to the end of the first step (compilation included; for all lengths and
+                numbers of micro-batches after the first from the beginning of that step); with --cold it starts with an
+                empty compile cache, and
     first_warm  is the same with the cache that this run has left
 
 systems: limit        forward, backward and a fused AdamW over 1/W of the parameters, no communication
@@ -137,7 +138,7 @@ def run(args: argparse.Namespace, system: System, meters: list[Meter], device: t
             row["crossed"] = (loopback_bytes() - before) // meter.steps
         if system.offloaded is not None:
             host, now = system.offloaded()
-            row |= {"host": round(host / GIB, 2), "moved": round((now - copied) / meter.steps / GIB, 2)}
+            row |= {"host": digits(host / GIB, 4), "moved": digits((now - copied) / meter.steps / GIB, 4)}
             copied = now
         write(args, row | meter.result)
         if device.type == "cuda":
@@ -174,7 +175,8 @@ def describe(args: argparse.Namespace) -> Row:
     return {
         "system": args.system, "model": args.model, "world": dist.get_world_size(), "hosts": args.hosts,
         "batch": args.batch, "accumulate": args.accumulate, "checkpointing": args.checkpointing, "clip": args.clip,
-        "reduce_fp32": args.reduce_fp32, "lora": args.lora, "options": args.options,
+        "reduce_fp32": args.reduce_fp32, "lora": args.lora,
+        "options": args.options if args.system.startswith("stage") else {},
     }  # fmt: skip
 
 
@@ -288,9 +290,9 @@ def complete(
     return completed
 
 
-def digits(number: float) -> float:
-    """To three of them."""
-    return float(f"{number:.3g}")
+def digits(number: float, count: int = 3) -> float:
+    """To so many of them."""
+    return float(f"{number:.{count}g}")
 
 
 def predict(args: argparse.Namespace, system: str, numbers: list[int]) -> dict[tuple[int, int], float]:
@@ -301,8 +303,8 @@ def predict(args: argparse.Namespace, system: str, numbers: list[int]) -> dict[t
     for accumulate, seq in itertools.product(numbers, args.seq):
         cell = argparse.Namespace(**{**vars(args), "system": system, "accumulate": accumulate})
         try:
-            said[accumulate, seq] = float(f"{predicted(cell, seq) / GIB:.4g}")
-        except RuntimeError as error:  # the run may still succeed
+            said[accumulate, seq] = digits(predicted(cell, seq) / GIB, 4)
+        except Exception as error:  # the run may still succeed
             print(f"# no plan of {system} at {seq}: {error}", flush=True)
     return said
 

@@ -40,7 +40,6 @@ SHAPES = {
     "qwen3-8b": Shape(4096, 36, 32, 12288, False),
     "qwen3-14b": Shape(5120, 40, 40, 17408, False),
     "20b": Shape(5120, 56, 40, 17408, False),  # Qwen3-14B's layers, and more of them
-    "24b": Shape(5120, 68, 40, 17408, False),
     "qwen3-32b": Shape(5120, 64, 64, 25600, False),
     "70b": Shape(8192, 80, 64, 28672, False, vocabulary=128256),  # the sizes of Llama 3 70B
     "tiny": Shape(64, 2, 4, 128, False, key_value_heads=2, head_dim=16, vocabulary=512),
@@ -485,6 +484,7 @@ def ours_by_trainer(args: argparse.Namespace, device: torch.device) -> System:
 def deepspeed(args: argparse.Namespace, device: torch.device) -> System:
     """With `_compile`: DeepCompile; otherwise eager, as its documentation starts it. With `_offload`: ZeRO-Offload."""
     import deepspeed
+    import torch._dynamo  # here, since `zero.Init` replaces functions that it looks at when it is imported
 
     _, number, *words = args.system.split("_")
     stage, compiled = int(number), "compile" in words

@@ -25,9 +25,7 @@ LARGEST = 2**26  # elements
 
 def is_knowable(tensor: Tensor) -> bool:
     """Whether numbers of this kind and size are computed, see [Note: known numbers]."""
-    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    size = tensor.numel()
-    return whole and isinstance(size, int) and size <= LARGEST
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and tensor.numel() <= LARGEST
 
 
 class KnownNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -50,22 +48,15 @@ class KnownNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-i
         kwargs = kwargs or {}
         if self._paused or not _has_all(func, args, kwargs):
             return func(*args, **kwargs)
-        without_data = func(*args, **kwargs)
-        results = [leaf for leaf in tree_leaves(without_data) if isinstance(leaf, (Tensor, *_SYMBOLS))]
-        if not all(isinstance(leaf, _SYMBOLS) or _worth(leaf) for leaf in results):
-            return without_data
+        if not any(tag in func.tags for tag in _ASK_FOR_DATA):  # without data that leaves symbols behind
+            without_data = func(*args, **kwargs)
+            if not all(is_knowable(leaf) for leaf in tree_leaves(without_data) if isinstance(leaf, Tensor)):
+                return without_data
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
 
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that are read off a tensor
-
-
-def _worth(tensor: Tensor) -> bool:
-    """As ``is_knowable``, for a tensor without data; a size that only data tells is that of something small."""
-    if not isinstance(tensor.numel(), int):
-        return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    return is_knowable(tensor)
+_ASK_FOR_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def _has_all(func: Any, args: Any, kwargs: Any) -> bool:

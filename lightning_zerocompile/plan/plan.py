@@ -184,6 +184,7 @@ def make_plan(
             bool(config.activation_checkpointing),
             config.activation_budget,
             islands,
+            machine.gloo,
         )
         notes += [f"`{name}` was traced as eager code, since {reason}" for name, reason in trace.eager.items()]
         if one_graph:

@@ -6,7 +6,7 @@ them counts the bytes of every storage that an operator makes until it is freed;
 out, since how long these live is the stage's choice and not the model's. A compiled block is partitioned as
 torch.compile does it (the min-cut partitioner), so what it saves for its backward is what the run saves. Its
 temporaries are those of a graph that runs operator by operator, which Inductor's fused kernels partly avoid. Integers
-and booleans of the batch keep their data, see [Note: known numbers].
+and booleans of the batch keep their data, see [Note: known numbers]; for attention see [Note: attention of devices].
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zerocompile.compile.backend import boxed
+from lightning_zerocompile.plan.attention import AttentionOfDevices, to_count
 from lightning_zerocompile.plan.known_numbers import KnownNumbers, is_knowable
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, put_islands
 from lightning_zerocompile.sharding.plan import signature
@@ -130,10 +131,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        count = flop_registry.get(_SAME_FLOPS.get(packet, packet))
+        packet = _SAME_FLOPS.get(func._overloadpacket, func._overloadpacket)
+        count = flop_registry.get(packet)
         if count is not None and not self._paused:
-            self.flops += int(count(*args, **(kwargs or {}), out_val=result))
+            self.flops += int(count(*to_count(packet, args), **(kwargs or {}), out_val=result))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
                 self._add(value.untyped_storage())
@@ -226,6 +227,7 @@ class FakeStep:
         mode: of their tensors.
         autocast: of the step; ``None``: there is none.
         known: computes what can be known.
+        on_cpu: whether the run is on the CPU.
     """
 
     module: nn.Module
@@ -233,6 +235,7 @@ class FakeStep:
     mode: FakeTensorMode
     autocast: torch.dtype | None
     known: KnownNumbers
+    on_cpu: bool
 
     @classmethod
     def of(
@@ -242,16 +245,18 @@ class FakeStep:
         dtype: torch.dtype | None,
         autocast: torch.dtype | None,
         islands: Islands = NONE,
+        on_cpu: bool = False,
     ) -> FakeStep:
         """Arguments as in :func:`trace_step`."""
         mode = fake_mode()
         copied = fake_copy(module, mode, dtype, islands).train()
-        return cls(copied, fake_batch(batch, mode, dtype), mode, autocast, KnownNumbers())
+        return cls(copied, fake_batch(batch, mode, dtype), mode, autocast, KnownNumbers(), on_cpu)
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Inside, forward and backward may run."""
-        with warnings.catch_warnings(), torch.enable_grad(), self.mode, self.known:
+        attention = nullcontext() if self.on_cpu else AttentionOfDevices()
+        with warnings.catch_warnings(), torch.enable_grad(), self.mode, self.known, attention:
             warnings.simplefilter("ignore")  # of `self.log` without a Trainer
             yield
 
@@ -292,6 +297,7 @@ def trace_step(
     checkpointed: bool = False,
     activation_budget: float | None = None,
     islands: Islands = NONE,
+    on_cpu: bool = False,
 ) -> Trace:
     """Runs one step without data, see [Note: fake step].
 
@@ -306,11 +312,12 @@ def trace_step(
         checkpointed: whether each block runs again in the backward (``activation_checkpointing="blocks"``).
         activation_budget: the strategy's.
         islands: what computes in float32.
+        on_cpu: whether the run is on the CPU.
 
     Raises:
         PlanError: the step does not take the batch, needs a Trainer, or asks for numbers that only data has.
     """
-    fake = FakeStep.of(module, batch, dtype, autocast, islands)
+    fake = FakeStep.of(module, batch, dtype, autocast, islands, on_cpu)
     recorder = _Recorder(fake, blocks, compiled, checkpointed, activation_budget)
     try:
         with fake.around(), recorder.live:

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.gpu
 SUM, SCATTER = "nccl:all_reduce", "nccl:reduce_scatter_tensor_coalesced"
 
 
+_NO_DIMENSIONS = sum(parameter.dim() == 0 for parameter in models.ByteModel().parameters())
+
+
 class Uneven(nn.Module):
     """Has a branch that only some batches take, with a parameter without dimensions."""
 
@@ -85,7 +88,8 @@ def test_an_accumulation(stage: int, options: dict[str, Any]) -> None:
         sums, scatters = _counted(lambda: step(3))
         several = _counted(lambda: step(4, 5, 6))
         assert sums > 0 and scatters > 0
-        assert several == (sums, scatters if stage == 1 else 3 * scatters)
+        whole = 0 if stage == 1 else 2 * _NO_DIMENSIONS  # these are summed over the ranks of a replica, too
+        assert several == (sums + whole, scatters if stage == 1 else 3 * scatters)
     engines.window_reference(twin, [[0, 1, 2], [3], [4, 5, 6]])
     assert models.deviation(model, twin) <= 1e-6
 
@@ -108,9 +112,13 @@ def test_a_bounded_window() -> None:
 
         step(0, 1)
         once, several = _counted(lambda: step(2)), _counted(lambda: step(3, 4, 5))
-        assert several[0] == once[0] > 0 and several[1] > once[1]
+        assert several[0] == once[0] + 2 * _NO_DIMENSIONS and once[0] > 0 and several[1] > once[1]
     engines.window_reference(twin, [[0, 1], [2], [3, 4, 5]])
     assert models.deviation(model, twin) <= 1e-6
+
+
+def _takes(rank: int, stage: int) -> bool:
+    return rank == 3 or stage == 3
 
 
 Program = Callable[[Engine, Any, torch.optim.Optimizer], None]
@@ -125,8 +133,8 @@ def _loss(model: nn.Module, number: int, branch: bool = False) -> Tensor:
 
 
 def _only_the_first_backward(engine: Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """One rank alone takes the branch, in the first backward of two."""
-    _backward(engine, lambda: _loss(model, 0, branch=models.rank() == 3), last=False)
+    """The branch is taken in the first backward of two only; where values stay gathered, by one rank alone."""
+    _backward(engine, lambda: _loss(model, 0, branch=_takes(models.rank(), engine.config.stage)), last=False)
     _backward(engine, lambda: _loss(model, 1), last=True)
     optimizer.step()
 
@@ -203,17 +211,17 @@ def test_it_is_the_accumulation_that_defers_all(stage: int) -> None:
         assert models.deviation(*results) <= 1e-6, program.__name__
         assert models.deviation(results[0], twin) > 1e-4, program.__name__
         if program in PROGRAMS[:2]:
-            _reference(twin, program is PROGRAMS[0])
+            _reference(twin, stage, program is PROGRAMS[0])
             assert models.deviation(results[0], twin) <= 1e-6, program.__name__
 
 
-def _reference(twin: nn.Module, one_rank: bool) -> None:
+def _reference(twin: nn.Module, stage: int, first: bool) -> None:
     """One process's step of the first or the second program."""
     twin.to(models.device())
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
     for rank in range(models.world()):
         for number in (0, 1):
-            branch = rank == 3 and number == 0 if one_rank else True
+            branch = _takes(rank, stage) and number == 0 if first else True
             tokens = models.Batches(rank)[number]
             loss = engines.token_loss(lambda tokens: twin(tokens, branch), tokens)  # type: ignore[arg-type]  # noqa: B023
             (loss / models.world()).backward()

@@ -98,6 +98,7 @@ def test_what_communicates(examples: Any) -> None:
         ("ddp", 1, True, 4 + 4),
         ("deepspeed_1_compile", 4, False, 2 + 2),
         ("deepspeed_3", 1, False, 2 * 2 + 2),
+        ("deepspeed_3_offload_torch", 1, False, 2 * 2 + 2),
     ],
 )
 def test_moved_bytes(examples: Any, system: str, accumulate: int, reduce_fp32: bool, passes: int) -> None:
@@ -107,18 +108,26 @@ def test_moved_bytes(examples: Any, system: str, accumulate: int, reduce_fp32: b
     assert moved == passes * 750
 
 
+def test_moved_bytes_of_a_frozen_model(examples: Any) -> None:
+    """All of it is gathered twice, and of the 10 trained ones of 1000 there are gradients."""
+    moved = examples("benchmark_measures").moved_bytes("stage_3", 1000, 4, 1, False, 10)
+    assert moved == (2 * 2 * 1000 + 2 * 10) * 3 / 4
+
+
 def raw_row(system: str, seq: int, seconds: float, accumulate: int = 1) -> dict[str, Any]:
     return {
         "system": system, "model": "tiny", "world": 2, "batch": 1, "accumulate": accumulate, "checkpointing": False,
-        "clip": 0.0, "reduce_fp32": False, "numel": 10**9, "seq": seq, "exposed": None, "allocated": None,
-        "reserved": None, "device": None, "hosts": 1, "crossed": None, "seconds": seconds, "min": seconds,
-        "max": seconds, "first": 9.0, "losses": [1.0],
+        "clip": 0.0, "reduce_fp32": False, "lora": 0, "options": {}, "numel": 10**9, "trained": None, "seq": seq,
+        "exposed": None, "allocated": None, "reserved": None, "device": None, "hosts": 1, "crossed": None,
+        "seconds": seconds, "min": seconds, "max": seconds, "first": 9.0, "losses": [1.0],
     }  # fmt: skip
 
 
 def test_rows_are_completed(examples: Any) -> None:
     benchmark = examples("benchmark")
-    rows = benchmark.complete([raw_row("stage_3", 64, 0.3), raw_row("stage_3", 32, 0.2), {"bandwidth": 5e10}], {64: 20})
+    rows = benchmark.complete(
+        [raw_row("stage_3", 64, 0.3), raw_row("stage_3", 32, 0.2), {"bandwidth": 5e10}], {(1, 64): 20}
+    )
     assert [row["bound"] for row in rows] == [0.06, 0.06]  # 6 bytes each for half of the parameters
     assert [row["bandwidth"] for row in rows] == [50.0, 50.0]
     assert [(row["first"], row["first_warm"]) for row in rows] == [(20, 9.0), (9.0, 9.0)]
@@ -126,6 +135,58 @@ def test_rows_are_completed(examples: Any) -> None:
     assert interrupted["bound"] is None and interrupted["first"] == 9.0 and interrupted["first_warm"] is None
     (played,) = benchmark.complete([raw_row("stage_3", 64, 0.3) | {"hosts": 2}, {"bandwidth": 5e10}], {})
     assert played["bandwidth"] == 50.0 and played["bound"] is None  # not all links are as fast as that
+
+
+def test_rows_of_an_offload_are_completed(examples: Any) -> None:
+    """What a step copies has a time at the rate of the link, and a plan's peak stands beside the run's."""
+    benchmark = examples("benchmark")
+    raw = raw_row("stage_3", 64, 0.3) | {"host": 12.0, "moved": 50.0}
+    (row,) = benchmark.complete([raw, {"bandwidth": 5e10, "link": 2**30 * 100.0}], {}, {(1, 64): 30.5})
+    assert row["link"] == 107.0 and row["link_bound"] == 0.5 and row["predicted"] == 30.5 and row["host"] == 12.0
+    (without,) = benchmark.complete([raw_row("stage_3", 64, 0.3), {"bandwidth": 5e10, "link": None}], {})
+    assert [without[name] for name in ("predicted", "host", "moved", "link", "link_bound")] == [None] * 5
+
+
+def test_what_is_measured_in_one_process(examples: Any) -> None:
+    together = examples("benchmark").in_one_process
+    assert together([1, 4], "stage_3") == together([1, 4], "fsdp2") == [[1, 4]]
+    assert together([1, 4], "stage_3_trainer") == together([1, 4], "deepspeed_3_offload") == [[1], [4]]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--lora=-1"], "--lora -1: a rank is 1 or more"),
+        (["--lora=4", "--systems", "stage_3", "limit", "ddp"], "--lora does not work with limit, ddp; choose from"),
+        (["--meta", "--systems", "stage_3_trainer"], "--meta does not work with stage_3_trainer; choose from"),
+        (["--meta", "--systems", "fsdp2", "--model=byte-lm"], "--meta does not work with --model byte-lm"),
+    ],
+)
+def test_models_without_data_that_cannot_be_sharded(
+    examples: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], text: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--device=cpu", *options])
+    with pytest.raises(SystemExit):
+        examples("benchmark").parse()
+    assert text in capsys.readouterr().err
+
+
+def test_peaks_are_predicted(
+    examples: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For this strategy only, by number of micro-batches and length; with adapters it has fewer states."""
+    pytest.importorskip("peft")
+    benchmark = examples("benchmark")
+
+    def peaks(system: str, *options: str) -> dict[tuple[int, int], float]:
+        argv = ["benchmark.py", "--device=cpu", "--model=tiny", "--seq", "32", "64", "--gpus=2", "--predict", *options]
+        monkeypatch.setattr(sys, "argv", [*argv, "--systems", system])
+        return benchmark.predict(benchmark.parse(), system, [1, 2])
+
+    whole, adapters = peaks("stage_3"), peaks("stage_3", "--lora=4")
+    assert list(whole) == [(1, 32), (1, 64), (2, 32), (2, 64)] and 0 < whole[1, 32] < whole[1, 64]
+    assert 0 < adapters[1, 64] < whole[1, 64]
+    assert peaks("fsdp2") == peaks("stage_3_trainer") == {}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +230,7 @@ def test_what_is_not_installed_is_said(
 ) -> None:
     benchmark = examples("benchmark")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert benchmark.measure(argparse.Namespace(), "deepspeed_3_compile", 1) == ([], True)  # the others go on
+    assert benchmark.measure(argparse.Namespace(), "deepspeed_3_compile", [1]) == ([], True)  # the others go on
     assert capsys.readouterr().out == "# deepspeed_3_compile: deepspeed is not installed\n"
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     benchmark.plot([], tmp_path / "picture.png")
@@ -221,3 +282,40 @@ def test_systems_train_alike(examples: Any, tmp_path: Path) -> None:
     assert len(reference) == 4 and reference[-1] < reference[0] - 0.1  # it has trained
     for row in rows[1:]:
         assert row["losses"] == pytest.approx(reference, abs=0.02)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [[], ["--checkpointing"]], ids=["saved", "checkpointed"])
+def test_adapters_train_alike(tmp_path: Path, checkpointing: list[str]) -> None:
+    """Adapters over a frozen model that is built without data, here and by FSDP2: equal starts and equal losses."""
+    pytest.importorskip("peft")
+    sizes = ["--model=tiny", "--seq=32", "--steps=2", "--warm-up=3", "--lr=1e-2", "--gpus=2", "--accumulate", "1", "2"]
+    options = ["--lora=4", "--same-batch", "--predict", "--backend=aot_eager", *checkpointing]
+    rows, printed = run_benchmark(tmp_path, *sizes, *options, "--systems", "stage_3", "fsdp2")
+    assert [(row["accumulate"], row["system"]) for row in rows] == [
+        (1, "stage_3"), (1, "fsdp2"), (2, "stage_3"), (2, "fsdp2"),
+    ]  # fmt: skip
+    assert printed.count(": ok in") == 2
+    for here, peer in (rows[:2], rows[2:]):
+        assert here["losses"] == pytest.approx(peer["losses"], abs=0.02)
+        assert here["lora"] == peer["lora"] == 4 and here["predicted"] > 0 and peer["predicted"] is None
+    assert rows[0]["losses"][-1] < rows[0]["losses"][0] - 0.1  # it has trained
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_an_offload_trains_as_without(tmp_path: Path) -> None:
+    """What is in host memory, and what a step copies, is in the row; updates on the CPU copy less."""
+    sizes = ["--model=tiny", "--seq=32", "--steps=2", "--warm-up=3", "--lr=1e-2", "--gpus=2", "--meta", "--same-batch"]
+    found = []
+    for update in (None, "device", "cpu"):
+        options = {"offload": "optimizer", "offload_update": update} if update else {}
+        more = ["--backend=aot_eager", f"--options={json.dumps(options)}", "--systems", "stage_3"]
+        (row,), _ = run_benchmark(tmp_path, *sizes, *more)
+        assert row["options"] == options
+        found.append(row)
+    without, device, cpu = found
+    assert without["host"] is None and device["host"] == cpu["host"] > 0
+    assert 0 < cpu["moved"] < device["moved"] and without["losses"] == device["losses"]
+    assert cpu["losses"] == pytest.approx(device["losses"], abs=0.02)

@@ -131,7 +131,7 @@ def test_too_large_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_transformers_leaves_its_mask_away() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", "5.10")
     config = transformers.Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, use_cache=False, attn_implementation="sdpa",
