@@ -4,7 +4,8 @@
 device. On the CPU attention with dropout has no fused kernel: it keeps all scores, which is more than all else that a
 block keeps. On CUDA the fused kernels know dropout and masks, and keep queries, keys, values, their result and a number
 for each row. So a plan for devices asks for these kernels by name where the CPU would take none. They have no code for
-the CPU, but a step without data (see [Note: fake step]) needs sizes alone.
+the CPU, but a step without data (see [Note: fake step]) needs sizes alone. Where a mask itself has a gradient (the
+learned positions of T5), torch.compile takes no fused kernel on CUDA either, and eager code does (torch 2.11).
 """
 
 from __future__ import annotations
@@ -29,17 +30,26 @@ _PLACES = {  # of the query in what an operator is called with; key and value fo
 
 
 class AttentionOfDevices(TorchFunctionMode):
-    """See [Note: attention of devices]."""
+    """See [Note: attention of devices].
+
+    Args:
+        compiled: whether torch.compile compiles the attention.
+    """
+
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        self._compiled = compiled
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        fused = _fused(*args, **kwargs)
+        fused = _fused(self._compiled, *args, **kwargs)
         return func(*args, **kwargs) if fused is None else fused
 
 
 def _fused(
+    compiled: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -51,6 +61,8 @@ def _fused(
 ) -> Tensor | None:
     """By a kernel of CUDA's; ``None``: the CPU's own choice keeps as much."""
     if dropout_p == 0.0 or query.dim() != 4 or query.dtype is torch.float64:
+        return None
+    if compiled and attn_mask is not None and attn_mask.requires_grad:
         return None
     if enable_gqa and key.shape[1] != query.shape[1]:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))

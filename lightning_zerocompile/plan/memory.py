@@ -199,6 +199,7 @@ class Schedule:
         prefetch: the strategy's.
         gloo: whether the ranks talk through gloo, see [Note: predicted memory].
         accumulates: whether full gradients of earlier backwards wait for the last one.
+        adds: whether reduced gradients of earlier backwards are there, to which those of a later one are added.
         offload_budget: bytes of masters and states that stay on the device; ``None``: all do.
         in_backward: whether a unit is updated when it is reduced (``optimizer_in_backward``), in the one backward that
             reduces anything. On a device reduced gradients live for the units in flight only. With gloo, when a
@@ -216,6 +217,7 @@ class Schedule:
     prefetch: int = 1
     gloo: bool = False
     accumulates: bool = False
+    adds: bool = False
     offload_budget: int | None = None
     in_backward: bool = False
     on_cpu: bool = False
@@ -377,7 +379,7 @@ class _Run:
         self._owner = {name: unit.name for unit in units for name in unit.trainable}
         self._full: dict[str, int] = {}  # full gradients by unit, with the transport's copies
         self._order: list[str] = []
-        self._reduced = 0
+        self._reduced = sum(unit.reduced for unit in units) if schedule.adds else 0
         self._passing = 0  # copies on their way, beside what is gathered
         self._forth = self._back = 0
         self._gathers = {False: 0, True: 0}  # by whether it is the backward
@@ -458,7 +460,8 @@ class _Run:
 
     def _reduce(self, unit: UnitBytes) -> None:
         self._waiting[unit.name] = set()
-        self._reduced += unit.reduced
+        if not self._schedule.adds:
+            self._reduced += unit.reduced
         if self._schedule.gloo:
             self._full[unit.name] = 2 * unit.gradient
             return

@@ -9,7 +9,9 @@ is replaced by something that returns at once. What a block is called with and r
 A device computes while the host already issues what comes next, so a step takes the time of the slower of the two, and
 not the sum. Therefore work runs several times between two waits. The host's time ends when the last of these runs has
 been issued. To find the device's time, the device is first kept busy until all runs have been issued, so that it never
-waits for the host. On the CPU there is no such difference: all of the time is the device's.
+waits for the host. On the CPU there is no such difference: all of the time is the device's. A device whose clock its
+power limits is faster in the first tenths of a second than later. So work of which the device is the limit runs for
+`SETTLES` seconds before its time is taken.
 
 [Note: host of the strategy] A run of the strategy costs the host more than the plain model: a unit is entered and left,
 gathered and reduced, and each parameter is an operator in the graphs. `STRATEGY` has these costs in numbers of small
@@ -19,6 +21,7 @@ steps of the engine and of the plain model with compiled blocks of 2 and of 12 t
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
@@ -40,6 +43,7 @@ from lightning_zerocompile.sharding.islands import NONE, Islands
 from lightning_zerocompile.sharding.plan import signature
 
 WARM_UP, ROUNDS, RUNS = 3, 5, 4
+SETTLES = 1.0
 _CALLS = 1000  # small operators that are timed together
 _CYCLES = 2.5e9  # of a device in a second, at most
 _SMALL = 64  # elements
@@ -96,8 +100,8 @@ class Timer:
         issued, done = (statistics.median(times) for times in zip(*rounds, strict=True))
         if self._device.type == "cpu":
             return Seconds(0.0, done)
-        busy = statistics.median([self._busy(work, RUNS * issued) for _ in range(ROUNDS)])
-        return Seconds(issued, busy / RUNS)
+        busy = statistics.median([self._busy(work, RUNS * issued) for _ in range(ROUNDS)]) / RUNS
+        return Seconds(issued, busy if busy <= issued else self._settled(work, busy))
 
     def _round(self, work: Callable[[], Any]) -> tuple[float, float]:
         """Seconds of one run, among several between two waits: until it was issued, and until it was done."""
@@ -123,6 +127,16 @@ class Timer:
         for _ in range(RUNS):
             work()
         return self.passed(began)
+
+    def _settled(self, work: Callable[[], Any], seconds: float) -> float:
+        """Seconds that the device takes for a run after many others; ``seconds``: it takes about so long."""
+        runs = max(RUNS, math.ceil(SETTLES / seconds))
+        for _ in range(runs):
+            work()
+        began = self.keep_busy(0.0)
+        for _ in range(runs):
+            work()
+        return self.passed(began) / runs
 
     def keep_busy(self, seconds: float) -> Any:
         """Gives the device something to do for at least so long; returns the moment when that ends."""

@@ -32,7 +32,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
@@ -227,7 +227,7 @@ class FakeStep:
         mode: of their tensors.
         autocast: of the step; ``None``: there is none.
         known: computes what can be known.
-        on_cpu: whether the run is on the CPU.
+        attention: how it is computed, see [Note: attention of devices]; ``None``: as on the CPU.
     """
 
     module: nn.Module
@@ -235,7 +235,7 @@ class FakeStep:
     mode: FakeTensorMode
     autocast: torch.dtype | None
     known: KnownNumbers
-    on_cpu: bool
+    attention: AttentionOfDevices | None
 
     @classmethod
     def of(
@@ -245,17 +245,17 @@ class FakeStep:
         dtype: torch.dtype | None,
         autocast: torch.dtype | None,
         islands: Islands = NONE,
-        on_cpu: bool = False,
+        attention: AttentionOfDevices | None = None,
     ) -> FakeStep:
-        """Arguments as in :func:`trace_step`."""
+        """Arguments as in :func:`trace_step`, or of the step itself."""
         mode = fake_mode()
         copied = fake_copy(module, mode, dtype, islands).train()
-        return cls(copied, fake_batch(batch, mode, dtype), mode, autocast, KnownNumbers(), on_cpu)
+        return cls(copied, fake_batch(batch, mode, dtype), mode, autocast, KnownNumbers(), attention)
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Inside, forward and backward may run."""
-        attention = nullcontext() if self.on_cpu else AttentionOfDevices()
+        attention = self.attention or nullcontext()
         with warnings.catch_warnings(), torch.enable_grad(), self.mode, self.known, attention:
             warnings.simplefilter("ignore")  # of `self.log` without a Trainer
             yield
@@ -317,7 +317,8 @@ def trace_step(
     Raises:
         PlanError: the step does not take the batch, needs a Trainer, or asks for numbers that only data has.
     """
-    fake = FakeStep.of(module, batch, dtype, autocast, islands, on_cpu)
+    attention = None if on_cpu else AttentionOfDevices(compiled=bool(compiled))
+    fake = FakeStep.of(module, batch, dtype, autocast, islands, attention)
     recorder = _Recorder(fake, blocks, compiled, checkpointed, activation_budget)
     try:
         with fake.around(), recorder.live:
@@ -403,9 +404,10 @@ class _Recorder:
         for name, child in module.named_modules():
             if name in blocks or (not name.startswith(inside or ("\0",)) and child._parameters):
                 self._watch(name, child)
+            own = bool(compiled) and name in blocks and _take_checkpoint(child)
             if name in blocks and compiled:
                 self._compile(name, child)
-            if name in blocks and checkpointed:
+            if name in blocks and (checkpointed or own):
                 child.forward = partial(checkpoint, child.forward, use_reentrant=False)
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -451,28 +453,32 @@ class _Recorder:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or name in self.eager:
                 return forward(*args, **kwargs)
-            tensors = dict(block.named_parameters()) | dict(block.named_buffers())
+            held = dict(block.named_parameters()) | dict(block.named_buffers())
             leaves, spec = tree_flatten((args, kwargs))
             shapes = tuple(_shape(leaf) for leaf in leaves)
             key = (signature(block), spec, shapes, torch.is_autocast_enabled("cpu"))
+            given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if key not in self._graphs:
+
+                def called(held: dict[str, Tensor], given: list[Tensor]) -> Any:
+                    new = iter(given)
+                    args, kwargs = tree_unflatten(
+                        [next(new) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+                    )
+                    named = {f"block.{name}": tensor for name, tensor in held.items()}
+                    return torch.func.functional_call(_Forward(block, forward), named, args, kwargs)
+
                 try:
-                    self._graphs[key] = self._partitioned(block, forward, (tensors, args, kwargs))
+                    self._graphs[key] = self._partitioned(called, (held, given))
                 except Exception as error:  # torch's, of code that it cannot trace: the run would break the graph there
                     self.eager[name] = said(error)
                     return forward(*args, **kwargs)
-            return self._graphs[key](tensors, args, kwargs)
+            return self._graphs[key](held, given)
 
         block.forward = run
 
-    def _partitioned(
-        self, block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...]
-    ) -> Callable[..., Any]:
-        def function(tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-            inner = _Forward(block, forward)
-            named = {f"block.{name}": tensor for name, tensor in tensors.items()}
-            return torch.func.functional_call(inner, named, args, kwargs)
-
+    def _partitioned(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
+        """All that ``function`` takes are tensors: the partitioner asks each input of a graph for its size."""
         graph: Callable[..., Any] = aot_function(
             function,
             lambda graph, _: boxed(graph),
@@ -508,6 +514,17 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
+
+
+def _take_checkpoint(block: nn.Module) -> bool:
+    """Whether a layer of transformers runs its own ``forward`` again in the backward; from here on it does not.
+
+    torch.compile sees a checkpoint inside of what it compiles, and a trace without it does not.
+    """
+    own = getattr(block, "gradient_checkpointing", False) is True and hasattr(block, "_gradient_checkpointing_func")
+    if own:
+        block.__dict__["gradient_checkpointing"] = False
+    return own
 
 
 def _shape(value: Any) -> Any:

@@ -168,6 +168,67 @@ def test_kept_units_are_gathered_once_in_an_accumulation() -> None:
     assert three.traffic.reductions == 3 * one.traffic.reductions
 
 
+def test_reduced_gradients_wait_in_an_accumulation() -> None:
+    """At stages 2 and 3 what an earlier backward has reduced is there in the next forward, and is added to."""
+    one, two = _plan(world=2).stages, _plan(world=2, accumulate=2).stages
+    for stage in (1, 2):
+        before, now = one[stage].memory, two[stage].memory
+        assert now.reduced == before.reduced > 0
+        assert now.forward_peak == before.forward_peak + now.reduced and now.step_peak == before.step_peak
+
+
+class Layer(Block):
+    """Runs itself again in the backward, as a layer of transformers does."""
+
+    gradient_checkpointing = True
+
+    def _gradient_checkpointing_func(self, *args: Any) -> Any:
+        return checkpoint(*args, use_reentrant=False)
+
+    def forward(self, x: Tensor, *, count: int = 1) -> Tensor:
+        run = super().forward
+        return self._gradient_checkpointing_func(run, x) if self.gradient_checkpointing else run(x)
+
+
+def test_layers_that_checkpoint_themselves() -> None:
+    """torch.compile sees the checkpoint inside of a block; so does the plan."""
+    figures = []
+    for layer, options in ((Layer, {}), (Block, {"activation_checkpointing": "blocks"})):
+        module = Stack()
+        module.layers = nn.ModuleList(layer() for _ in range(BLOCKS))
+        plan = make_plan(module, torch.zeros(ROWS, WIDTH), world_size=2, config=Config(**options))  # type: ignore[arg-type]
+        assert not any("eager code" in note for note in plan.notes), plan.notes
+        figures.append((plan.flops, plan.stages[0].memory.activations))
+    assert figures[0] == figures[1]
+    assert all(getattr(layer, "gradient_checkpointing", True) for layer in module.layers)
+
+
+def test_a_budget_where_blocks_are_called_with_more_than_tensors() -> None:
+    """The partitioner asks each input of a graph for its size."""
+
+    class Told(Block):
+        def forward(self, x: Tensor, flag: bool = False, scale: float | None = None) -> Tensor:
+            return super().forward(x if scale is None else x * scale)
+
+    class Telling(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Told() for _ in range(BLOCKS))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for layer in self.layers:
+                batch = layer(batch, True, scale=0.5)
+            return batch.square().mean()
+
+    kept = []
+    for budget in (None, 0.0):
+        config = Config(activation_budget=budget)
+        plan = make_plan(Telling(), torch.zeros(ROWS, WIDTH), world_size=2, config=config)
+        assert not any("eager code" in note for note in plan.notes), plan.notes
+        kept.append(plan.stages[0].memory.activations)
+    assert kept[1] < 0.8 * kept[0]
+
+
 def test_compiled_blocks_are_partitioned() -> None:
     """What is saved follows from the partitioner: an elementwise chain keeps its input only."""
 
