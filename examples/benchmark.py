@@ -53,6 +53,9 @@ Qwen3's shapes, and for stage_1|2|3, fsdp2 and fsdp2_keep. --options gives the s
 With --trace FOLDER a profiler's trace of one step is written for each row, and what it says of communication printed;
 this strategy's phases are in it by name ("zerocompile: gather model.layers.0 in backward", "... reduce ...").
 
+--with-monitor lets ZeroCompileMonitor log each step to a CSV file, and prints the seconds of a step that the host
+spends in it (fastest and median of all steps), for systems with `_trainer`.
+
 --hosts H plays H hosts on this machine: NCCL takes each H-th part of the ranks for a host of its own, and moves what
 goes between them through sockets of the loopback device. --gpus may be more than there are then, so that several ranks
 share a GPU, but those of one host may not. Nothing is copied between GPUs past NCCL (`copy_engine=False`), since there
@@ -241,7 +244,7 @@ def launch(
     verdict = "ok" if code == 0 else f"failed ({code})"
     print(f"# {' '.join(options)}: {verdict} in {time.time() - began:.0f} s", flush=True)
     for line in output if code == 0 else output[-80:]:
-        if code != 0 or line.startswith('{"trace"'):
+        if code != 0 or line.startswith(('{"trace"', '{"monitor"')):
             print(line, flush=True)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     return rows, code == 0
@@ -374,6 +377,11 @@ def parse() -> argparse.Namespace:
     add("--accumulate", type=int, nargs="+", default=[1], help="micro-batches (backwards) in a step")
     add("--checkpointing", action="store_true", help="activation checkpointing, layer by layer")
     add("--clip", type=float, default=0.0, help="clip the gradients to this norm; 0: not (the limit never does)")
+    add(
+        "--with-monitor",
+        action="store_true",
+        help="with ZeroCompileMonitor, for systems with `_trainer`; prints what it took",
+    )
     add("--lora", type=int, default=0, metavar="RANK", help="train LoRA adapters of this rank over a frozen model")
     add("--meta", action="store_true", help="build the model without data; no rank holds it whole")
     add("--same-batch", action="store_true", help="train on one micro-batch again and again, so that the loss falls")
@@ -397,6 +405,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.warm_up < 1 or args.steps < 1:
         parser.error("--warm-up and --steps must be 1 or more")
+    if args.with_monitor and not all(system.endswith("_trainer") for system in args.systems):
+        parser.error("--with-monitor adds a callback of the Trainer: choose systems with `_trainer`")
     if args.hosts < 1 or args.processes % args.hosts:
         parser.error(f"--hosts {args.hosts}: the {args.processes} ranks cannot be split into as many hosts")
     if args.device == "cuda" and args.processes // args.hosts > torch.cuda.device_count():

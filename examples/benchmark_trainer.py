@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import statistics
+import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,10 +17,11 @@ import torch
 import torch.distributed as dist
 from benchmark_measures import Meter
 from benchmark_systems import adamw, loss_of, micro_batches
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile import ZeroCompileMonitor, ZeroCompileStrategy
 
 
 class Training(L.LightningModule):
@@ -67,12 +72,36 @@ class Metering(L.Callback):
             self._meter.end(module.loss)
 
 
+class TimedMonitor(ZeroCompileMonitor):
+    """Logs every step, and knows the host's seconds of each in which it did so."""
+
+    def __init__(self) -> None:
+        super().__init__(every_n_steps=1)
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.seconds.append(0.0)
+        self._timed(super().on_train_batch_start, *args)
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._timed(super().on_before_backward, *args)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._timed(super().on_train_batch_end, *args)
+
+    def _timed(self, hook: Any, *args: Any) -> None:
+        began = time.perf_counter()
+        hook(*args)
+        self.seconds[-1] += time.perf_counter() - began
+
+
 def fit(
     model: nn.Module, meters: Sequence[Meter], options: dict[str, Any], args: argparse.Namespace, device: torch.device
 ) -> Iterator[Meter]:
     """Runs all steps in one fit."""
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     strategy = ZeroCompileStrategy(param_dtype=torch.bfloat16, unshard_after_fit=False, **options)
+    monitor = TimedMonitor()
     trainer = L.Trainer(
         accelerator=device.type,
         devices=dist.get_world_size(),
@@ -80,11 +109,14 @@ def fit(
         max_epochs=1,
         accumulate_grad_batches=args.accumulate,
         gradient_clip_val=args.clip or None,
-        callbacks=[Metering(meters, args.accumulate)],
-        logger=False,
+        callbacks=[Metering(meters, args.accumulate), *([monitor] if args.with_monitor else [])],
+        logger=CSVLogger(tempfile.mkdtemp()) if args.with_monitor else False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(Training(model, args), DataLoader(Batches(meters, args), batch_size=None))
+    if args.with_monitor and dist.get_rank() == 0:
+        taken = {"median": statistics.median(monitor.seconds), "fastest": min(monitor.seconds)}
+        print(json.dumps({"monitor": {name: round(value, 7) for name, value in taken.items()}}), flush=True)
     yield from meters
