@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zerocompile.report.report import HostTimes, memory_by_kind
+from lightning_zerocompile.report.report import HostTimes, Kept, kept_bytes, memory_by_kind
+from lightning_zerocompile.runtime.runtime import Stats
 from lightning_zerocompile.strategy import ZeroCompileStrategy
 
 _COUNTS = ("gathers", "gather_bytes", "prefetched", "reductions", "reduce_bytes", "eager_reads", "eager_gathers")
@@ -48,6 +49,7 @@ class ZeroCompileMonitor(pl.Callback):
         self._since = 0.0
         self._last: dict[str, float] = {}
         self._last_step = 0
+        self._kept: tuple[tuple[int, int, int], Kept] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -67,7 +69,7 @@ class ZeroCompileMonitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._batches = self._drained = 0
-        self._seconds, self._last, self._last_step = 0.0, {}, trainer.global_step
+        self._seconds, self._last, self._last_step, self._kept = 0.0, {}, trainer.global_step, None
 
     @override
     def on_train_batch_start(
@@ -96,12 +98,21 @@ class ZeroCompileMonitor(pl.Callback):
         if steps >= every > 0 and trainer.is_global_zero:
             self._log(trainer, strategy, steps)
 
+    def _kept_bytes(self, strategy: ZeroCompileStrategy, stats: Stats) -> Kept:
+        """To count them takes longer than all the rest, so they are counted when there are others than before."""
+        engine = strategy.engine
+        there = engine.steps.number_of_states(), len(engine.runtime.sharded_parameters), stats.offload_bytes
+        if self._kept is None or self._kept[0] != there:
+            self._kept = there, kept_bytes(engine)
+        return self._kept[1]
+
     def _log(self, trainer: pl.Trainer, strategy: ZeroCompileStrategy, steps: int) -> None:
         stats, compiled = strategy.stats, strategy.compile_stats
         counts = asdict(stats)
         now: dict[str, float] = {name: counts[name] for name in _COUNTS} | {"host_seconds": self._seconds}
         metrics = {name: (value - self._last.get(name, 0)) / steps for name, value in now.items()}
-        metrics |= {f"memory/{kind}": size for kind, size in memory_by_kind(strategy.engine, stats).items()}
+        sizes = memory_by_kind(strategy.engine, stats, self._kept_bytes(strategy, stats))
+        metrics |= {f"memory/{kind}": size for kind, size in sizes.items()}
         metrics |= {"graphs": compiled.dynamo_graphs, "recompilations": compiled.recompilations}
         metrics["compile_seconds"] = strategy.engine.regions.progress.seconds
         metrics["stage"] = strategy.engine.config.chosen_stage

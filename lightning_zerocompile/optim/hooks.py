@@ -159,6 +159,10 @@ class OptimizerSteps:
             for state in optimizer.state.values():
                 yield from (kept for kept in state.values() if isinstance(kept, Tensor))
 
+    def number_of_states(self) -> int:
+        """Of parameters for which the watched optimizers keep something."""
+        return sum(len(optimizer.state) for optimizer in self._restore)
+
     def _count_owners(self, optimizers: Iterable[Optimizer]) -> None:
         owners = Counter(master for optimizer in optimizers for master in set(masters_of(optimizer)))
         self._shared = {master for master, count in owners.items() if count > 1}

@@ -200,6 +200,10 @@ def make_plan(
         notes.append("What the CPU needs for the optimizer's update is not in the seconds of a step.")
     if config.offload and machine.link is None:
         notes.append("The time in which offloaded masters and states are copied is not in the seconds of a step.")
+    if machine.flops is not None and machine.host is None and not machine.gloo and trace is not None:
+        notes.append(
+            "What the host needs to issue a step is not known (`measure=` times it), so short steps may take longer."
+        )
     if config.memory_budget is not None:
         notes.append("`memory_budget` is spent on what is free at the peak; units that it keeps are not in stage 3.")
     if ranks.replicas > 1:

@@ -2,6 +2,8 @@
 
 [Note: predicted seconds] Communication runs beside the compute of the same phase, so a phase takes the longer of the
 two. Nothing hides the first gather, and the reduction of the unit that the forward uses first, which is reduced last.
+What the strategy's own kernels read and write is a part of the compute, since they need the multiprocessors: they place
+the rows that a gather reads, and sum gradients.
 Forward and backward together take at least the time in which the host issues them, where that was measured. The
 optimizer's update comes after them. It is as fast as the device's memory, the host or (with ``offload``) the link to
 host memory allows, and values that live for a step are gathered beside it.
@@ -169,7 +171,10 @@ def step_time(
     computed = accumulate * trace.forward_flops / machine.flops, accumulate * trace.backward_flops / machine.flops
     sent = _Sent(0.0, 0.0, 0.0)
     if not alone:
-        sent = _communication(traffic, units, ranks, machine, 1 if defers else accumulate)
+        reductions = 1 if defers else accumulate
+        sent = _communication(traffic, units, ranks, machine, reductions)
+        kernels = _own_kernels(traffic, memory, units, ranks, machine, reductions)
+        computed = computed[0] + kernels[0], computed[1] + kernels[1]
     forward, back = max(computed[0], sent.forward), max(computed[1], sent.backward)
     exposed = forward - computed[0] + back - computed[1] + sent.ends
     issued = stepped = 0.0
@@ -192,6 +197,26 @@ def step_time(
         max(forward + back + sent.ends, issued) + max(update + followed, stepped, copied),
         exposed,
     )
+
+
+def _own_kernels(
+    traffic: Traffic,
+    memory: Memory,
+    units: Sequence[UnitBytes],
+    ranks: Ranks,
+    machine: Machine,
+    reductions: int,
+) -> tuple[float, float]:
+    """Seconds of the strategy's own kernels in the forward and in the backward; what is gathered after the optimizer's
+    update is not in them."""
+    if machine.gloo or machine.memory_bandwidth is None:
+        return 0.0, 0.0
+    placed = (
+        2 * (traffic.forward - memory.resident) // ranks.shards,
+        2 * traffic.backward // (ranks.inner or ranks.shards),
+    )
+    summed = traffic.reductions + reductions * sum(unit.reduced for unit in units)
+    return placed[0] / machine.memory_bandwidth, (placed[1] + summed) / machine.memory_bandwidth
 
 
 @dataclass(frozen=True)

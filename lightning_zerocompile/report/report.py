@@ -157,15 +157,27 @@ def report_of(engine: Engine, stats: Stats, compiled: CompileStats, host: HostTi
     )
 
 
-def memory_by_kind(engine: Engine, stats: Stats) -> dict[str, int]:
-    """Bytes on this rank, see :class:`Report`."""
-    runtime = engine.runtime
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of this rank that stay from step to step, on the device."""
+
+    masters: int
+    states: int
+
+
+def kept_bytes(engine: Engine) -> Kept:
+    """Counts them, a tensor at a time."""
+    masters = sum(sharded.local.nbytes for sharded in engine.runtime.sharded_parameters if not sharded.on_host)
+    on_device = (value for value in engine.steps.states() if not getattr(value, ON_HOST, False))
+    return Kept(masters, sum(_local_bytes(value) for value in on_device))
+
+
+def memory_by_kind(engine: Engine, stats: Stats, kept: Kept | None = None) -> dict[str, int]:
+    """Bytes on this rank, see :class:`Report`; ``kept``: what :func:`kept_bytes` has counted, if that is known."""
+    runtime, kept = engine.runtime, kept or kept_bytes(engine)
     kinds = {
-        "masters": sum(sharded.local.nbytes for sharded in runtime.sharded_parameters if not sharded.on_host)
-        + runtime.host_traffic.copies,
-        "optimizer_states": sum(
-            _local_bytes(value) for value in engine.steps.states() if not getattr(value, ON_HOST, False)
-        ),
+        "masters": kept.masters + runtime.host_traffic.copies,
+        "optimizer_states": kept.states,
         "host": stats.offload_bytes,
         "gathered": stats.resident_bytes,
         "gathered_peak": stats.peak_resident_bytes,
