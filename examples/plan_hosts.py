@@ -41,7 +41,7 @@ def main() -> None:
     add("--gpus", nargs="+", type=int, default=[8, 64, 512])
     add("--seq", type=int, default=4096)
     add("--ranks-per-node", type=int, default=8)
-    add("--flops", type=float, default=600e12, help="FLOP a second that the model reaches")
+    add("--flops", type=float, default=612e12, help="FLOP a second that the model reaches")
     add("--memory-bandwidth", type=float, default=4.3e12, help="bytes a second")
     add("--bandwidth", type=float, default=45e9, help="bytes a second of a GPU between hosts")
     add("--node-bandwidth", type=float, default=265e9, help="the same inside a host")
