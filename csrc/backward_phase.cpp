@@ -159,8 +159,8 @@ void BackwardPhase::raised() {
 void BackwardPhase::abort_failed() {
   if (!failed()) return;
   // What waits for the end of a window must not be dropped in silence, nor be used without the part that is missing.
-  TORCH_CHECK(!began_deferred_,
-              text("zerocompile: a backward raised inside `coalesce_grad_reduction` or an accumulation, "
+  TORCH_CHECK(!began_deferred_ && !began_waiting_,
+              text("zerocompile: a backward raised inside `coalesce_grad_reduction` or an accumulation, or was its last, "
                    "so the gradients that wait for its end are incomplete on rank ", registry_.global_rank(),
                    ". Leave it with the exception, which drops them, or call `zero_grad()`, and repeat the step"));
   drop_gradients();

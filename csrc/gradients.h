@@ -130,6 +130,7 @@ class Gradients {
   void zero(const Parameter& p);
   void drop_all();
   bool any_waits() const;
+  bool waits(const Parameter& p) const { return of(p).grad.defined() || of(p).early.defined(); }
   std::vector<std::string> frozen() const;
   int64_t waiting_bytes() const;
   int64_t from_graphs() const { return from_graphs_; }

@@ -338,6 +338,7 @@ class Engine:
         self.runtime.messages.where = where
         self.windows.in_accumulation = windows.in_accumulation
         self.runtime.core.set_deferred(deferred)
+        self.runtime.core.set_partial(windows.in_accumulation and not self._accumulates_locally)
 
         made = {sharded.original(): sharded for sharded in self.runtime.sharded_parameters}
         moved: dict[Tensor, Tensor] = {}
@@ -453,6 +454,7 @@ class Engine:
             self.steps.in_backward.pause(True)
         try:
             yield
+            self.runtime.core.finish_backward()  # a raw `backward` may have left this to the next one
         except BaseException:
             self.runtime.core.drop_failed_backward()
             raise

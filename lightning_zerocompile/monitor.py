@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import asdict
 from typing import Any
 
@@ -49,7 +50,7 @@ class ZeroCompileMonitor(pl.Callback):
         self._since = 0.0
         self._last: dict[str, float] = {}
         self._last_step = 0
-        self._kept: tuple[tuple[int, int, int], Kept] | None = None
+        self._kept: tuple[tuple[object, ...], Kept] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -101,7 +102,8 @@ class ZeroCompileMonitor(pl.Callback):
     def _kept_bytes(self, strategy: ZeroCompileStrategy, stats: Stats) -> Kept:
         """To count them takes longer than all the rest, so they are counted when there are others than before."""
         engine = strategy.engine
-        there = engine.steps.number_of_states(), len(engine.runtime.sharded_parameters), stats.offload_bytes
+        runtime = weakref.ref(engine.runtime)
+        there = runtime, engine.steps.number_of_states(), len(engine.runtime.sharded_parameters), stats.offload_bytes
         if self._kept is None or self._kept[0] != there:
             self._kept = there, kept_bytes(engine)
         return self._kept[1]

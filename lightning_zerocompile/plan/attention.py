@@ -66,7 +66,13 @@ def _fused(
         return None
     if enable_gqa and key.shape[1] != query.shape[1]:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+    if torch.is_autocast_enabled("cpu"):
+        lower = torch.get_autocast_dtype("cpu")
+        query, key, value = (t.to(lower) for t in (query, key, value))
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(lower)
+    half = query.dtype in (torch.float16, torch.bfloat16) and value.shape[-1] == query.shape[-1]
+    if attn_mask is None and half:
         result: Tensor = _ATEN._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]

@@ -239,8 +239,9 @@ def _communication(
     reduced = reductions * sum(unit.gradient > 0 for unit in units)
     forward = replica.ring(traffic.forward, traffic.step_gathers + traffic.forward_gathers)
     inside = inner.ring(traffic.backward, traffic.backward_gathers) + replica.ring(traffic.reductions, reduced)
-    # see [Note: partial reductions] in csrc/reductions.cpp: once in a step
-    across = holders.tree(traffic.reductions // (reductions * ranks.shards), reduced // reductions)
+    times = reductions if machine.gloo else 1  # on devices once in a step: [Note: partial reductions] in csrc
+    share = traffic.reductions // reductions // ranks.shards
+    across = holders.tree(times * share, times * reduced // reductions)
     ends = 0.0
     if units:
         first = units[0]

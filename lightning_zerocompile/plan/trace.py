@@ -249,8 +249,8 @@ class FakeStep:
     ) -> FakeStep:
         """Arguments as in :func:`trace_step`, or of the step itself."""
         mode = fake_mode()
-        copied = fake_copy(module, mode, dtype, islands).train()
-        return cls(copied, fake_batch(batch, mode, dtype), mode, autocast, KnownNumbers(), attention)
+        copied, known = fake_copy(module, mode, dtype, islands).train(), KnownNumbers(mode)
+        return cls(copied, fake_batch(batch, mode, dtype, known), mode, autocast, known, attention)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -358,7 +358,7 @@ def _explain(module: nn.Module, batch: Any, error: Exception) -> str:
     what = f"One step of {type(module).__name__} on a batch of {shapes} failed: {said(error)}"
     if "not attached to a `Trainer`" in str(error):
         return f"{what} Pass `step=`, a function of (module, batch) that returns the loss without the Trainer."
-    if "DataDependent" in type(error).__name__ or "UserError" in type(error).__name__:
+    if any(word in type(error).__name__ for word in ("DataDependent", "UserError", "UnknownNumbers")):
         return (
             f"{what} The step looks at numbers in a tensor (`.item()`, `if tensor:`), which a plan does not have. Pass "
             "`step=`, a function of (module, batch) that returns the loss without them."
@@ -366,13 +366,13 @@ def _explain(module: nn.Module, batch: Any, error: Exception) -> str:
     return f"{what} Is it a batch as `training_step` gets it? Another loss can be passed as `step=`."
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> Any:
+def fake_batch(batch: Any, mode: FakeTensorMode, dtype: torch.dtype | None, known: KnownNumbers) -> Any:
     """The batch with tensors that have no data, but for what [Note: known numbers] keeps; floating-point ones are of
     ``dtype``, unless that is ``None``."""
 
     def fake(tensor: Tensor) -> Tensor:
         if is_knowable(tensor) and not tensor.is_meta and not isinstance(tensor, FakeTensor):
-            return tensor.detach().to("cpu", copy=True)
+            return known.take(tensor.detach().to("cpu", copy=True))
         floating = dtype is not None and tensor.is_floating_point()
         with mode:
             return torch.empty(tensor.shape, dtype=dtype if floating else tensor.dtype, device="cpu")

@@ -5,6 +5,7 @@ See [Note: known numbers] in plan/known_numbers.py.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -93,6 +94,72 @@ def test_nothing_of_the_batch_is_changed() -> None:
     assert torch.get_rng_state().equal(state)
 
 
+HELD = torch.tensor(3)  # nobody's buffer
+
+
+def _counts(batch: dict[str, Tensor]) -> list[int]:
+    n = batch["lengths"].new_tensor(5)
+    n.add_(1)
+    n += n
+    n -= 2
+    index = torch.zeros(2, dtype=torch.long)
+    index[0] += 1
+    batch["lengths"][1:].mul_(3)
+    return [n.item(), int(index[0]), batch["lengths"].tolist()[1]]
+
+
+def test_numbers_that_are_written_to() -> None:
+    """Each write counts once, through views too, and what the step has not made is read only."""
+    found: list[Any] = []
+
+    def step(module: Masked, batch: dict[str, Tensor]) -> Tensor:
+        found[:] = [*_counts(batch), int(HELD + 1)]
+        copied = copy.deepcopy(batch["lengths"])
+        found.extend([copied.unsqueeze_(0).squeeze_().tolist(), batch["lengths"].clone().resize_(1).tolist()])
+        HELD.add_(1)
+        return module.loss(batch)
+
+    plan = _plan(ROWS, step=step)
+    assert found == [10, 1, 6, 4, [ROWS, 6], [ROWS]]
+    assert plan.flops == _plan(ROWS).flops and HELD.item() == 3
+
+
+def _counted(module: Masked, batch: dict[str, Tensor]) -> Tensor:
+    """How many rows go to each expert, as a router says it."""
+    routes = (batch["x"] @ batch["x"].t()).argmax(1)
+    counts = torch.zeros(4, dtype=torch.long).index_add_(0, routes, torch.ones_like(routes))
+    return module.loss(batch | {"lengths": batch["lengths"] * sum(counts.tolist())})
+
+
+def _hidden(module: Masked, batch: dict[str, Tensor]) -> Tensor:
+    """What is unknown was written to a part of a tensor, of which there is a view already."""
+    lengths, first = batch["lengths"], batch["lengths"][:1]
+    lengths[batch["x"].sum(1)[:2] > 0] = 1
+    return module.loss(batch | {"lengths": first})
+
+
+def test_numbers_that_only_stand_for_others() -> None:
+    """A batch may have the right sizes alone: an index that is in no table tells nothing."""
+
+    def step(module: Masked, batch: dict[str, Tensor]) -> Tensor:
+        table = torch.arange(4)
+        assert type(table[batch["lengths"]]) is not Tensor
+        return module.loss(batch)
+
+    assert _plan(ROWS, step=step).flops == _plan(ROWS).flops
+
+
+def test_nothing_large_is_made_on_the_way() -> None:
+    """It would take 80 GB."""
+
+    def step(module: Masked, batch: dict[str, Tensor]) -> Tensor:
+        positions = torch.arange(100_000)
+        assert type(positions[:, None] - positions[None]) is not Tensor
+        return module.loss(batch)
+
+    assert _plan(ROWS, step=step).flops == _plan(ROWS).flops
+
+
 def _random(module: Masked, batch: dict[str, Tensor]) -> Tensor:
     return module.loss(batch | {"lengths": torch.randint(ROWS, (2,))})
 
@@ -101,7 +168,7 @@ def _of_numbers(module: Masked, batch: dict[str, Tensor]) -> Tensor:
     return module.loss(batch | {"lengths": (batch["x"].sum(1) > 0).long()})
 
 
-@pytest.mark.parametrize("step", [_random, _of_numbers])
+@pytest.mark.parametrize("step", [_random, _of_numbers, _counted, _hidden])
 def test_what_nobody_knows(step: Any) -> None:
     with pytest.raises(PlanError, match=r"looks at numbers|unbacked|failed"):
         _plan(ROWS, step=step)

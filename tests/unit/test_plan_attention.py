@@ -84,6 +84,47 @@ def test_without_dropout_it_is_as_on_the_cpu() -> None:
         assert _kept(dropout=0.0, mask=mask) == _kept(dropout=0.0, mask=mask, gloo=True) < 4 * SCORES
 
 
+def _loss(q: int, v: int, dtype: torch.dtype | None, autocast: torch.dtype | None, dropout: float) -> int:
+    """What attention alone keeps of queries and keys with ``q`` elements and values with ``v``."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.value = nn.Linear(WIDTH, HEADS * q), nn.Linear(WIDTH, HEADS * v)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, value = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.query, self.value))
+            return (
+                F.scaled_dot_product_attention(query.float(), query.float(), value, dropout_p=dropout)
+                if (autocast)
+                else F.scaled_dot_product_attention(query, query, value, dropout_p=dropout)
+            )
+
+    plan = make_plan(
+        Pair(),
+        torch.zeros(BATCH, LENGTH, WIDTH),
+        world_size=2,
+        config=Config(compile=False),
+        compute_dtype=dtype,
+        autocast_dtype=autocast,
+        step=lambda module, batch: module(batch).float().square().mean(),
+        optimizer=torch.optim.SGD,
+    )
+    return plan.stages[0].memory.activations
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+@pytest.mark.parametrize("v", [8, 32])
+def test_values_of_another_size(v: int, dtype: torch.dtype | None) -> None:
+    """No flash attention takes them."""
+    assert _loss(16, v, dtype, None, 0.1) > 0
+
+
+def test_autocast_casts_what_attention_takes() -> None:
+    with_dropout, without = (_loss(16, 16, None, torch.bfloat16, dropout) for dropout in (0.1, 0.0))
+    assert abs(with_dropout - without) < 0.05 * without
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_flops_are_of_all_heads(dropout: float) -> None:
     """Heads that share keys and values compute as much as others, in the forward and in the backward."""

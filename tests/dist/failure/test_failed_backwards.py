@@ -86,10 +86,39 @@ def _other(engine: Engine) -> None:
     engine.reduce_pending("the end")
 
 
+def _last(engine: Engine) -> None:
+    """Caught after an accumulation, whose last backward it was: as inside."""
+    with engine.accumulation():
+        _fine(engine, 0)
+    with contextlib.suppress(ValueError):
+        _failing(engine, 2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="an accumulation, or was its last"):
+            _fine(engine, 1)
+    engine.model.zero_grad()
+    _fine(engine, 1)
+
+
+def _frozen(engine: Engine) -> None:
+    """What waits of a frozen parameter can be read, and `zero_grad` drops it, though nothing else waits."""
+    weight = dict(engine.model.named_parameters())["0.weight"]
+    with engine.accumulation():
+        _fine(engine, 0)
+    weight.requires_grad_(False)
+    _fine(engine, 2)
+    weight.requires_grad_(True)
+    if weight.grad is None or engine.runtime.core.pending():
+        raise RuntimeError("nothing waits, or more than that")
+    engine.model.zero_grad()
+    if weight.grad is not None:
+        raise RuntimeError("it still waits")
+    _fine(engine, 1)
+
+
 SCENARIOS: dict[str, tuple[Any, ...]] = {
     "before nothing": (_before, "nothing"), "before a window": (_before, "window"),
     "before an accumulation": (_before, "accumulation"), "left": (_left,), "zeroed": (_zeroed,), "kept": (_kept,),
-    "other": (_other,),
+    "other": (_other,), "last": (_last,), "frozen": (_frozen,),
 }  # fmt: skip
 
 
