@@ -171,6 +171,7 @@ def test_models_without_data_that_cannot_be_sharded(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_peaks_are_predicted(
     examples: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
