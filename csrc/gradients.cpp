@@ -335,8 +335,7 @@ void Gradients::drop_all() {
 }
 
 bool Gradients::any_waits() const {
-  return std::any_of(gradients_.begin(), gradients_.end(),
-                     [](const Gradient& g) { return g.grad.defined() || g.early.defined(); });
+  return std::any_of(gradients_.begin(), gradients_.end(), [](const Gradient& g) { return g.waits(); });
 }
 
 // Names of parameters whose gradient waits although they take none now.

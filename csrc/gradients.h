@@ -1,9 +1,10 @@
 // What a backward of this rank produces, until it is reduced; and the reduced rows, until an optimizer takes them.
 //
 // `Gradients` owns, for each parameter: the full gradient, which is added to (`grad`), its rows that a window or an
-// accumulation has reduced early (`early`), the reduced rows that nobody has read yet (`unread`), and how many gradients are still to
-// come. For each unit it owns the event after which all of its gradients are there. It knows whether gradients wait for
-// the end of a window or an accumulation (`deferred_`, `pending_`), and in which dtype they are summed until then.
+// accumulation has reduced early (`early`), the reduced rows that nobody has read yet (`unread`), and how many
+// gradients are still to come. For each unit it owns the event after which all of its gradients are there. It knows
+// whether gradients wait for the end of a window or an accumulation (`deferred_`, `pending_`), and in which dtype they
+// are summed until then.
 //
 // Lock: whoever calls holds the runtime's mutex. Only a `Count` is shared with objects that do not lock.
 //
@@ -49,6 +50,8 @@ struct Gradient {
   // The master's `grad` as it was bound, and its local part.
   WeakTensor bound_outer{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   WeakTensor bound_local{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+
+  bool waits() const { return grad.defined() || early.defined(); }  // for the end of a window or an accumulation
 };
 
 // Reduced rows that are to be bound to their master: (parameter, [<=rows, ...]). They are undefined if they were added
@@ -130,7 +133,6 @@ class Gradients {
   void zero(const Parameter& p);
   void drop_all();
   bool any_waits() const;
-  bool waits(const Parameter& p) const { return of(p).grad.defined() || of(p).early.defined(); }
   std::vector<std::string> frozen() const;
   int64_t waiting_bytes() const;
   int64_t from_graphs() const { return from_graphs_; }

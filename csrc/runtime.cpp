@@ -562,7 +562,7 @@ bool Runtime::may_have_gradient(int64_t index) const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (registry_.is_shut_down() || questions_.asking() || backward_.running() || gradients_.pending()) return true;
   const auto& p = registry_.parameter(index);
-  return gradients_.of(p).unread.defined() || gradients_.waits(p) || p.master.grad().defined();
+  return gradients_.of(p).unread.defined() || gradients_.of(p).waits() || p.master.grad().defined();
 }
 
 void Runtime::drop_gradient(int64_t index) {

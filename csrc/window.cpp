@@ -90,7 +90,7 @@ std::pair<Tensor, Unbound> Window::unbound_gradient(int64_t index, bool waiting)
   }
   // Of a backward that failed: so that `zero_grad` finds it.
   const bool between_backwards = !backward_.running() || backward_.failed();
-  if (!waiting || !(gradients_.pending() || gradients_.waits(p)) || !between_backwards) return {};
+  if (!waiting || !gradients_.of(p).waits() || !between_backwards) return {};
   if (gradients_.of(p).early.defined()) {
     reductions_.await_all();
     return {gradients_.lend_early(p), Unbound::Early};
@@ -105,7 +105,7 @@ void Window::drop_gradient(int64_t index) {
   const auto& p = registry_.parameter(index);
   gradients_.drop_unread(p);
   const bool incomplete = backward_.failed() && phase() != Phase::Backward;
-  if (!incomplete && (!(gradients_.pending() || gradients_.waits(p)) || backward_.running())) return;
+  if (!incomplete && (!gradients_.of(p).waits() || backward_.running())) return;
   gradients_.drop(p);
   if (!incomplete || gradients_.any_waits()) return;
   const bool pending = gradients_.pending();  // an accumulation goes on
@@ -117,7 +117,7 @@ void Window::drop_gradient(int64_t index) {
 void Window::drop_waiting(int64_t index) {
   if (registry_.is_shut_down() || backward_.running()) return;
   const auto& p = registry_.parameter(index);
-  if (!gradients_.pending() && !gradients_.waits(p)) return;
+  if (!gradients_.of(p).waits()) return;
   reductions_.await_all();
   gradients_.zero(p);
 }
