@@ -39,13 +39,29 @@ class UnknownNumbers(RuntimeError):
     """A step reads numbers that only data has."""
 
 
-class KnownNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+class Pausable(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """A dispatch mode that can be told to do nothing of its own for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, it does nothing of its own."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
+class KnownNumbers(Pausable):
     """Computes what [Note: known numbers] says; to be entered inside ``mode``."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        super().__init__()
         self._mode = mode
-        self._paused = False
         self._reads = _Reads(self)
         self._own: Any = WeakIdKeyDictionary()  # storages that may be written to
         self._unknown: Any = WeakIdKeyDictionary()  # storages with data that does not count any more
@@ -58,15 +74,6 @@ class KnownNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-i
     def __exit__(self, *error: Any) -> None:
         self._reads.__exit__(*error)  # type: ignore[no-untyped-call, unused-ignore]
         super().__exit__(*error)  # type: ignore[no-untyped-call, unused-ignore]
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is computed."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def take(self, tensor: Tensor) -> Tensor:
         """Lets the step write to this tensor; returns it."""
@@ -101,9 +108,7 @@ class KnownNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-i
         try:
             with unset_fake_temporarily():
                 computed = func(*args, **kwargs)
-        except (
-            Exception
-        ):  # of numbers that only stand for others, such as the zeros of a batch that has the right sizes
+        except Exception:  # a batch may have the right sizes alone: its zeros are in no table
             return self._without_data(func, args, kwargs)
         made = func is torch.ops.aten.lift_fresh.default  # of a constant that has just been made
         given = [] if made else [tensor.untyped_storage() for tensor in tensors]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zerocompile.config import Config
+from lightning_zerocompile.config import Config, Policy
 from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.memory import Memory, Schedule, Traffic, UnitBytes, simulate, unit_bytes
 from lightning_zerocompile.plan.optimizers import optimizer_bytes
@@ -217,26 +217,19 @@ def make_plan(
     kept = frozenset(unit.name for unit in units if unit.kept)
     made = []
     for stage in stages:
-        defers = accumulate > 1 and (stage == 1 or config.defer_grad_sync)
-        away = config.offload_budget if config.offload else None
-        in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
-        on_cpu = config.offload_update == "cpu"
-        schedule = Schedule(
+        schedule = schedule_of(
+            config,
             stage,
             kept,
-            config.prefetch,
-            machine.gloo,
-            accumulates=defers,
-            adds=accumulate > 1 and not defers,
-            offload_budget=away,
-            in_backward=in_backward,
-            on_cpu=on_cpu,
+            accumulate,
+            gloo=machine.gloo,
             inner=ranks.inner,
             flat=flat,
             levels=hosts_of_two_levels(machine, ranks) if flat else None,
         )
+        defers = schedule.accumulates
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
-        if away is not None and machine.memory is not None and memory.peak > machine.memory:
+        if schedule.offload_budget is not None and machine.memory is not None and memory.peak > machine.memory:
             schedule = dataclasses.replace(schedule, early=False)
             memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         traffic = accumulated(traffic, memory.resident, accumulate, defers)
@@ -268,6 +261,41 @@ def make_plan(
         tuple(made),
         machine,
         tuple(notes),
+    )
+
+
+def schedule_of(
+    config: Config,
+    stage: int,
+    kept: frozenset[str],
+    accumulate: int,
+    *,
+    gloo: bool,
+    inner: int | None,
+    flat: bool,
+    levels: int | None,
+) -> Schedule:
+    """How a stage runs with these options.
+
+    Args:
+        config: the strategy's options; its stage does not count.
+        accumulate: backwards for each step of the optimizer.
+        stage, kept, gloo, inner, flat, levels: as in :class:`~lightning_zerocompile.plan.memory.Schedule`.
+    """
+    defers = accumulate > 1 and (Policy.of_stage(stage).accumulates_locally or config.defer_grad_sync)
+    return Schedule(
+        stage,
+        kept,
+        config.prefetch,
+        gloo,
+        accumulates=defers,
+        adds=accumulate > 1 and not defers,
+        offload_budget=config.offload_budget if config.offload else None,
+        in_backward=config.optimizer_in_backward and (accumulate == 1 or defers),
+        on_cpu=config.offload_update == "cpu",
+        inner=inner,
+        flat=flat,
+        levels=levels,
     )
 
 

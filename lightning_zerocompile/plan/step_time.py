@@ -211,12 +211,10 @@ def _own_kernels(
     update is not in them."""
     if machine.gloo or machine.memory_bandwidth is None:
         return 0.0, 0.0
-    placed = (
-        2 * (traffic.forward - memory.resident) // ranks.shards,
-        2 * traffic.backward // (ranks.inner or ranks.shards),
-    )
-    summed = traffic.reductions + reductions * sum(unit.reduced for unit in units)
-    return placed[0] / machine.memory_bandwidth, (placed[1] + summed) / machine.memory_bandwidth
+    forward = 2 * (traffic.forward - memory.resident) // ranks.shards
+    backward = 2 * traffic.backward // (ranks.inner or ranks.shards)
+    backward += traffic.reductions + reductions * sum(unit.reduced for unit in units)
+    return forward / machine.memory_bandwidth, backward / machine.memory_bandwidth
 
 
 @dataclass(frozen=True)

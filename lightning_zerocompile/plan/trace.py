@@ -31,7 +31,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
@@ -39,7 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zerocompile.compile.backend import boxed
 from lightning_zerocompile.plan.attention import AttentionOfDevices, to_count
-from lightning_zerocompile.plan.known_numbers import KnownNumbers, is_knowable
+from lightning_zerocompile.plan.known_numbers import KnownNumbers, Pausable, is_knowable
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, put_islands
 from lightning_zerocompile.sharding.plan import signature
 
@@ -100,18 +99,19 @@ _SAME_FLOPS = {  # attention of CPUs, which torch's registry of FLOPs does not h
 }
 
 
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+class Live(Pausable):  # type: ignore[no-untyped-call, unused-ignore]
     """Counts the bytes of storages that operators make while it is active, until they are freed, and the FLOPs.
+
+    What is made while it is paused does not count.
 
     Args:
         known: tensors whose storages do not count.
     """
 
     def __init__(self, known: Sequence[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        super().__init__()
         self.now = self.most = self.flops = 0
         self._known: Any = WeakIdKeyDictionary()
-        self._paused = False
         for tensor in known:
             self._known[tensor.untyped_storage()] = True
 
@@ -119,15 +119,6 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         """The most since it was asked for last."""
         most, self.most = self.most, self.now
         return most
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What is made inside does not count."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -486,8 +477,12 @@ class _Recorder:
             decompositions=self._decompositions,
         )
         # its first call makes it
-        quiet = self.live.paused(), self._known.paused(), _no_saved_tensor_hooks()
-        with quiet[0], quiet[1], quiet[2], functorch.patch(self._settings):  # type: ignore[no-untyped-call, unused-ignore]
+        with (
+            self.live.paused(),
+            self._known.paused(),
+            _no_saved_tensor_hooks(),
+            functorch.patch(self._settings),  # type: ignore[no-untyped-call, unused-ignore]
+        ):
             graph(*inputs)
         return graph
 

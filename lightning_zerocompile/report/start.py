@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.optim.supported import steps_by_unit
-from lightning_zerocompile.plan.memory import Facts, Memory, Schedule, Traffic, UnitBytes, bytes_of_units, simulate
+from lightning_zerocompile.plan.memory import Facts, Memory, Traffic, UnitBytes, bytes_of_units, simulate
 from lightning_zerocompile.plan.optimizers import OptimizerBytes, bytes_of
-from lightning_zerocompile.plan.plan import accumulated, in_units
+from lightning_zerocompile.plan.plan import accumulated, in_units, schedule_of
 from lightning_zerocompile.plan.trace import PlanError, fake_mode
 
 
@@ -63,27 +63,19 @@ def costs_of(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int = 
             states = OptimizerBytes(states.states + found.states, temporary, (*states.names, *found.names))
         except PlanError:
             unknown.append(type(optimizer).__name__)
-    kept_units = frozenset(unit.name for unit in engine.units if unit.kept)
-    defers = accumulate > 1 and (runtime.policy.accumulates_locally or config.defer_grad_sync)
-    gloo = runtime.device.type == "cpu"
-    away = config.offload_budget if config.offload else None
-    in_backward = config.optimizer_in_backward and (accumulate == 1 or defers)
-    schedule = Schedule(
+    schedule = schedule_of(
+        config,
         config.chosen_stage,
-        kept_units,
-        config.prefetch,
-        gloo,
-        accumulates=defers,
-        adds=accumulate > 1 and not defers,
-        offload_budget=away,
-        in_backward=in_backward,
-        on_cpu=config.offload_update == "cpu",
+        frozenset(unit.name for unit in engine.units if unit.kept),
+        accumulate,
+        gloo=runtime.device.type == "cpu",
         inner=runtime.inner,
         flat=runtime.packs,
         levels=runtime.levels,
     )
     memory, traffic = simulate(engine.units, units, states, None, schedule, _buffers(engine))
-    return Costs(tuple(units), memory, accumulated(traffic, memory.resident, accumulate, defers), tuple(unknown))
+    traffic = accumulated(traffic, memory.resident, accumulate, schedule.accumulates)
+    return Costs(tuple(units), memory, traffic, tuple(unknown))
 
 
 def _buffers(engine: Engine) -> int:
