@@ -222,28 +222,14 @@ def bandwidth(device: torch.device, repeats: int = 10) -> float:
     return whole.nbytes * (world - 1) / world / statistics.median(clock.seconds())
 
 
-def link(device: torch.device, repeats: int = 20, size: int = 2**28) -> float:
+def link(device: torch.device) -> float:
     """Bytes per second between pinned host memory and a GPU, in both directions at once, while all ranks copy so; of
     the rank that has least."""
-    down, up = (torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    streams = [torch.cuda.Stream(device, priority=priority) for priority in (0, -1)]
-    clock, here = Clock(device), torch.cuda.current_stream(device)
-    synchronize(device)
+    from lightning_zerocompile.plan.timing import link_rate
+
     dist.barrier()
-    for number in range(2):  # the first time warms up
-        if number:
-            clock.mark()
-        for stream, to, of in zip(streams, (down, target), (source, up), strict=True):
-            stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                for _ in range(repeats):
-                    to.copy_(of, non_blocking=True)
-        for stream in streams:
-            here.wait_stream(stream)
-    clock.mark()
     speeds: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(speeds, 2 * repeats * size / clock.seconds()[0])
+    dist.all_gather_object(speeds, link_rate(device))
     return min(speeds)
 
 

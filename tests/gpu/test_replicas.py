@@ -22,8 +22,6 @@ from tests.support.parity import AOT, EAGER
 
 pytestmark = pytest.mark.gpu
 SUM, SCATTER = "nccl:all_reduce", "nccl:reduce_scatter_tensor_coalesced"
-
-
 _NO_DIMENSIONS = sum(parameter.dim() == 0 for parameter in models.ByteModel().parameters())
 
 
@@ -161,7 +159,6 @@ def _drops(engine: Engine, model: Any, optimizer: torch.optim.Optimizer) -> None
     _backward(engine, lambda: _loss(model, 0, branch=True), last=False)
     optimizer.zero_grad()
     _backward(engine, lambda: _loss(model, 1), last=False)
-    model.model.requires_grad_(True)
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()

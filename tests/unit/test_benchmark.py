@@ -160,9 +160,11 @@ def test_what_is_measured_in_one_process(examples: Any) -> None:
         (["--lora=4", "--systems", "stage_3", "limit", "ddp"], "--lora does not work with limit, ddp; choose from"),
         (["--meta", "--systems", "stage_3_trainer"], "--meta does not work with stage_3_trainer; choose from"),
         (["--meta", "--systems", "fsdp2", "--model=byte-lm"], "--meta does not work with --model byte-lm"),
+        (["--hosts=2", "--gpus=3"], "the 3 ranks cannot be split"),
+        (["--systems", "limit", "stage_1_hybrid"], "need --hosts of 2 or more"),
     ],
 )
-def test_models_without_data_that_cannot_be_sharded(
+def test_what_cannot_be_run(
     examples: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], text: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "--device=cpu", *options])
@@ -188,22 +190,6 @@ def test_peaks_are_predicted(
     assert list(whole) == [(1, 32), (1, 64), (2, 32), (2, 64)] and 0 < whole[1, 32] < whole[1, 64]
     assert 0 < adapters[1, 64] < whole[1, 64]
     assert peaks("fsdp2") == peaks("stage_3_trainer") == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--hosts=2", "--gpus=3"], "the 3 ranks cannot be split"),
-        (["--systems", "limit", "stage_1_hybrid"], "need --hosts of 2 or more"),
-    ],
-)
-def test_hosts_that_cannot_be_played(
-    examples: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], text: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--device=cpu", *options])
-    with pytest.raises(SystemExit):
-        examples("benchmark").parse()
-    assert text in capsys.readouterr().err
 
 
 def test_ratio_to_the_limit_of_the_same_cell(examples: Any) -> None:

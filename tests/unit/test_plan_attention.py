@@ -40,18 +40,22 @@ class Block(nn.Module):
         return x + y.transpose(1, 2).flatten(2)
 
 
-def _plan(dropout: float = 0.1, mask: str = "none", scope: Any = "blocks", gloo: bool = False, shared: int = 1) -> Plan:
-    module = nn.Sequential(*(Block(dropout, mask, shared) for _ in range(3)))
+def _plan_of(module: nn.Module, scope: Any, gloo: bool = False, **dtypes: torch.dtype | None) -> Plan:
     return make_plan(
         module,
         torch.zeros(BATCH, LENGTH, WIDTH),
         world_size=2,
         config=Config(compile=scope),
         machine=Machine(gloo=gloo),
-        compute_dtype=torch.bfloat16,
         step=lambda module, batch: module(batch).float().square().mean(),
         optimizer=torch.optim.SGD,
+        **dtypes,  # type: ignore[arg-type]
     )
+
+
+def _plan(dropout: float = 0.1, mask: str = "none", scope: Any = "blocks", gloo: bool = False, shared: int = 1) -> Plan:
+    module = nn.Sequential(*(Block(dropout, mask, shared) for _ in range(3)))
+    return _plan_of(module, scope, gloo, compute_dtype=torch.bfloat16)
 
 
 def _kept(**options: Any) -> int:
@@ -94,22 +98,11 @@ def _loss(q: int, v: int, dtype: torch.dtype | None, autocast: torch.dtype | Non
 
         def forward(self, x: Tensor) -> Tensor:
             query, value = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.query, self.value))
-            return (
-                F.scaled_dot_product_attention(query.float(), query.float(), value, dropout_p=dropout)
-                if (autocast)
-                else F.scaled_dot_product_attention(query, query, value, dropout_p=dropout)
-            )
+            if autocast is not None:
+                query = query.float()  # as rotary positions leave them
+            return F.scaled_dot_product_attention(query, query, value, dropout_p=dropout)
 
-    plan = make_plan(
-        Pair(),
-        torch.zeros(BATCH, LENGTH, WIDTH),
-        world_size=2,
-        config=Config(compile=False),
-        compute_dtype=dtype,
-        autocast_dtype=autocast,
-        step=lambda module, batch: module(batch).float().square().mean(),
-        optimizer=torch.optim.SGD,
-    )
+    plan = _plan_of(Pair(), False, compute_dtype=dtype, autocast_dtype=autocast)
     return plan.stages[0].memory.activations
 
 
