@@ -52,7 +52,11 @@ void Gradients::begin_backward(int64_t task) {
   begun_.reset();  // what waits for the end of a window is older than its last backward
   if (!deferred_ && !registry_.device().is_cpu()) begun_ = mark(registry_.device());
   for (auto& unit : units_) unit = {};
-  for (auto& g : gradients_) g.contributed_now = false;
+  for (const auto& p : registry_.parameters()) {
+    auto& g = state(p);
+    g.contributed_now = false;
+    g.trained = trains(p);
+  }
 }
 
 // A forward graph uses these parameters, so its backward graph will hand their gradients over.
@@ -158,6 +162,10 @@ Ready Gradients::mark_ready(const Indices& indices) {
 
 // ---- their reduction ----
 
+// [Note: frozen in an accumulation] What a parameter's gradient has when the parameter is frozen stays its gradient in
+// torch, and a step uses it. So it is reduced with the others: a parameter counts as trained from the beginning of a
+// backward that trains it to the next reduction. All ranks freeze the same parameters, so they reduce the same ones.
+
 // [Note: nested contributions] What a nested backward (a reentrant checkpoint) hands over was read under no_grad in the
 // forward, so nobody knows how much of it is still to come: such a unit waits for the end of the outermost backward.
 // Started earlier, it would be reduced a second time, and how often would differ between ranks.
@@ -188,7 +196,7 @@ Tensor Gradients::give_away(const Parameter& p) {
   return std::exchange(state(p).grad, {});
 }
 
-// The unit's gradients were given away; one that is frozen now waits until it is not.
+// The unit's gradients were given away.
 void Gradients::reduced(const Unit& unit) {
   for (auto i : unit.parameters) gradients_[i].contributed = gradients_[i].grad.defined();
 }
@@ -198,8 +206,10 @@ void Gradients::reduced_all(bool partial) {
   several_producers_ = false;
   producer_.reset();
   pending_ = partial;
-  if (!partial) early_is_lent_ = false;
   for (const auto& unit : registry_.units()) reduced(unit);
+  if (partial) return;
+  early_is_lent_ = false;
+  for (auto& g : gradients_) g.trained = false;
 }
 
 void Gradients::keep_early(const Parameter& p, Tensor rows, at::ScalarType bound_dtype) {
@@ -233,10 +243,9 @@ Tensor Gradients::existing(const Parameter& p, bool early) const {
   return Tensor(std::move(bound_local));
 }
 
-// What was reduced is the gradient now. What was reduced early is, too; with replicas it is in `reduced`, or waits for a
-// parameter that is frozen now. A parameter that has a gradient on no rank (`used`, by parameter) keeps None. The
-// callback hears of the parameters whose `grad` is somebody else's, with what is to be added to it, and of those with
-// hooks.
+// What was reduced is the gradient now. What was reduced early is, too; with replicas it is in `reduced`. A parameter
+// that has a gradient on no rank (`used`, by parameter) keeps None. The callback hears of the parameters whose `grad`
+// is somebody else's, with what is to be added to it, and of those with hooks.
 void Gradients::bind(std::vector<ReducedGrad> reduced, const std::vector<char>& used) {
   at::NoGradGuard no_grad;
   std::vector<ReducedGrad> heard;
@@ -331,20 +340,12 @@ void Gradients::drop_all() {
   for (const auto& p : registry_.parameters()) {
     drop(p);
     state(p).graph_outstanding = 0;
+    state(p).trained = false;
   }
 }
 
 bool Gradients::any_waits() const {
   return std::any_of(gradients_.begin(), gradients_.end(), [](const Gradient& g) { return g.waits(); });
-}
-
-// Names of parameters whose gradient waits although they take none now.
-std::vector<std::string> Gradients::frozen() const {
-  std::vector<std::string> names;
-  for (const auto& p : registry_.parameters()) {
-    if ((of(p).grad.defined() || has_part(p)) && !p.master.requires_grad()) names.push_back(p.name);
-  }
-  return names;
 }
 
 int64_t Gradients::waiting_bytes() const {

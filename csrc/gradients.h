@@ -42,6 +42,7 @@ struct Gradient {
   bool grad_owned = false;                // made here: it may be added to in place
   bool contributed = false;               // since the last reduction
   bool contributed_now = false;           // in the backward that runs
+  bool trained = false;                   // at the beginning of a backward since the last reduction
   Tensor early;  // [<=rows, ...]: reduced early, see [Note: bounded windows] and [Note: partial reductions]
   at::ScalarType early_dtype = at::kFloat;  // what it becomes when it is bound
   Count eager_outstanding = std::make_shared<std::atomic<int64_t>>(0);  // reads whose gradient is still to come
@@ -101,7 +102,9 @@ class Gradients {
   // their reduction
   const Gradient& of(const Parameter& p) const { return gradients_[p.index]; }
   bool complete(const Unit& unit) const;
-  bool reducible(const Parameter& p) const { return of(p).grad.defined() && p.master.requires_grad(); }
+  // See [Note: frozen in an accumulation].
+  bool trains(const Parameter& p) const { return p.master.requires_grad() || of(p).trained; }
+  bool reducible(const Parameter& p) const { return of(p).grad.defined() && trains(p); }
   at::ScalarType dtype(const Parameter& p) const { return p.cast_grad ? p.grad_dtype : of(p).raw_dtype; }
   void agree_on_dtype(const Parameter& p, at::ScalarType dtype) { state(p).raw_dtype = dtype; }
   void follow_producers();
@@ -133,7 +136,6 @@ class Gradients {
   void zero(const Parameter& p);
   void drop_all();
   bool any_waits() const;
-  std::vector<std::string> frozen() const;
   int64_t waiting_bytes() const;
   int64_t from_graphs() const { return from_graphs_; }
 

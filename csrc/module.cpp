@@ -167,7 +167,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("pending", &Runtime::pending, Release())
       .def("publish_order", changes("publish_order", &Runtime::publish_order), Release())
       .def("check_backward_ended", &Runtime::check_backward_ended, Release())
-      .def("frozen_gradients", &Runtime::frozen_gradients, Release())
       .def("drop_gradient", changes("drop_gradient", &Runtime::drop_gradient), Release())
       .def("drop_waiting", changes("drop_waiting", &Runtime::drop_waiting), Release())
       .def("unbound_gradient",

@@ -129,7 +129,7 @@ Reductions::Units Reductions::unit_order() const {
 
 bool Reductions::trainable(const Unit& unit) const {
   return std::any_of(unit.parameters.begin(), unit.parameters.end(),
-                     [&](int64_t i) { return record(i).master.requires_grad(); });
+                     [&](int64_t i) { return gradients_.trains(record(i)); });
 }
 
 void Reductions::begin_backward() {
@@ -246,7 +246,7 @@ void Reductions::launch(const Units& units, const Ready& latest, bool early) {
     const auto& unit = registry_.units()[index];
     for (auto i : unit.parameters) {
       const auto& p = record(i);
-      if (!p.master.requires_grad()) continue;
+      if (!gradients_.trains(p)) continue;
       if (p.replicated) replicated.push_back(i);
       else groups[{communicated_dtype(p), kept_dtype(p, early)}].push_back(i);
     }
@@ -443,7 +443,7 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
     const auto& p = record(i);
     const bool contributed = gradients_.of(p).contributed || gradients_.has_part(p);
     if (contributed) used[i] = p.cast_grad ? kUsed : letter_of(p, gradients_.dtype(p));
-    asks = asks || (p.master.requires_grad() && !(contributed && p.cast_grad));
+    asks = asks || (gradients_.trains(p) && !(contributed && p.cast_grad));
   }
   const bool alone = registry_.all_ranks() == 1 || questions_.unite == nullptr;
   if (!alone) questions_.unite(exchanges_, used, /*asks=*/false);
@@ -488,7 +488,7 @@ void Reductions::launch_contributed(const std::vector<Units>& runs, bool partial
       const bool any = std::any_of(unit.parameters.begin(), unit.parameters.end(),
                                    [&](int64_t i) { return gradients_.reducible(record(i)); });
       const bool agreed = std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
-        return record(i).cast_grad || !record(i).master.requires_grad();
+        return record(i).cast_grad || !gradients_.trains(record(i));
       });
       if (!any || !agreed) return;
       units.push_back(index);
@@ -503,8 +503,8 @@ void Reductions::launch_contributed(const std::vector<Units>& runs, bool partial
 // hosts, is sent once in a step. Rows that a bounded window reduces early wait in the same way for its end. Source:
 // FSDP2's `set_requires_all_reduce`. On the CPU a reduction is of all ranks anyway ([Note: replicas]), and nothing is
 // partial. A parameter that only an earlier backward has used counts as used ([Note: used flags]), so the sum over
-// replicas is never left out. One that is frozen meanwhile keeps its rows until it is trained again, as its full
-// gradient would wait.
+// replicas is never left out. One that is frozen meanwhile is summed, too: see
+// [Note: frozen in an accumulation].
 
 // Reduces what any rank has, and binds the result, unless it is `partial`. `merged`: see [Note: merged reductions].
 void Reductions::reduce_everything(bool partial, bool merged) {
@@ -520,7 +520,7 @@ void Reductions::reduce_everything(bool partial, bool merged) {
       bool wanted = false, late = false;
       for (auto i : unit.parameters) {
         const auto& p = record(i);
-        wanted = wanted || (p.master.requires_grad() && used[i]);
+        wanted = wanted || (gradients_.trains(p) && used[i]);
         late = late || gradients_.reducible(p);
       }
       if (wanted && (!launched_[index] || late)) units.push_back(index);

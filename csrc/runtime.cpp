@@ -575,11 +575,6 @@ void Runtime::drop_waiting(int64_t index) {
   window_.drop_waiting(index);
 }
 
-std::vector<std::string> Runtime::frozen_gradients() const {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return gradients_.frozen();
-}
-
 int64_t Runtime::deferred_bytes() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   return gradients_.waiting_bytes();

@@ -152,7 +152,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop_failed_backward();
   void drop_gradient(int64_t parameter);
   void drop_waiting(int64_t parameter);
-  std::vector<std::string> frozen_gradients() const;
   int64_t deferred_bytes() const;
   std::pair<Tensor, Unbound> unbound_gradient(int64_t parameter, bool waiting);
   bool may_have_gradient(int64_t parameter) const;

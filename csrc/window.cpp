@@ -46,7 +46,7 @@ void Window::reduce_largest() {
     int64_t bytes = 0;
     for (auto i : registry_.units()[index].parameters) {
       const auto& p = registry_.parameters()[i];
-      if (!used[i] || !p.master.requires_grad()) continue;
+      if (!used[i] || !gradients_.trains(p)) continue;
       const auto dtype = gradients_.sum_dtype().value_or(p.cast_grad ? p.grad_dtype : p.dtype);
       bytes += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(dtype));
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -393,21 +393,15 @@ class OptimizerSteps:
         step_state = self._runtime.step_state
         before = step_state.in_step, self._by_unit
         step_state.in_step, self._by_unit = False, False
-        if self.in_backward is not None and through_lightning:
-            self.in_backward.check(optimizer)
-        elif self.in_backward is not None:
-            self._end_backward(optimizer)
-            with as_plain_tensors():  # where user code has set a gradient, this step itself updates with it
-                self._by_unit &= all(bound_gradient(parameter) is None for parameter in masters_of(optimizer))
-        self._running.append(optimizer)
         try:
-            yield
-            by_unit = self._by_unit
-        except BaseException:
-            self.count += 0.5 * self._by_unit
-            raise
+            if self.in_backward is not None and through_lightning:
+                self.in_backward.check(optimizer)
+            elif self.in_backward is not None:
+                self._end_backward(optimizer)
+                with as_plain_tensors():  # where user code has set a gradient, this step itself updates with it
+                    self._by_unit &= all(bound_gradient(parameter) is None for parameter in masters_of(optimizer))
+            by_unit = yield from self._running_step(optimizer)
         finally:
-            self._running.pop()
             step_state.in_step, self._by_unit = before
         self.count += 1
         if self.in_backward is not None:
@@ -419,6 +413,18 @@ class OptimizerSteps:
         masters = masters_of(optimizer)
         self._runtime.masters_changed(masters)
         self._release_gradients(masters)
+
+    def _running_step(self, optimizer: Optimizer) -> Generator[None, None, bool]:
+        """Yields once, while the step runs. Returns whether it has updated units."""
+        self._running.append(optimizer)
+        try:
+            yield
+        except BaseException:
+            self.count += 0.5 * self._by_unit
+            raise
+        finally:
+            self._running.pop()
+        return self._by_unit
 
     def _update_begins(self) -> None:
         self.update_begins()

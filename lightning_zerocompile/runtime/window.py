@@ -64,7 +64,6 @@ class Windows:
         self.meet_again()
         self._number += 1
         held = self._gathers_at_use and self._holds(gather, accumulate_dtype)
-        waiting = set(self._core.frozen_gradients())  # of an accumulation: it goes on when they are trained again
         self.is_open = True
         self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
         self._core.set_deferred(True)
@@ -78,7 +77,6 @@ class Windows:
                 self._core.hold()
             yield
             self._core.check_backward_ended()
-            self._check_trainable(set(self._core.frozen_gradients()) - waiting)
             raised = False
         except BaseException as error:
             self._core.drop_gradients()  # no collective: the other ranks may not come to theirs
@@ -184,14 +182,6 @@ class Windows:
             raise ValueError(f"`max_bytes={max_bytes!r}` must be a number of bytes, or None for no limit.")
         if accumulate_dtype not in (None, torch.float32):
             raise ValueError(f"`accumulate_dtype={accumulate_dtype!r}` is not supported; choose None or torch.float32.")
-
-    @staticmethod
-    def _check_trainable(frozen: set[str]) -> None:
-        if frozen:
-            raise RuntimeError(
-                f"Parameter `{min(frozen)}` was frozen inside `coalesce_grad_reduction` after a backward had given it "
-                "a gradient, which could not be reduced. Freeze it before the window or after it."
-            )
 
     def _agree(self, mine: dict[str, int | str]) -> None:
         """Raises if a rank is not at this window's end, or came to it in another way."""

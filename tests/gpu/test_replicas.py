@@ -167,7 +167,7 @@ def _drops(engine: Engine, model: Any, optimizer: torch.optim.Optimizer) -> None
 
 
 def _frozen_meanwhile(engine: Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """The gradient of what is frozen now waits until it is trained again."""
+    """The gradient of what is frozen now is reduced with the others."""
     _backward(engine, lambda: _loss(model, 0, branch=True), last=False)
     model.extra.weight.requires_grad_(False)
     master = dict(model.named_parameters())["extra.weight"]
@@ -175,7 +175,7 @@ def _frozen_meanwhile(engine: Engine, model: Any, optimizer: torch.optim.Optimiz
     _backward(engine, lambda: _loss(model, 1, branch=True), last=True)
     optimizer.step()
     optimizer.zero_grad()
-    assert torch.equal(master.to_local(), before)
+    assert not torch.equal(master.to_local(), before)
     model.extra.weight.requires_grad_(True)
     _backward(engine, lambda: _loss(model, 2, branch=True), last=True)
     optimizer.step()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests.support import engines, models
+from tests.support import engines, models, twins
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
 
@@ -195,3 +195,42 @@ def test_what_counts_is_the_forward(stage: int, options: dict[str, Any]) -> None
             assert weights[1].grad is not None
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _frozen_meanwhile(engine: Any, wait: str) -> None:
+    """The weight of the first layer is frozen after a backward whose gradients wait for a later one."""
+    weight = dict(engine.model.named_parameters())["0.weight"]
+    waits = engine.accumulation() if wait == "accumulation" else engine.windows.open("auto", None, None)
+    with waits, engine.training_step():
+        engines.backward(engine, twins.loss(engine.model, twins.mine(0)))
+        weight.requires_grad_(False)
+        engines.backward(engine, twins.loss(engine.model, twins.mine(1)))
+    if wait == "accumulation":
+        with engine.training_step():
+            engines.backward(engine, twins.loss(engine.model, twins.mine(2)))
+    weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("wait", ["accumulation", "window"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_frozen_after_a_backward(stage: int, wait: str) -> None:
+    """See [Note: frozen in an accumulation] in csrc/gradients.cpp: its gradient is that of one process."""
+    for options in (EAGER, AOT):
+        torch._dynamo.reset()
+        with twins.pair(stage, defer_grad_sync=True, **options) as (engine, twin, optimizer):
+            _frozen_meanwhile(engine, wait)
+            twins.gradients(twin, twins.on_all(0))
+            twin.get_parameter("0.weight").requires_grad_(False)
+            twins.gradients(twin, twins.on_all(*([1] if wait == "window" else [1, 2])))
+            assert twins.grad_deviation(engine, twin) <= 1e-6
+            twin.get_parameter("0.weight").requires_grad_(True)
+            optimizer.step()
+            torch.optim.SGD(twin.parameters(), lr=optimizer.param_groups[0]["lr"]).step()
+            assert twins.deviation(engine, twin) <= 1e-6
+            optimizer.zero_grad()
+            twin.zero_grad()
+            with engine.training_step():  # nothing has stayed
+                engines.backward(engine, twins.loss(engine.model, twins.mine(3)))
+            twins.gradients(twin, twins.on_all(3))
+            assert twins.grad_deviation(engine, twin) <= 1e-6

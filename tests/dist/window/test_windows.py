@@ -113,15 +113,6 @@ def test_what_is_reduced_early_is_summed_in_the_windows_dtype(dtype: torch.dtype
     assert values == [expected] * 2 and dtypes == [torch.bfloat16] * 2
 
 
-@on_ranks(2)
-def test_a_parameter_frozen_inside_a_window() -> None:
-    with twins.pair(1) as (engine, _, _), engine.training_step():
-        with pytest.raises(RuntimeError, match=r"`0\.weight` was frozen"), engine.windows.open("auto", None, None):
-            twins.loss(engine.model, twins.mine(0)).backward()
-            engine.model[0].weight.requires_grad_(False)
-        assert engine.runtime.core.deferred_bytes() == 0
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_a_window_inside_an_accumulation_is_an_error_at_every_stage(stage: int) -> None:
