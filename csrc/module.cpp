@@ -124,6 +124,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_summing_peers", changes("set_summing_peers", &Runtime::set_summing_peers), Release())
       .def("identity", &Runtime::identity, Release())
       .def("resident_value", &Runtime::resident_value, Release())
+      .def("parameter_of", &Runtime::parameter_of, Release())
       .def("read", [](const std::shared_ptr<Runtime>& self, int64_t parameter, const Tensor& handle,
                       bool requires_grad, std::optional<at::ScalarType> cast) {
              self->check_entry("read");

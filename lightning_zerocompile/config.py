@@ -142,6 +142,10 @@ class Config:
             are never saved, and random numbers are not drawn again. ``None``: torch's own setting.
         activation_checkpointing: ``"blocks"``: each repeated block saves its inputs only and runs again in the backward
             (``torch.utils.checkpoint``), which gathers its parameters no more often than without.
+        activation_offload: what each repeated block saves for its backward goes to host memory (pinned, with CUDA)
+            while the next one runs, and comes back before its backward; at most two blocks' activations stay on the
+            device. With ``activation_checkpointing="blocks"`` or a small ``activation_budget`` it is little enough for
+            the link to keep up. Tensors of less than 1 MiB stay.
         param_dtype: what floating-point parameters are gathered and computed in; ``None``: their own dtype (or the
             Trainer's precision). With ``torch.bfloat16`` and ``reduce_dtype`` these are FSDP2's numerics.
         cast_forward_inputs: with ``param_dtype``, whether floating-point tensors that are passed to the LightningModule
@@ -272,6 +276,7 @@ class Config:
         Literal["blocks", False],
         Check("is not understood; choose 'blocks' (each repeated block runs again in the backward) or False."),
     ] = False
+    activation_offload: Annotated[bool, _FLAG] = False
     param_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     cast_forward_inputs: Annotated[bool, _FLAG] = True
     fp32_modules: Annotated[
@@ -416,6 +421,14 @@ class Config:
             raise ValueError(
                 "`activation_checkpointing` needs blocks that run on their own; with compile='model' use "
                 "`activation_budget`."
+            )
+        if self.activation_offload and (self.compile == "model" or self.cuda_graphs):
+            name, why = ("compile='model'", "one graph saves all at its end")
+            if self.cuda_graphs:
+                name, why = f"mode={self.mode!r}" if self.mode else "CUDA graphs", "CUDA graphs keep it where it is"
+            raise ValueError(
+                "`activation_offload` takes what a block saves to host memory while the next one runs, and with "
+                f"{name} {why}; drop one of the two."
             )
         if self.backend != "inductor" and (self.mode is not None or self.options):
             raise ValueError(f"`mode` and `options` belong to Inductor; drop them with backend={self.backend!r}.")

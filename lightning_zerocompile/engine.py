@@ -130,6 +130,12 @@ class Engine:
                 "(siblings of one class with equal parameters). Call `torch.utils.checkpoint.checkpoint` in its "
                 "`forward` instead, or use `activation_budget`, which needs none."
             )
+        if config.activation_offload and not any(unit.block is not None for unit in units):
+            raise RuntimeError(
+                f"activation_offload: {type(model).__name__} has no repeated blocks (siblings of one class with equal "
+                "parameters), and what other modules save stays on the device. Drop the option, or use "
+                "`torch.autograd.graph.save_on_cpu` in its `forward`."
+            )
         groups = Groups.make(
             device, self._backend, config.timeout, rows, inner, nodes, config.hierarchical_collectives is not False
         )
@@ -431,6 +437,8 @@ class Engine:
             self.steps.backward_failed()
             raise
         self.runtime.core.finish_backward()
+        if self.runtime.activations is not None:
+            self.runtime.activations.settle()
         self.end_backward()
 
     def end_backward(self) -> None:

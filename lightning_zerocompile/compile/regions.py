@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zerocompile.compile.backend import Code, CompileStats, Graphs, _base
 from lightning_zerocompile.compile.progress import Progress
 from lightning_zerocompile.config import Config, Lifetime
+from lightning_zerocompile.runtime.activation_offload import ActivationOffload
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.autocast import forward_of
 from lightning_zerocompile.sharding.module_swap import PARAMETERS, REGION, Seen
@@ -25,6 +26,7 @@ from lightning_zerocompile.sharding.unsharded import unwatch
 
 if TYPE_CHECKING:
     from lightning_zerocompile.runtime.core import Runtime as Core
+    from lightning_zerocompile.runtime.core import Saved
 
 EAGER = (
     "`{}` ({}) is compiled, but a part of it runs eagerly: {}. Training is right, only slower. Equal modules are not "
@@ -90,8 +92,15 @@ class Region:
     ran_eagerly: Callable[[bool], None] = lambda hooked: None  # called if a compiled region ran eagerly, even in part
     step_state: StepState = field(default_factory=StepState)
     checkpointed: bool = False  # it saves its inputs only and runs again in the backward
+    offload: ActivationOffload[Saved] | None = None  # of what it saves
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.offload is None:
+            return self._saving(module, args, kwargs)
+        with self.offload.block():
+            return self._saving(module, args, kwargs)
+
+    def _saving(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.checkpointed and torch.is_grad_enabled():
             return checkpoint(partial(self._run, module, **kwargs), *args, use_reentrant=False)
         return self._run(module, *args, **kwargs)
@@ -180,6 +189,7 @@ class Regions:
         region.inside = list(module.modules())[1:]
         region.seen = Seen([inner for inner in module.modules() if PARAMETERS in inner.__dict__])
         region.checkpointed = bool(units) and bool(self._config.activation_checkpointing)
+        region.offload = self._runtime.activations if units else None
         region.regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
         if compiled:
             self.compiled += 1

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 from lightning_zerocompile.ranks.turns import END, Turns
 from lightning_zerocompile.ranks.turns import STREAM as GATES
 from lightning_zerocompile.runtime import build, ops
+from lightning_zerocompile.runtime.activation_offload import ActivationOffload, Pack
 from lightning_zerocompile.runtime.peer_memory import (
     BARRIER_GRACE,
     DeviceBarriers,
@@ -47,6 +49,9 @@ from lightning_zerocompile.sharding.meta_init import Places
 from lightning_zerocompile.sharding.module_swap import ISLAND, PARAMETERS, ClassCache, Kept, install, kept_with
 from lightning_zerocompile.sharding.parameter import ShardedParameter, StepState
 from lightning_zerocompile.sharding.plan import UnitPlan
+
+if TYPE_CHECKING:
+    from lightning_zerocompile.runtime.core import Saved
 
 _PAUSE = 1e-3  # seconds between two looks at a device
 
@@ -74,6 +79,8 @@ class Stats:
             optimizers counts for each.
         offload_bytes: masters and optimizer states that are kept in host memory now; ``offload_in_bytes`` and
             ``offload_out_bytes`` were copied from there to the device, and back.
+        activations_out_bytes: activations that were copied to host memory (``activation_offload``), and
+            ``activations_in_bytes`` back to the device.
     """
 
     gathers: int
@@ -99,6 +106,8 @@ class Stats:
     offload_bytes: int
     offload_in_bytes: int
     offload_out_bytes: int
+    activations_out_bytes: int
+    activations_in_bytes: int
 
 
 @dataclass
@@ -175,6 +184,11 @@ class Runtime:
         self.sharded_parameters: list[ShardedParameter] = []
         self.step_state = StepState()
         self.host_traffic = HostTraffic()
+        self.activations: ActivationOffload[Saved] | None = None
+        if config.activation_offload:
+            of_parameters = self.core.parameter_of
+            pack, unpack = self.core.pack, self.core.unpack
+            self.activations = ActivationOffload(device, lambda value: of_parameters(value) >= 0, pack, unpack)
         self.updated_in_backward = 0  # updates of units
         self.updated_in_one_pass = 0  # the same
         self.unit_of: dict[str, int] = {}  # block name -> unit
@@ -523,16 +537,17 @@ class Runtime:
     @contextlib.contextmanager
     def ordinary_saving(self) -> Iterator[None]:
         """Inside :meth:`forward`: autograd saves tensors as they are again; torch.func transforms ask for that."""
-        hooks = torch._C._autograd
-        top = hooks._top_saved_tensors_default_hooks(False)
-        if top is None or top[0] != self.core.pack:
-            yield
-            return
-        hooks._pop_saved_tensors_default_hooks()
+        hooks, ours = torch._C._autograd, []
+        while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:
+            if top[0] != self.core.pack and not isinstance(top[0], Pack):
+                break
+            ours.append(top)
+            hooks._pop_saved_tensors_default_hooks()
         try:
             yield
         finally:
-            hooks._push_saved_tensors_default_hooks(*top)
+            for top in reversed(ours):
+                hooks._push_saved_tensors_default_hooks(*top)
 
     def units_in_order(self) -> list[tuple[int, list[nn.Parameter]]]:
         """Each unit's masters, in the order in which a forward uses the units."""
@@ -565,11 +580,15 @@ class Runtime:
             offload_bytes=host.held,
             offload_in_bytes=host.copied_in,
             offload_out_bytes=host.copied_out,
+            activations_out_bytes=0 if self.activations is None else self.activations.bytes_out,
+            activations_in_bytes=0 if self.activations is None else self.activations.bytes_in,
         )
 
     def shutdown(self) -> None:
         """Drops every reference to the process groups, before they are destroyed. Waits for work that is in flight."""
         self.reads.close()
+        if self.activations is not None:
+            self.activations.close()
         with contextlib.closing(self.messages):
             self.core.shutdown(wait=True)
 
