@@ -36,8 +36,8 @@ class Memory:
         masters: shards on the device, in the dtype that the optimizer updates; with ``offload``, what stays of them and
             the copies that gathers read.
         states: of optimizers, on the device.
-        host: masters and states in host memory.
-        copied: between host memory and device in one step, in both directions together.
+        host: masters, states and activations in host memory.
+        copied: of masters and states, between host memory and device in one step, in both directions together.
         resident: full parameters that stay gathered from one step to the next.
         buffers, batch: of the module, and of the batch.
         activations: that the forward keeps for the backward.
@@ -334,7 +334,7 @@ def simulate(
         + max(to_step, staging)
         + optimizer.temporary
         + _OFFLOAD_BUFFERS * away.largest,
-        host=away.masters + away.states,
+        host=away.masters + away.states + (trace.offloaded if trace is not None else 0),
         copied=away.copied,
         secondary=run.secondary,
     )

@@ -182,6 +182,7 @@ def make_plan(
             compiled,
             step or training_step,
             bool(config.activation_checkpointing),
+            config.activation_offload,
             config.activation_budget,
             islands,
             machine.gloo,
@@ -200,6 +201,10 @@ def make_plan(
         notes.append("What the CPU needs for the optimizer's update is not in the seconds of a step.")
     if config.offload and machine.link is None:
         notes.append("The time in which offloaded masters and states are copied is not in the seconds of a step.")
+    if config.activation_offload and machine.link is None:
+        notes.append(
+            "The time in which activations are copied to host memory and back is not in the seconds of a step."
+        )
     if machine.flops is not None and machine.host is None and not machine.gloo and trace is not None:
         notes.append(
             "What the host needs to issue a step is not known (`measure=` times it), so short steps may take longer."
@@ -375,13 +380,14 @@ def _measured(
         flops = work / seconds.device
         if seconds.host:
             host, call = host or seconds.host, call or Timer(device).small()
+    to_host = bool(config.offload) or config.activation_offload
     return dataclasses.replace(
         machine,
         flops=flops,
         memory_bandwidth=machine.memory_bandwidth or memory_rate(device),
         host=host,
         call=call,
-        link=machine.link or (link_rate(device) if config.offload and device.type == "cuda" else None),
+        link=machine.link or (link_rate(device) if to_host and device.type == "cuda" else None),
     )
 
 

@@ -175,7 +175,9 @@ def step_time(
         sent = _communication(traffic, units, ranks, machine, reductions)
         kernels = _own_kernels(traffic, memory, units, ranks, machine, reductions)
         computed = computed[0] + kernels[0], computed[1] + kernels[1]
-    forward, back = max(computed[0], sent.forward), max(computed[1], sent.backward)
+    # one direction at a time, so about half of what the link moves both ways
+    moved = 2 * accumulate * trace.offloaded / machine.link if machine.link is not None else 0.0
+    forward, back = max(computed[0], sent.forward, moved), max(computed[1], sent.backward, moved)
     exposed = forward - computed[0] + back - computed[1] + sent.ends
     issued = stepped = 0.0
     if machine.host is not None and machine.call is not None:  # see [Note: host of the strategy]

@@ -17,7 +17,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_zerocompile.compile.backend import boxed
 from lightning_zerocompile.plan.attention import AttentionOfDevices, to_count
 from lightning_zerocompile.plan.known_numbers import KnownNumbers, Pausable, is_knowable
+from lightning_zerocompile.runtime.activation_offload import ActivationOffload
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, put_islands
 from lightning_zerocompile.sharding.plan import signature
 
@@ -78,6 +79,7 @@ class Trace:
             recomputed ones belong to the backward.
         batch_bytes: of the batch's tensors.
         eager: compiled blocks that were traced as eager code, with the reason.
+        offloaded: bytes of activations that go to host memory, and come back.
     """
 
     events: tuple[Event, ...]
@@ -85,6 +87,7 @@ class Trace:
     backward_flops: int
     batch_bytes: int
     eager: dict[str, str]
+    offloaded: int = 0
 
     @property
     def saved(self) -> int:
@@ -93,6 +96,7 @@ class Trace:
 
 
 _ATEN = torch.ops.aten
+_TENSOR = object()  # stands for a tensor among the arguments of a block
 _SAME_FLOPS = {  # attention of CPUs, which torch's registry of FLOPs does not have
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
@@ -286,6 +290,7 @@ def trace_step(
     compiled: str | bool = "inductor",
     step: Step = training_step,
     checkpointed: bool = False,
+    offloaded: bool = False,
     activation_budget: float | None = None,
     islands: Islands = NONE,
     on_cpu: bool = False,
@@ -301,6 +306,7 @@ def trace_step(
         compiled: the backend that compiles the blocks, or False.
         step: ``(module, batch) -> loss``.
         checkpointed: whether each block runs again in the backward (``activation_checkpointing="blocks"``).
+        offloaded: whether what blocks save goes to host memory (``activation_offload``).
         activation_budget: the strategy's.
         islands: what computes in float32.
         on_cpu: whether the run is on the CPU.
@@ -310,7 +316,7 @@ def trace_step(
     """
     attention = None if on_cpu else AttentionOfDevices(compiled=bool(compiled))
     fake = FakeStep.of(module, batch, dtype, autocast, islands, attention)
-    recorder = _Recorder(fake, blocks, compiled, checkpointed, activation_budget)
+    recorder = _Recorder(fake, blocks, compiled, checkpointed, offloaded, activation_budget)
     try:
         with fake.around(), recorder.live:
             loss = fake.forward(step)
@@ -335,6 +341,7 @@ def trace_step(
         recorder.live.flops - forward_flops,
         sum(leaf.nbytes for leaf in tree_leaves(fake.batch) if isinstance(leaf, Tensor)),
         recorder.eager,
+        recorder.offload.bytes_out,
     )
 
 
@@ -380,13 +387,16 @@ class _Recorder:
         blocks: Sequence[str],
         compiled: str | bool,
         checkpointed: bool,
+        offloaded: bool,
         budget: float | None,
     ) -> None:
         module = fake.module
-        self.live = Live([*module.parameters(), *module.buffers()])
+        inputs = [leaf for leaf in tree_leaves(fake.batch) if isinstance(leaf, Tensor)]
+        self.live = Live([*module.parameters(), *module.buffers(), *inputs])
         self.events: list[Event] = []
         self.eager: dict[str, str] = {}
         self._known = fake.known
+        self.offload = _OffloadInTrace(module, self._paused)
         self._settings = {} if budget is None else {"activation_memory_budget": max(budget, 1e-6)}  # as make_backend
         self._decompositions = select_decomp_table() if compiled == "inductor" else None
         self._graphs: dict[Any, Callable[..., Any]] = {}
@@ -400,6 +410,8 @@ class _Recorder:
                 self._compile(name, child)
             if name in blocks and (checkpointed or own):
                 child.forward = partial(checkpoint, child.forward, use_reentrant=False)
+            if name in blocks and offloaded:
+                child.forward = partial(self._offloaded, child.forward)
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 hook = self._gradient_hook(name)
@@ -412,6 +424,16 @@ class _Recorder:
     def close(self) -> None:
         for remover in self._removers:
             remover.remove()
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Inside, nothing counts."""
+        with self.live.paused(), self._known.paused():
+            yield
+
+    def _offloaded(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.offload.block():
+            return forward(*args, **kwargs)
 
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
@@ -450,17 +472,16 @@ class _Recorder:
             key = (signature(block), spec, shapes, torch.is_autocast_enabled("cpu"))
             given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if key not in self._graphs:
+                others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
                 def called(held: dict[str, Tensor], given: list[Tensor]) -> Any:
                     new = iter(given)
-                    args, kwargs = tree_unflatten(
-                        [next(new) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-                    )
+                    args, kwargs = tree_unflatten([next(new) if leaf is _TENSOR else leaf for leaf in others], spec)
                     named = {f"block.{name}": tensor for name, tensor in held.items()}
                     return torch.func.functional_call(_Forward(block, forward), named, args, kwargs)
 
                 try:
-                    self._graphs[key] = self._partitioned(called, (held, given))
+                    self._graphs[key] = self._partitioned(called, held, given)
                 except Exception as error:  # torch's, of code that it cannot trace: the run would break the graph there
                     self.eager[name] = said(error)
                     return forward(*args, **kwargs)
@@ -468,8 +489,13 @@ class _Recorder:
 
         block.forward = run
 
-    def _partitioned(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
-        """All that ``function`` takes are tensors: the partitioner asks each input of a graph for its size."""
+    def _partitioned(
+        self, function: Callable[..., Any], held: dict[str, Tensor], given: list[Tensor]
+    ) -> Callable[..., Any]:
+        """All that ``function`` takes are tensors: the partitioner asks each input of a graph for its size.
+
+        A graph keeps what it was traced with, so it is traced with tensors that stand for ``given``.
+        """
         graph: Callable[..., Any] = aot_function(
             function,
             lambda graph, _: boxed(graph),
@@ -478,13 +504,45 @@ class _Recorder:
         )
         # its first call makes it
         with (
-            self.live.paused(),
-            self._known.paused(),
+            self._paused(),
             _no_saved_tensor_hooks(),
             functorch.patch(self._settings),  # type: ignore[no-untyped-call, unused-ignore]
         ):
-            graph(*inputs)
+            graph(held, [_stand_in(tensor) for tensor in given])
         return graph
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    if type(tensor) is not FakeTensor or tensor.layout != torch.strided:
+        return tensor
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+class _OffloadInTrace(ActivationOffload[Tensor]):
+    """The same without data; see [Note: activation offload]. What is in host memory does not count.
+
+    Args:
+        module: its parameters stay.
+        paused: inside, nothing counts.
+    """
+
+    def __init__(self, module: nn.Module, paused: Callable[[], AbstractContextManager[None]]) -> None:
+        parameters = WeakIdKeyDictionary({p.untyped_storage(): True for p in module.parameters()})
+        super().__init__(
+            torch.device("cpu"),
+            lambda tensor: tensor.untyped_storage() in parameters,
+            lambda tensor: tensor,
+            lambda tensor: tensor,
+        )
+        self._paused = paused
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        return type(tensor) is FakeTensor
+
+    def _to_host(self, value: Tensor) -> Tensor:
+        with self._paused():
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
 
 @contextmanager

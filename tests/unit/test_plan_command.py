@@ -145,6 +145,30 @@ def test_the_options_for_activations_count(scope: Any) -> None:
         assert tight <= (BLOCKS + 1) * block + 4 < plain  # and the loss
 
 
+@pytest.mark.parametrize("scope", [False, "blocks"])
+def test_offloaded_activations_are_in_host_memory(scope: Any) -> None:
+    """As in the run: the last block's input is still on the device, and the backward has two blocks' there."""
+    size, module, batch = 2**20, Stack(), torch.zeros(2**18 // WIDTH, WIDTH)
+    plans = [
+        make_plan(
+            module,
+            batch,
+            world_size=2,
+            config=Config(compile=scope, activation_checkpointing="blocks", activation_offload=offload),
+            machine=Machine(flops=1e12, bandwidth=1e12, link=1e6),
+            optimizer=torch.optim.SGD,
+        ).stages[2]
+        for offload in (False, True)
+    ]
+    (most, less), loss = (plan.memory for plan in plans), 4
+    assert (most.activations, most.host) == (BLOCKS * size + loss, 0)
+    assert (less.activations, less.host) == (2 * size + loss, BLOCKS * size)
+    saved = most.backward_peak - less.backward_peak
+    assert 0.9 * size < saved < 2 * size  # of four inputs the first is the batch, and two are there in turn
+    seconds = [plan.seconds for plan in plans if plan.seconds is not None]
+    assert len(seconds) == 2 and seconds[1] > 4 * BLOCKS * size / 1e6 > seconds[0]  # out and in, at half of the link
+
+
 @pytest.mark.parametrize("master_dtype", [torch.float32, None])
 def test_frozen_parameters_keep_their_dtype(master_dtype: torch.dtype | None) -> None:
     """In the run they have neither a wide master nor a state nor a gradient."""
