@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zerocompile.engine import Engine
-from tests.dist.training.test_activations import WIDTH, Block, Net
 from tests.support import engines, models
+from tests.support.blocks import WIDTH, Block, Net
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
 
