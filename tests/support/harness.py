@@ -150,6 +150,7 @@ def _serve(
     torch.set_num_threads(1)
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}
     import torch.distributed as dist
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     try:
         if device == "cuda":
@@ -173,6 +174,7 @@ def _serve(
             gc.freeze()
             frozen = True
         torch._dynamo.reset()
+        rank_zero_only.rank = int(environment["RANK"])  # an earlier test's Trainer may have left another
         random.seed(0)
         torch.manual_seed(0)
         try:
