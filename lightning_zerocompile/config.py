@@ -435,12 +435,17 @@ class Config:
     def _check_in_backward(self) -> None:
         reasons = {
             "keep_gradients": "keeps gradients, and a backward that updates frees them",
-            "offload": "brings a unit to the device for its update in the order of the step, not of the backward",
             "full_param_optimizers": "need whole parameters, and a backward has a unit's own shards",
         }
         for name, reason in reasons.items():
             if getattr(self, name):
                 raise ValueError(f"`{name}` {reason}; drop it, or optimizer_in_backward=True.")
+        if self.offload_update == "cpu":
+            raise ValueError(
+                "`offload_update='cpu'` updates on the CPU, which would have to wait for each gradient inside the "
+                "backward; choose offload_update='device', which streams beside the backward, or drop "
+                "optimizer_in_backward=True."
+            )
 
     @property
     def chosen_stage(self) -> Literal[1, 2, 3]:
