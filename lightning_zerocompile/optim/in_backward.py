@@ -276,8 +276,10 @@ class InBackward:
         """
         try:
             self._update_rest(stepping)
-        finally:
-            self._offload.ends_beside()
+        except BaseException:
+            self._offload.ends_beside(raised=True)
+            raise
+        self._offload.ends_beside()
 
     def _update_rest(self, stepping: Optimizer | None) -> None:
         if not self._optimizers or self._broken or self.waits() or self._runtime.core.deferred():
@@ -292,7 +294,6 @@ class InBackward:
             done = self.done(optimizer)
             self._update(optimizer, lambda unit, done=done: unit not in done)  # type: ignore[misc]
         unseen = {unit for step in self._open.values() for unit in step.updated - step.gathered}
-        self._offload.ends_beside()  # before the gathers, so that these find the memory of its buffers
         self._begun.clear()
         if unseen:  # one call, since ranks may have updated different ones inside the backward
             self._runtime.core.masters_changed(sorted(unseen))

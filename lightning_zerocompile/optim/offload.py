@@ -20,10 +20,10 @@ them ([Note: optimizer in backward] in in_backward.py). A stream lives from the 
 at its end. It brings the units in the order in which the last backward has updated them, and before there was one in
 the reverse of the forward's order. That order is a guess. A unit that comes out of turn is fetched when its gradient is
 there, and what has come in vain is dropped. A unit without a gradient is not fetched. The stream that updates a unit is
-ordered after its copy in, and the copy out after the update. The host waits only where the backward ends, until all
-copies are done. A wait inside a backward could be one for a rank that waits for this one. For the same reason a
-backward past the strategy (``loss.backward()``) leaves offloaded units to the step: nobody would say when it ends, and
-host memory would be read while it is written.
+ordered after its copy in, and the copy out after the update. The host waits only where the backward ends, after the
+gathers of the updated units were started, until all copies are done. A wait inside a backward could be one for a rank
+that waits for this one. A backward past the strategy (``loss.backward()``) leaves offloaded units to the step. Nobody
+would say when it ends, so host memory could be read while it is written.
 
 There gathers do not read an update's own rows, since these have left when the units are gathered, in one order on all
 ranks, after the backward. So at every stage a copy of the rows stays on the device, in the dtype in which they are
