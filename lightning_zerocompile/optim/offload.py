@@ -421,12 +421,14 @@ class Offload:
     def _copied(self, within: float) -> bool:
         """Whether all copies are done; waits for them, but no longer than ``within`` seconds."""
         deadline = time.monotonic() + within
-        for stream in self._streams or ():
-            while not stream.query():
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(_PAUSE)
-        return True
+        with contextlib.suppress(RuntimeError):  # the device has failed
+            for stream in self._streams or ():
+                while not stream.query():
+                    if time.monotonic() >= deadline:
+                        return False
+                    time.sleep(_PAUSE)
+            return True
+        return False
 
     def _begun(self, optimizer: Optimizer, order: Sequence[Sequence[Slab]]) -> Stream | HostUpdates:
         if self._on_host:
@@ -516,10 +518,7 @@ class Stream:
 
     def begin(self, ahead: int) -> None:
         """Starts to copy in the slabs of the rounds that are expected next, until ``ahead`` of them were started."""
-        if self._expected is None:
-            self._expected = list(self._guess())
-            self._places = {number: position for position, number in enumerate(self._expected)}
-        rest = islice(self._expected, self._next, None)
+        rest = islice(self._in_turn(), self._next, None)
         coming = (number for number in rest if self._sizes.get(number) and number not in self.entered)
         wanted = list(islice(coming, ahead))
         for number in wanted:
@@ -529,6 +528,13 @@ class Stream:
             if found is None:
                 return
             self._copy_in(number, *found)
+
+    def _in_turn(self) -> Sequence[int]:
+        """The rounds in the order in which they are expected."""
+        if self._expected is None:
+            self._expected = list(self._guess())
+            self._places = {number: position for position, number in enumerate(self._expected)}
+        return self._expected
 
     def _empty(self, wanted: Collection[int]) -> tuple[int, torch.cuda.Event | None] | None:
         """An empty buffer, and the event after which it is empty; ``None``: all are in use.
@@ -586,6 +592,7 @@ class Stream:
         """
         if not self._sizes.get(number):
             return {}
+        self._in_turn()
         slabs, came = self._order[number], self._came.get(number)
         if came is None:
             found = self._empty(())
