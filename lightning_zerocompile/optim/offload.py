@@ -13,7 +13,8 @@ are the same to the bit. The smallest unit is updated last, since nothing runs b
 alone is offloaded and has made a step before. If the device has room for one unit only, one comes; on the CPU there is
 always room. A step that follows in the same order finds them there. Whoever writes to host memory in between raises a
 version, and then that slab is copied again. In a window or an accumulation nothing comes early: no step follows the
-backward, or user code may step in it at any time.
+backward, or user code may step in it at any time. With ``optimizer_in_backward`` the stream of the next note takes
+their place.
 
 [Note: offload beside the backward] With ``optimizer_in_backward`` the units stream beside the backward, which updates
 them ([Note: optimizer in backward] in in_backward.py). A stream lives from the backward's begin until the last update
