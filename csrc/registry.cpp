@@ -137,11 +137,12 @@ int64_t Registry::add_unit(std::string name, std::vector<int64_t> members, Lifet
 }
 
 // [Note: masters in host memory] The rows that an optimizer owns may be in host memory (`host`). They come to the
-// device for its update only, and leave it again. What gathers read is on the device. For a unit that lives for one use
-// it is a copy in the model's dtype (`local`), which each update renews. One that lives for a step is gathered once
-// after each update, while its rows are there; between updates `local` has their sizes and one element. Whatever else
-// changes the rows in host memory (loaded weights) changes their version, and then a gather reads them from there. What
-// user code writes to a gathered value goes to both.
+// device for its update only, and leave it again. What gathers read is on the device. For a unit that lives for one
+// use, and for all units with `optimizer_in_backward`, it is a copy in the model's dtype (`local`), which each update
+// renews. Otherwise one that lives for a step is gathered once after each update, while its rows are there; between
+// updates `local` has their sizes and one element. Whatever else changes the rows in host memory (loaded weights)
+// changes their version, and then a gather reads them from there. What user code writes to a gathered value goes to
+// both.
 void Registry::set_rows(int64_t index, Tensor local, Tensor host) {
   const auto& before = parameter(index);
   TORCH_CHECK(local.device().type() == device_.type() && local.sizes() == before.local.sizes(),

@@ -197,7 +197,8 @@ class Config:
             background with Lightning's ``AsyncCheckpointIO()``.
         offload: ``"optimizer"``: optimizer states and masters are kept in host memory (pinned, with CUDA) and stream
             through the device unit by unit while the optimizer updates, with the numbers of a run without it. For
-            torch's elementwise optimizers. At stage 3 masters stay on the device that are gathered in their own dtype.
+            torch's elementwise optimizers. At stage 3, and with ``optimizer_in_backward``, masters stay on the device
+            that are gathered in their own dtype.
         offload_update: with ``offload``: ``"device"`` streams masters and states through the device; ``"cpu"`` lets the
             CPU update them where they are (Adam and AdamW by torch's fused kernel), so that only gradients and new rows
             are copied, and equals an update by that kernel.
@@ -206,7 +207,9 @@ class Config:
         optimizer_in_backward: a unit is updated inside the backward as soon as its gradient is reduced, and the
             gradient's memory is gone then; the numbers are those of the ordinary step. Hooks between backward and step
             see no gradients. For torch's elementwise optimizers, without clipping by norm and without loss scaling;
-            several backwards of one step need ``coalesce_grad_reduction()``.
+            several backwards of one step need ``coalesce_grad_reduction()``. With ``offload`` (and
+            ``offload_update="device"``) units stream through the device beside the backward, and a copy of the masters
+            in the dtype in which they are gathered stays on the device at every stage.
         full_param_optimizers: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels
             that take addresses): they see whole parameters, gradients and states, one unit at a time, on every rank.
             Only for those that update each parameter from its own gradient and state. Torch's own need no mention.
@@ -448,12 +451,17 @@ class Config:
     def _check_in_backward(self) -> None:
         reasons = {
             "keep_gradients": "keeps gradients, and a backward that updates frees them",
-            "offload": "brings a unit to the device for its update in the order of the step, not of the backward",
             "full_param_optimizers": "need whole parameters, and a backward has a unit's own shards",
         }
         for name, reason in reasons.items():
             if getattr(self, name):
                 raise ValueError(f"`{name}` {reason}; drop it, or optimizer_in_backward=True.")
+        if self.offload_update == "cpu":
+            raise ValueError(
+                "`offload_update='cpu'` updates on the CPU, which would have to wait for each gradient inside the "
+                "backward; choose offload_update='device', which streams beside the backward, or drop "
+                "optimizer_in_backward=True."
+            )
 
     @property
     def chosen_stage(self) -> Literal[1, 2, 3]:

@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.matrices import shares_matrices
 from lightning_zerocompile.optim.matrices import step as step_on_rows
-from lightning_zerocompile.optim.offload import Offload
+from lightning_zerocompile.optim.offload import Offload, Stream
 from lightning_zerocompile.optim.one_pass import OnePass
 from lightning_zerocompile.optim.slabs import Staged
 from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
@@ -321,32 +321,55 @@ class UnitStepper:
 
     @torch.no_grad()
     def update_now(
-        self, optimizer: Optimizer, chosen: Callable[[int], bool], prepare: Callable[[Sequence[Tensor]], object]
-    ) -> list[int]:
+        self,
+        optimizer: Optimizer,
+        chosen: Callable[[int], bool],
+        prepare: Callable[[Sequence[Tensor]], object],
+        updated: set[int],
+        stream: Stream | None = None,
+    ) -> None:
         """Updates units outside of ``optimizer.step``, see [Note: optimizer in backward].
 
         Args:
             chosen: whether to update the unit of this number.
             prepare: called before the update, with the local parts, [<=rows, ...], of those of a unit's masters that
                 have a gradient.
-
-        Returns:
-            The updated units: those that had a gradient. It is for the caller to tell the runtime.
+            updated: gets the numbers of the updated units, each when it is updated: those that had a gradient. It is
+                for the caller to tell the runtime.
+            stream: brings what is in host memory, by the numbers of the units. Several units are then updated in the
+                order of a backward, which is the reverse of the forward's.
         """
         lists = [group["params"] for group in optimizer.param_groups]
         plan = self._plan(optimizer, [_of_the_model(one) for one in lists])
-        update, updated = plain_step(optimizer), []
+        update = plain_step(optimizer)
         with as_plain_tensors():
             try:
-                for one in plan.rounds:
-                    if all(map(chosen, one.units)):
-                        _narrow(optimizer, one, one.values)
-                        if self._update(optimizer, one, one.values, update, False, {}, prepare):
-                            updated += one.units
+                for one in plan.rounds if stream is None else reversed(plan.rounds):
+                    if not all(map(chosen, one.units)):
+                        continue
+                    if stream is not None and not self._has_gradient(one):
+                        continue  # nothing is fetched for it
+                    (unit,) = one.units
+                    staged = {} if stream is None else stream.enter(unit)
+                    values = _where_updated(one, one.values, staged)
+                    _narrow(optimizer, one, values)
+                    if not self._update(optimizer, one, values, update, False, staged, prepare):
+                        continue
+                    updated.add(unit)
+                    if stream is not None:
+                        stream.updated(staged)
+                        stream.leave(unit, staged, one.units)
             finally:
                 for group, parameters in zip(optimizer.param_groups, lists, strict=True):
                     group["params"] = parameters
-        return updated
+
+    def _has_gradient(self, one: _Round) -> bool:
+        """Whether a master of the round has a reduced gradient."""
+        places = [torch.empty(0) for _ in one.numbers]
+        others = self._gradients.lend_gradients(one.numbers, places)
+        found = bool(others) or any(place.grad is not None for place in places)
+        self._gradients.release_gradients([], places)
+        return found
 
     def _plan(self, optimizer: Optimizer, lists: list[list[Tensor]]) -> _Plan:
         fused = type(optimizer) in _TAKES_ANY_STATE and all(group.get("fused") for group in optimizer.param_groups)
@@ -385,9 +408,7 @@ class UnitStepper:
             for position, one in enumerate(rounds):
                 staged = {} if stream is None else stream.enter(position)
                 values = [_value(master, whole) for master in one.masters] if whole else one.values
-                if staged:
-                    pairs = zip(one.masters, values, strict=True)
-                    values = [staged[master].value if master in staged else value for master, value in pairs]
+                values = _where_updated(one, values, staged)
                 options.restore()
                 _narrow(optimizer, one, values)
                 if kind is _Kind.SHARED:
@@ -550,6 +571,14 @@ def _narrow(optimizer: Optimizer, one: _Round, values: Sequence[Tensor]) -> None
         group["params"] = []
     for number, value in zip(one.groups, values, strict=True):
         optimizer.param_groups[number]["params"].append(value)
+
+
+def _where_updated(one: _Round, values: list[Tensor], staged: Mapping[Tensor, Staged]) -> list[Tensor]:
+    """``values``, those of a round, with the staged rows in the place of those that are in host memory."""
+    if not staged:
+        return values
+    pairs = zip(one.masters, values, strict=True)
+    return [staged[master].value if master in staged else value for master, value in pairs]
 
 
 def _is_done(one: _Round, done: Collection[int]) -> bool:

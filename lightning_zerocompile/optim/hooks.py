@@ -100,7 +100,7 @@ class OptimizerSteps:
         self._through_lightning: list[Optimizer] = []  # optimizers whose `step` runs through Lightning now
         self.in_backward: InBackward | None = None  # with `optimizer_in_backward`
         if self._config.optimizer_in_backward:
-            self.in_backward = InBackward(runtime, self._stepper, self._through_lightning)
+            self.in_backward = InBackward(runtime, self._stepper, self._offload, self._through_lightning)
         self.count = 0.0
         self.last: list[Optimizer] = []
         self._by_unit = False  # whether the running step has updated units
@@ -315,7 +315,10 @@ class OptimizerSteps:
 
     def backward_begins(self) -> None:
         """Called when the last backward before a step begins."""
-        self._offload.backward_begins()
+        if self.in_backward is None:
+            self._offload.backward_begins()
+        else:
+            self.in_backward.fetches()
 
     def before(self, optimizer: Optimizer) -> None:
         """Makes gradients and values ready for the optimizer.

@@ -13,6 +13,9 @@ parameters must all belong to one optimizer, and the step is that one's. ``step(
 updates only what has a gradient by then: what user code has set. Its learning rate, and all other options of its
 groups, must be those with which the backward has updated.
 
+What ``offload`` keeps in host memory comes to the device for its update beside the backward, see
+[Note: offload beside the backward] in offload.py.
+
 A backward that raises after it has updated units leaves a model that is updated in part, and the part may differ from
 rank to rank. No step can mend that, so each later backward and step raises until the optimizer's state is loaded from a
 checkpoint.
@@ -32,6 +35,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.by_unit import UnitStepper
+from lightning_zerocompile.optim.offload import Offload
 from lightning_zerocompile.optim.supported import is_elementwise, masters_of
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.master import as_plain_tensors, index_of
@@ -65,6 +69,7 @@ class InBackward:
     Args:
         runtime: holds the model's parameters.
         stepper: updates units.
+        offload: what is kept in host memory.
         stepping: the optimizers whose ``step`` runs through Lightning now, the innermost last.
 
     Attributes:
@@ -72,8 +77,8 @@ class InBackward:
         clip_value: gradients are clamped to [-clip_value, clip_value] before the update; ``None``: they are not.
     """
 
-    def __init__(self, runtime: Runtime, stepper: UnitStepper, stepping: Sequence[Optimizer]) -> None:
-        self._runtime, self._stepper, self._stepping = runtime, stepper, stepping
+    def __init__(self, runtime: Runtime, stepper: UnitStepper, offload: Offload, stepping: Sequence[Optimizer]) -> None:
+        self._runtime, self._stepper, self._offload, self._stepping = runtime, stepper, offload, stepping
         self._optimizers: list[Optimizer] = []
         self._open: dict[Optimizer, _OpenStep] = {}
         self._begun: dict[Optimizer, None] = {}  # optimizers with a backward that has not ended yet; in order
@@ -165,6 +170,19 @@ class InBackward:
         self._handed.clear()
         self._begun |= dict.fromkeys(self._owners())
 
+    def fetches(self) -> None:
+        """Called when a backward that updates begins, after :meth:`begins`: what it updates first comes to the device.
+
+        What user code has written to gathered values goes to host memory before. No version tells of a write through
+        ``data``, so a unit that has come would miss it.
+        """
+        if not self._optimizers:
+            return
+        for optimizer in self._owners():
+            if self._offload.holds(optimizer):
+                self._runtime.core.write_back()
+                self._offload.begins_beside(optimizer)
+
     def _owners(self) -> list[Optimizer]:
         """The optimizers whose step a backward makes now: one or none.
 
@@ -197,26 +215,30 @@ class InBackward:
         self._handed.update(units)
         owners = self._owners()
         self._begun |= dict.fromkeys(owners)
+        # those of a backward past the strategy wait for the step
+        now = [one for one in owners if not self._offload.holds(one) or self._offload.streams_beside(one)]
         try:
             with self._beside():
                 try:
-                    for optimizer in owners:
+                    for optimizer in now:
                         self._update(optimizer, lambda unit: unit in units)
                 finally:
                     self._runtime.core.masters_written(units)
         except BaseException:
             self._drop(units)  # nobody else releases their gradients, and another backward would add to those
             raise
-        self._runtime.updated_in_backward += len(units)
+        self._runtime.updated_in_backward += len(units) if len(now) == len(owners) else 0
 
     def _update(self, optimizer: Optimizer, chosen: Callable[[int], bool]) -> None:
         step = self._open.get(optimizer)
         if step is None:
             step = self._open[optimizer] = _OpenStep(_options(optimizer))
-        updated = self._stepper.update_now(optimizer, chosen, self._prepare)
-        self._runtime.updated_in_one_pass = self._stepper.in_one_pass
-        step.updated.update(updated)
-        self._say_updated()
+        stream = self._offload.beside(optimizer)
+        try:
+            self._stepper.update_now(optimizer, chosen, self._prepare, step.updated, stream)
+        finally:
+            self._runtime.updated_in_one_pass = self._stepper.in_one_pass
+            self._say_updated()
 
     def _prepare(self, values: Sequence[Tensor]) -> None:
         """Clips the gradients of ``values``, local parts of masters, [<=rows, ...], that are to be updated."""
@@ -244,12 +266,22 @@ class InBackward:
     def ends(self, stepping: Optimizer | None = None) -> None:
         """Called after a backward or a window: updates what is reduced, and gathers or drops all updated units.
 
+        Afterwards nothing of an optimizer is on its way to host memory or from there.
+
         ``stepping``: the optimizer that is about to step, perhaps after a backward past the strategy
         (``loss.backward()``).
 
         Raises:
             RuntimeError: that backward has raised.
         """
+        try:
+            self._update_rest(stepping)
+        except BaseException:
+            self._offload.ends_beside(raised=True)
+            raise
+        self._offload.ends_beside()
+
+    def _update_rest(self, stepping: Optimizer | None) -> None:
         if not self._optimizers or self._broken or self.waits() or self._runtime.core.deferred():
             return
         self._join()
@@ -276,6 +308,7 @@ class InBackward:
         if not self._optimizers:
             return False
         self._join()
+        self._offload.ends_beside(raised=True)
         updated = {unit for step in self._open.values() for unit in step.updated}
         self._drop(sorted(self._handed - updated))
         # Ranks may have updated different units by now, and must gather the same ones next: so all count as written.

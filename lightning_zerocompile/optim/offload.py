@@ -13,13 +13,28 @@ are the same to the bit. The smallest unit is updated last, since nothing runs b
 alone is offloaded and has made a step before. If the device has room for one unit only, one comes; on the CPU there is
 always room. A step that follows in the same order finds them there. Whoever writes to host memory in between raises a
 version, and then that slab is copied again. In a window or an accumulation nothing comes early: no step follows the
-backward, or user code may step in it at any time.
+backward, or user code may step in it at any time. With ``optimizer_in_backward`` the stream of the next note takes
+their place.
+
+[Note: offload beside the backward] With ``optimizer_in_backward`` the units stream beside the backward, which updates
+them ([Note: optimizer in backward] in in_backward.py). A stream lives from the backward's begin until the last update
+at its end. It brings the units in the order in which the last backward has updated them, and before there was one in
+the reverse of the forward's order. That order is a guess. A unit that comes out of turn is fetched when its gradient is
+there, and what has come in vain is dropped. A unit without a gradient is not fetched. The stream that updates a unit is
+ordered after its copy in, and the copy out after the update. The host waits only where the backward ends, after the
+gathers of the updated units were started, until all copies are done. A wait inside a backward could be one for a rank
+that waits for this one. A backward past the strategy (``loss.backward()``) leaves offloaded units to the step. Nobody
+would say when it ends, so host memory could be read while it is written.
+
+There gathers do not read an update's own rows, since these have left when the units are gathered, in one order on all
+ranks, after the backward. So at every stage a copy of the rows stays on the device, in the dtype in which they are
+gathered.
 
 What gathers read stays on the device, see [Note: masters in host memory] in csrc/registry.cpp. Where the device
-updates, a master of stage 3 whose dtype is also the dtype in which it is gathered stays on the device, since gathers
-read it at each use. Then only its states are in host memory. Units that fit into ``offload_budget`` bytes stay on the
-device whole. So do parameters without dimensions, those that are frozen when the optimizers are set up, and those that
-several optimizers hold.
+updates, a master of stage 3 (of any stage, with ``optimizer_in_backward``) whose dtype is also the dtype in which it is
+gathered stays on the device, since gathers read it at each use. Then only its states are in host memory. Units that fit
+into ``offload_budget`` bytes stay on the device whole. So do parameters without dimensions, those that are frozen when
+the optimizers are set up, and those that several optimizers hold.
 
 Where the device updates, a step that raises loses nothing. A unit goes back to host memory only after its update has
 succeeded, so the unit whose update raised keeps in host memory what it had before the step.
@@ -31,8 +46,11 @@ import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -79,6 +97,8 @@ class Offload:
         self._orders: dict[Optimizer, list[list[Slab]]] = {}  # the slabs of each round of the last step
         self._early: tuple[Optimizer, Stream] | None = None  # see [Note: copies in the backward]
         self._ahead: int | None = None  # units that come early; None: not decided yet
+        self._beside: tuple[Optimizer, Stream] | None = None  # see [Note: offload beside the backward]
+        self._updated: dict[Optimizer, list[int]] = {}  # the units that the last backward has updated, in order
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether something of the optimizer is in host memory."""
@@ -130,13 +150,13 @@ class Offload:
             self.adopt(optimizer)
 
     def _forget(self) -> None:
-        early = self._early
         self.drop_early()
-        if early is not None and not early[1].has_come(_PATIENCE):
+        self.ends_beside(raised=True)
+        if not self._copied(_PATIENCE):
             for pin in self._pins:  # a device that hangs may still read this memory: it stays pinned, and nothing waits
                 pin.detach()
             self._pins = []
-        self._orders, self._ahead, self._staging = {}, None, {}
+        self._orders, self._updated, self._ahead, self._staging = {}, {}, None, {}
         for units in self._slabs.values():
             for slab in units.values():
                 for master in slab.slots:
@@ -173,10 +193,11 @@ class Offload:
                 key = (number, master.dim(), master.dtype, grad_dtype)
                 if key not in known:
                     known[key] = state_dtypes(optimizer, group, master, grad_dtype)
-                slot = Slot(sharded, read_at_each_use=self._runtime.lives_for_a_use(unit))
+                beside = self._runtime.config.optimizer_in_backward
+                slot = Slot(sharded, read_apart=beside or self._runtime.lives_for_a_use(unit))
                 dtypes = dict(known[key])
                 other = sharded.source.dtype != master.dtype
-                if not slot.read_at_each_use or other or self._on_host:
+                if not slot.read_apart or other or self._on_host:
                     dtypes[MASTER] = master.dtype
                 if dtypes:
                     slab.add(master, slot, dtypes)
@@ -241,7 +262,7 @@ class Offload:
         _raise_version(place, before)
         device = self._runtime.device
         slot.empty = torch.empty(1, dtype=before.dtype, device=device).expand(before.shape)
-        if slot.read_at_each_use:
+        if slot.read_apart:
             slot.shown = before.to(device, sharded.source.dtype)
         sharded.keep_rows(place, on_host=True)
         self._show(slot)
@@ -284,6 +305,7 @@ class Offload:
     def let_go(self, masters: Iterable[Tensor]) -> None:
         """Gives the states of these masters memory of their own on the device: other parameters take their place."""
         self.drop_early()
+        self.ends_beside(raised=True)
         for master in masters:
             for optimizer, units in self._slabs.items():
                 for slab in units.values():
@@ -337,7 +359,7 @@ class Offload:
         if self._ahead is None:
             self._ahead = _room(self._runtime.device, largest)
         if self._ahead and largest:
-            self._early = optimizer, self._new(order)
+            self._early = optimizer, self._in_order(order)
             self._early[1].begin(self._ahead)
 
     def drop_early(self) -> None:
@@ -346,95 +368,207 @@ class Offload:
         if early is not None:
             early[1].drop()
 
+    # ---- a backward that updates, see [Note: offload beside the backward] ----
+
+    def begins_beside(self, optimizer: Optimizer) -> None:
+        """Called when a backward begins that updates units of the optimizer: the first ones come in."""
+        self.ends_beside(raised=True)  # there is one only where a backward could not even begin
+        stream = self.beside(optimizer)
+        if stream is not None and optimizer in self._updated:  # before, the order is known once a unit is reduced
+            stream.begin(_AHEAD)
+
+    def beside(self, optimizer: Optimizer) -> Stream | None:
+        """What brings the units of an optimizer that a backward, or its end, updates; ``None``: it has none.
+
+        Its rounds have the numbers of the units. There is one for each backward, until :meth:`ends_beside` is called.
+        """
+        if optimizer not in self._slabs:
+            return None
+        if not self.streams_beside(optimizer):
+            self.ends_beside()
+            self.adopt(optimizer)
+            order = {unit: [slab] for unit, slab in self._slabs[optimizer].items()}
+            self._beside = optimizer, self._new(order, lambda: self._order_beside(optimizer))
+        return None if self._beside is None else self._beside[1]
+
+    def streams_beside(self, optimizer: Optimizer) -> bool:
+        """Whether :meth:`beside` was called for the optimizer, and what it has returned has not ended."""
+        return self._beside is not None and self._beside[0] is optimizer
+
+    def _order_beside(self, optimizer: Optimizer) -> Sequence[int]:
+        if optimizer in self._updated:
+            return self._updated[optimizer]
+        return [unit for unit, _ in reversed(self._runtime.units_in_order())]
+
+    def ends_beside(self, raised: bool = False) -> None:
+        """Called when a backward has ended and all of its units are updated: waits for all copies, frees the buffers.
+
+        ``raised``: the backward, or an update in it, has raised. Then this waits for some seconds only, since the
+        device may wait for a rank that does not come. Units that were updated are in host memory afterwards, and the
+        others are there as they were.
+        """
+        beside, self._beside = self._beside, None
+        if beside is None:
+            return
+        optimizer, stream = beside
+        if stream.entered:
+            self._updated[optimizer] = list(stream.entered)
+        if raised:
+            self._copied(_PATIENCE)
+            stream.drop()
+        else:
+            stream.close()
+
+    def _copied(self, within: float) -> bool:
+        """Whether all copies are done; waits for them, but no longer than ``within`` seconds."""
+        deadline = time.monotonic() + within
+        with contextlib.suppress(RuntimeError):  # the device has failed
+            for stream in self._streams or ():
+                while not stream.query():
+                    if time.monotonic() >= deadline:
+                        return False
+                    time.sleep(_PAUSE)
+            return True
+        return False
+
     def _begun(self, optimizer: Optimizer, order: Sequence[Sequence[Slab]]) -> Stream | HostUpdates:
         if self._on_host:
             down = None if self._runtime.device.type == "cpu" else _stream(self._runtime.device, -1)
             return HostUpdates(self._runtime, order, self._show, down, self._staging, self._ranks_here)
         early, self._early = self._early, None
         if early is not None:
-            if early[0] is optimizer and early[1].serves(order):
+            if early[0] is optimizer and early[1].serves(dict(enumerate(order))):
                 return early[1]
             early[1].drop()
-        return self._new(order)
+        return self._in_order(order)
 
-    def _new(self, order: Sequence[Sequence[Slab]]) -> Stream:
+    def _in_order(self, order: Sequence[Sequence[Slab]]) -> Stream:
+        return self._new(dict(enumerate(order)), lambda: range(len(order)))
+
+    def _new(self, order: Mapping[int, Sequence[Slab]], expected: Callable[[], Sequence[int]]) -> Stream:
         if self._runtime.device.type != "cpu" and self._streams is None:
             self._streams = (_stream(self._runtime.device, -1), _stream(self._runtime.device, -2))
-        return Stream(self._runtime, order, self._streams, self._show)
+        return Stream(self._runtime, order, self._streams, self._show, expected)
+
+
+@dataclass
+class _Came:
+    """A round's slabs on the device, or on their way there.
+
+    Attributes:
+        buffer: the number of the buffer that they are in.
+        parts: the place of each slab there, [bytes] of uint8.
+        versions: of what was copied.
+        there: the event after which they are there; ``None`` on the CPU, where they are there at once.
+    """
+
+    buffer: int
+    parts: list[Tensor]
+    versions: list[list[int]]
+    there: torch.cuda.Event | None
 
 
 class Stream:
     """The units of one step: which are on the device, on their way in, and on their way out.
 
+    Rounds come in while others are updated, in an order that is expected. A round that comes in another order is
+    fetched when it is entered.
+
     Args:
         runtime: its core gathers, and its ``host_traffic`` counts what is copied.
-        order: the slabs of each round.
+        order: the slabs of each round, by its number.
         streams: for copies in and for copies out; ``None``: the CPU, where copies are done at once.
         show: ``Offload._show``, which tells the runtime what gathers of a master read.
+        expected: returns the numbers of the rounds in the order in which they are likely to be entered. It is called
+            once, when the first round is fetched.
+
+    Attributes:
+        entered: the numbers of the rounds that were entered, in order.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        order: Sequence[Sequence[Slab]],
+        order: Mapping[int, Sequence[Slab]],
         streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
         show: Callable[..., None],
+        expected: Callable[[], Sequence[int]],
     ) -> None:
         self._runtime, self._order, self._streams, self._show = runtime, order, streams, show
-        sizes = [sum(slab.nbytes for slab in slabs) for slabs in order]
-        count, self._size = min(_BUFFERS, sum(size > 0 for size in sizes)), max(sizes, default=0)
-        self._buffers: list[Tensor] = []  # at most `count`, each of `_size` bytes
-        self._here = None if streams is None else torch.cuda.current_stream(runtime.device)
-        self._free: list[torch.cuda.Event | None] = [None] * count  # by buffer: when what was in it has gone out
-        self._came: dict[int, tuple[torch.cuda.Event | None, list[Tensor]]] = {}  # by round: when it came, and where
-        self._seen: dict[int, list[list[int]]] = {}  # by round: the versions of what has been copied in
-        self._next, self._fetched = 0, 0  # the next round to fetch; how many fetches there were
+        self._sizes = {number: sum(slab.nbytes for slab in slabs) for number, slabs in order.items()}
+        self._count = min(_BUFFERS, sum(size > 0 for size in self._sizes.values()))
+        self._size = max(self._sizes.values(), default=0)
+        self._buffers: list[Tensor] = []  # at most `_count`, each of `_size` bytes
+        self._home = None if streams is None else torch.cuda.current_stream(runtime.device)  # of the buffers' memory
+        self._users: dict[torch.cuda.Stream, None] = {}  # streams on which rounds were entered
+        self._idle: deque[tuple[int, torch.cuda.Event | None]] = deque()  # empty buffers: when what was there has gone
+        self._came: dict[int, _Came] = {}  # by round
+        self.entered: dict[int, None] = {}
+        self._guess = expected
+        self._expected: Sequence[int] | None = None  # what `_guess` has returned
+        self._places: dict[int, int] = {}  # where each round is there
+        self._next = 0  # the position in `_expected` after the round that was entered last
 
-    def serves(self, order: Sequence[Sequence[Slab]]) -> bool:
+    def serves(self, order: Mapping[int, Sequence[Slab]]) -> bool:
         """Whether a step with this order can use what was copied.
 
         It has the same slabs in each round, and runs on the stream after which the copies were ordered.
         """
         here = None if self._streams is None else torch.cuda.current_stream(self._runtime.device)
-        return here == self._here and [list(slabs) for slabs in self._order] == [list(slabs) for slabs in order]
+        return here == self._home and {n: [*self._order[n]] for n in self._order} == {n: [*order[n]] for n in order}
 
     def begin(self, ahead: int) -> None:
-        """Starts to copy in the slabs of further rounds, until ``ahead`` rounds have been started in all."""
-        for _ in range(ahead - self._fetched):
-            self._fetch()
+        """Starts to copy in the slabs of the rounds that are expected next, until ``ahead`` of them were started."""
+        rest = islice(self._in_turn(), self._next, None)
+        coming = (number for number in rest if self._sizes.get(number) and number not in self.entered)
+        wanted = list(islice(coming, ahead))
+        for number in wanted:
+            if number in self._came:
+                continue
+            found = self._empty(wanted)
+            if found is None:
+                return
+            self._copy_in(number, *found)
 
-    def _fetch(self) -> None:
-        """Starts to copy in the slabs of the next round that has any."""
-        while self._next < len(self._order) and not any(slab.nbytes for slab in self._order[self._next]):
-            self._next += 1
-        if self._next == len(self._order):
-            return
-        number = self._fetched % len(self._free)
-        if number == len(self._buffers):
-            self._buffers.append(torch.empty(self._size, dtype=torch.uint8, device=self._runtime.device))
-            if self._streams is not None and self._here is not None:
-                self._streams[0].wait_stream(self._here)  # the buffer's memory may be in use until here
-        parts, start = [], 0
-        for slab in self._order[self._next]:
-            parts.append(self._buffers[number].narrow(0, start, slab.nbytes))
-            start += slab.nbytes
-        self._copy_in(self._next, parts, self._free[number])
-        self._next, self._fetched = self._next + 1, self._fetched + 1
+    def _in_turn(self) -> Sequence[int]:
+        """The rounds in the order in which they are expected."""
+        if self._expected is None:
+            self._expected = list(self._guess())
+            self._places = {number: position for position, number in enumerate(self._expected)}
+        return self._expected
 
-    def _copy_in(self, number: int, parts: list[Tensor], after: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Copies the slabs of a round to ``parts``, their places on the device, after the event ``after``.
+    def _empty(self, wanted: Collection[int]) -> tuple[int, torch.cuda.Event | None] | None:
+        """An empty buffer, and the event after which it is empty; ``None``: all are in use.
 
-        Returns the event after which they are there; ``None`` on the CPU, where they are there now.
+        ``wanted``: rounds that keep their buffers. Others that nobody has entered lose theirs.
         """
-        slabs = self._order[number]
-        self._seen[number] = [slab.versions() for slab in slabs]
+        if self._idle:
+            return self._idle.popleft()
+        if len(self._buffers) < self._count:
+            with contextlib.nullcontext() if self._home is None else torch.cuda.stream(self._home):
+                self._buffers.append(torch.empty(self._size, dtype=torch.uint8, device=self._runtime.device))
+            if self._streams is not None and self._home is not None:
+                self._streams[0].wait_stream(self._home)  # the buffer's memory may be in use until here
+            return len(self._buffers) - 1, None
+        for number, came in self._came.items():
+            if number not in wanted and number not in self.entered:
+                del self._came[number]
+                return came.buffer, None  # it was used by copies in alone, which are in order
+        return None
+
+    def _copy_in(self, number: int, buffer: int, after: torch.cuda.Event | None) -> _Came:
+        """Copies the slabs of a round to a buffer, after the event ``after``."""
+        slabs, parts, start = self._order[number], [], 0
+        versions = [slab.versions() for slab in slabs]
         with self._on(0, after) as stream:
-            for slab, part in zip(slabs, parts, strict=True):
+            for slab in slabs:
                 assert slab.memory is not None
-                part.copy_(slab.memory, non_blocking=True)
-                self._runtime.host_traffic.copied_in += slab.nbytes
-            came = None if stream is None else stream.record_event()
-        self._came[number] = came, parts
+                parts.append(self._buffers[buffer].narrow(0, start, slab.nbytes))
+                parts[-1].copy_(slab.memory, non_blocking=True)
+                start += slab.nbytes
+            there = None if stream is None else stream.record_event()
+        self._runtime.host_traffic.copied_in += start
+        came = self._came[number] = _Came(buffer, parts, versions, there)
         return came
 
     @contextmanager
@@ -453,19 +587,29 @@ class Stream:
             yield stream
 
     def enter(self, number: int) -> dict[Tensor, Staged]:
-        """Returns what the round updates in the place of its offloaded masters, by master; fetches a further round."""
-        if number not in self._came:
+        """Returns what the round updates in the place of its offloaded masters, by master; fetches further rounds.
+
+        The current stream is the one that updates the round.
+        """
+        if not self._sizes.get(number):
             return {}
-        came, parts = self._came[number]
-        if self._seen.pop(number) != [slab.versions() for slab in self._order[number]]:
-            came = self._copy_in(number, parts, None)  # somebody has written since it came
-            del self._seen[number]
-        if came is not None:
-            assert self._here is not None
-            self._here.wait_event(came)
-        self._fetch()
+        self._in_turn()
+        slabs, came = self._order[number], self._came.get(number)
+        if came is None:
+            found = self._empty(())
+            assert found is not None  # each round leaves before the next is entered
+            came = self._copy_in(number, *found)
+        elif came.versions != [slab.versions() for slab in slabs]:
+            came = self._copy_in(number, came.buffer, None)  # somebody has written since it came
+        self.entered[number] = None
+        if came.there is not None:
+            here = torch.cuda.current_stream(self._runtime.device)
+            here.wait_event(came.there)
+            self._users[here] = None
+        self._next = self._places.get(number, self._next - 1) + 1
+        self.begin(_AHEAD)
         staged = {}
-        for slab, part in zip(self._order[number], parts, strict=True):
+        for slab, part in zip(slabs, came.parts, strict=True):
             for master, slot in slab.slots.items():
                 places = slot.places(part)
                 value = places.pop(MASTER, slot.sharded.local)
@@ -502,43 +646,34 @@ class Stream:
         for one in staged.values():
             if MASTER in one.slot.offsets and one.slot.shown is None:
                 self._show(one.slot)
-        if number not in self._came:
+        came = self._came.pop(number, None)
+        if came is None:
             return
-        _, parts = self._came.pop(number)
-        done = None if self._here is None else self._here.record_event()
+        done = None if self._streams is None else torch.cuda.current_stream(self._runtime.device).record_event()
         with self._on(1, done) as stream:
             if stream is not None:
                 self._runtime.core.follow_gathers(units)
-            for slab, part in zip(self._order[number], parts, strict=True):
+            for slab, part in zip(self._order[number], came.parts, strict=True):
                 assert slab.memory is not None
                 slab.memory.copy_(part, non_blocking=True)
                 self._runtime.host_traffic.copied_out += slab.nbytes
             gone = None if stream is None else stream.record_event()
-        position = sum(any(slab.nbytes for slab in self._order[other]) for other in range(number))
-        self._free[position % len(self._free)] = gone
+        self._idle.append((came.buffer, gone))
 
     def drop(self) -> None:
-        """Drops what has come. Nothing waits: the buffers' memory is used again when the copies are done."""
-        if self._streams is not None:
+        """Frees the buffers. Nothing waits: their memory is used again when all that uses it is done."""
+        for stream in (*(self._streams or ()), *self._users):
             for buffer in self._buffers:
-                buffer.record_stream(self._streams[0])
-        self._buffers = []
-
-    def has_come(self, within: float) -> bool:
-        """Whether all copies in are done; waits for them, but no longer than ``within`` seconds."""
-        deadline = time.monotonic() + within
-        for came, _ in self._came.values():
-            while came is not None and not came.query():  # type: ignore[no-untyped-call]
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(_PAUSE)
-        return True
+                buffer.record_stream(stream)
+        self._came, self._buffers = {}, []
 
     def close(self) -> None:
         """Waits for all copies in and out, and frees the buffers."""
         if self._streams is not None:
             for stream in self._streams:
                 stream.synchronize()
+        if any(number in self.entered for number in self._came):
+            self.drop()  # its update has raised, and what was queued of it may still run
         self._came, self._buffers = {}, []
 
 

@@ -27,9 +27,10 @@ class Slot:
             in the slab.
         dtypes: of each of these tensors, by the same names.
         states: the DTensor over each state's place in host memory, by name.
-        read_at_each_use: whether gathers read the rows at each use, and not once after the update.
-        shown: what gathers read at each use, [<=rows, ...] on the device, in the dtype in which the parameter is
-            gathered. ``None``: gathers read the rows of the update itself, once, or the master is not in the slab.
+        read_apart: whether gathers read the rows at other times than once, right after the update: at each use, or
+            after a backward that has updated them.
+        shown: what gathers read then, [<=rows, ...] on the device, in the dtype in which the parameter is gathered.
+            ``None``: gathers read the rows of the update itself, once, or the master is not in the slab.
         empty: stands for the rows on the device between steps, if ``shown`` is ``None``: it has their sizes, and one
             element in memory.
     """
@@ -38,7 +39,7 @@ class Slot:
     offsets: dict[str, int] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     states: dict[str, Tensor] = field(default_factory=dict)
-    read_at_each_use: bool = False
+    read_apart: bool = False
     shown: Tensor | None = None
     empty: Tensor | None = None
 

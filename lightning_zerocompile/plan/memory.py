@@ -25,7 +25,7 @@ from lightning_zerocompile.sharding.plan import UnitPlan
 _REDUCTIONS_IN_FLIGHT = 2  # on a device: `retire(2)` in csrc/reductions.cpp
 _UPDATES_BESIDE = 1  # beside them, the unit that the optimizer updates, see [Note: optimizer in backward]
 _OFFLOAD_BUFFERS = 3  # see [Note: offload] in optim/offload.py
-_OFFLOAD_AHEAD = 2  # see [Note: copies in the backward] there
+_OFFLOAD_AHEAD = 2  # see [Note: copies in the backward] there; where the backward updates, it has all three buffers
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,9 @@ class Schedule:
             reduction is done is not known before the backward ends.
         on_cpu: whether the CPU updates what is in host memory (``offload_update="cpu"``).
         early: whether there is room for the units that come from host memory in the backward.
+        beside: whether what is in host memory streams beside the backward, which updates it
+            (``optimizer_in_backward``). It does so in the last of several backwards, too, where ``in_backward`` is
+            False.
         inner: how many ranks gather in the backward among themselves, from secondary shards; None: there are none.
         flat: whether what is gathered and reduced is packed on its way, see [Note: flat collectives] in
             csrc/collectives.h.
@@ -222,6 +225,7 @@ class Schedule:
     in_backward: bool = False
     on_cpu: bool = False
     early: bool = True
+    beside: bool = False
     inner: int | None = None
     flat: bool = False
     levels: int | None = None
@@ -240,20 +244,23 @@ class _Offloaded:
 
 
 def _offloaded(units: Sequence[UnitBytes], states: int, schedule: Schedule) -> _Offloaded:
-    """See [Note: offload] in optim/offload.py. A unit is taken to have its share of all states."""
+    """See [Note: offload] and [Note: offload beside the backward] in optim/offload.py.
+
+    A unit is taken to have its share of all states.
+    """
     if schedule.offload_budget is None:
         return _Offloaded()
     left, trained = schedule.offload_budget, max(1, sum(unit.reduced for unit in units))
     found = _Offloaded()
     for unit in units:
-        read_at_each_use = schedule.stage == 3 and unit.name not in schedule.kept
-        streams = read_at_each_use and not schedule.on_cpu
+        read_apart = schedule.beside or (schedule.stage == 3 and unit.name not in schedule.kept)
+        streams = read_apart and not schedule.on_cpu
         masters, kept = unit.wide if streams else unit.reduced, states * unit.reduced // trained
         rows = unit.copies + unit.reduced - unit.wide  # in the dtypes that they are gathered in
         if masters + kept <= left:
             left -= masters + kept
             continue
-        copies = (rows if schedule.on_cpu else unit.copies) if read_at_each_use else 0
+        copies = (rows if schedule.on_cpu else unit.copies) if read_apart else 0
         largest, copied = masters + kept, 2 * (masters + kept)
         if schedule.on_cpu:  # gradients go down and new rows up
             largest, copied = 0, unit.reduced + rows
@@ -309,7 +316,8 @@ def simulate(
     masters = sum(u.masters for u in units) - away.masters + away.copies
     states, reduced = optimizer.states - away.states, sum(u.reduced for u in units)
     to_step = 0 if schedule.in_backward else reduced
-    beside = optimizer.temporary if schedule.in_backward else 0
+    beside = optimizer.temporary if schedule.in_backward or schedule.beside else 0
+    beside += (_OFFLOAD_BUFFERS if schedule.beside else _OFFLOAD_AHEAD if schedule.early else 0) * away.largest
     batch = trace.batch_bytes if trace is not None else 0
     between = masters + states + resident + buffers
     base = masters + states + buffers + batch
@@ -328,7 +336,7 @@ def simulate(
         after_forward=base + run.after_forward,
         after_backward=between + batch + to_step + run.secondary,
         forward_peak=base + run.forward_peak,
-        backward_peak=base + run.backward_peak + beside + (_OFFLOAD_AHEAD * away.largest if schedule.early else 0),
+        backward_peak=base + run.backward_peak + beside,
         step_peak=between
         + run.secondary
         + max(to_step, staging)

@@ -298,6 +298,7 @@ def schedule_of(
         offload_budget=config.offload_budget if config.offload else None,
         in_backward=config.optimizer_in_backward and (accumulate == 1 or defers),
         on_cpu=config.offload_update == "cpu",
+        beside=bool(config.offload) and config.optimizer_in_backward,
         inner=inner,
         flat=flat,
         levels=levels,

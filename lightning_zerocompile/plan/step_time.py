@@ -6,7 +6,8 @@ What the strategy's own kernels read and write is a part of the compute, since t
 the rows that a gather reads, and sum gradients.
 Forward and backward together take at least the time in which the host issues them, where that was measured. The
 optimizer's update comes after them. It is as fast as the device's memory, the host or (with ``offload``) the link to
-host memory allows, and values that live for a step are gathered beside it.
+host memory allows, and values that live for a step are gathered beside it. With ``optimizer_in_backward`` the update,
+and what it copies over the link, run beside the backward.
 
 A gather or a reduction over n ranks on N hosts moves (n - 1)/n of its bytes into and out of each rank. It goes round a
 ring of n - 1 steps, N - 1 of them from host to host, and each step costs the latency of its link. With hundreds of
@@ -192,9 +193,9 @@ def step_time(
         update = owned / machine.memory_bandwidth
         if memory.resident:
             followed = (memory.masters + memory.resident // ranks.shards) / machine.memory_bandwidth
-    if in_backward:
-        return StepTime(max(forward + max(back, update) + sent.ends, issued + stepped) + followed, exposed)
     copied = memory.copied / machine.link if machine.link is not None else 0.0
+    if in_backward:
+        return StepTime(max(forward + max(back, update, copied) + sent.ends, issued + stepped) + followed, exposed)
     return StepTime(
         max(forward + back + sent.ends, issued) + max(update + followed, stepped, copied),
         exposed,

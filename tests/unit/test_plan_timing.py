@@ -180,12 +180,22 @@ def test_seconds_are_of_the_slower_of_host_and_device() -> None:
     host = plan.stages[0].memory.host
     assert host == 12 * plan.parameters
     assert seconds(flops=1e6, link=1e3) - seconds(flops=1e6) == pytest.approx(2 * host / 1e3)
+    both = {"offload": "optimizer", "optimizer_in_backward": True}
+    options["config"] = Config(compile=False, param_dtype=torch.bfloat16, **both)
+    assert 0 < seconds(flops=1e6, link=1e3) - 2 * host / 1e3 < device / 2  # the forward; the backward is beside them
+    assert seconds(flops=1e6, link=1e9) == pytest.approx(device)
+    memory = make_plan(Model(), torch.randn(32, 8), **options).stages[0].memory
+    block = 12 * max(sum(p.numel() for p in block.parameters()) for block in Model().blocks)
+    options["config"] = Config(compile=False, param_dtype=torch.bfloat16, optimizer_in_backward=True)
+    without = make_plan(Model(), torch.randn(32, 8), **options).stages[0].memory
+    assert (memory.host, memory.masters, memory.states) == (host, 2 * plan.parameters, 0)
+    assert memory.backward_peak - without.backward_peak == 3 * block - (12 - 2) * plan.parameters
     options["config"] = Config(compile=False, offload="optimizer", offload_update="cpu", param_dtype=torch.bfloat16)
     memory = make_plan(Model(), torch.randn(32, 8), **options).stages[0].memory
     assert memory.host == host and memory.copied == (4 + 2) * plan.parameters  # gradients down, rows up
     assert memory.masters == plan.stages[0].memory.masters == 2 * plan.parameters  # what gathers read
     buffers = plan.stages[0].memory.step_peak - memory.step_peak
-    assert buffers == 3 * 12 * max(sum(p.numel() for p in block.parameters()) for block in Model().blocks)
+    assert buffers == 3 * block
 
 
 def test_a_plan_takes_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,9 +14,11 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileFabricStrategy, ZeroCompileStrategy
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.optim.slabs import local_of
 from tests.support import architectures, engines, models
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, CELLS, EAGER, assert_trains_like_ddp
@@ -121,16 +124,23 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
 
 
 def _fits_equal(
-    make: Callable[[], Any], steps: int, arguments: dict[str, Any], stage: int, **options: Any
+    make: Callable[[], Any],
+    steps: int,
+    arguments: dict[str, Any],
+    stage: int,
+    beside: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
-    """Modules that were fitted without and with the option. Their numbers are equal to the bit."""
+    """Modules that were fitted without and with the option, there with the options ``beside``, too. Their numbers are
+    equal to the bit."""
     fitted = []
-    for in_backward in (False, True):
+    for in_backward, more in ((False, {}), (True, beside or {})):
         torch.manual_seed(0)
-        strategy = ZeroCompileStrategy(stage, optimizer_in_backward=in_backward, unshard_after_fit=True, **options)
+        strategy = ZeroCompileStrategy(stage, optimizer_in_backward=in_backward, **options, **more)
         fitted.append(make())
         trainer = models.fit(fitted[-1], strategy, steps, **arguments)
         assert trainer.global_step == steps
+        fitted[-1].stats = strategy.stats
     plain, module = fitted
     models.assert_equal(plain, module)
     return plain, module
@@ -183,7 +193,7 @@ class _Toggled(_Manual):
     """Each optimizer has a backward of its own, which reaches the other's parameters, too."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        x = batch[:, :4].float() / models.VOCABULARY
+        x = (batch[:, :4].float() / models.VOCABULARY).to(self.first.weight.dtype)
         for optimizer in self.optimizers():  # type: ignore[union-attr]
             self.toggle_optimizer(optimizer)
             self.manual_backward(self.second(self.first(x)).square().mean())
@@ -279,10 +289,15 @@ def test_what_does_not_go_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"keep_gradients": True}, {"offload": "optimizer"}, {"full_param_optimizers": ["Shampoo"]}]
+    "other",
+    [
+        {"keep_gradients": True},
+        {"offload_update": "cpu", "offload": "optimizer"},
+        {"full_param_optimizers": ["Shampoo"]},
+    ],
 )
 def test_options_that_contradict_it(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"`{next(iter(other))}` .*optimizer_in_backward=True"):
+    with pytest.raises(ValueError, match=f"`{next(iter(other))}.*` .*optimizer_in_backward=True"):
         Config(optimizer_in_backward=True, **other)
 
 
@@ -479,3 +494,313 @@ def _with_blocks_again(stage: int, in_backward: bool) -> nn.Module:
 def test_blocks_that_run_again_in_the_backward(stage: int) -> None:
     plain, model = (_with_blocks_again(stage, in_backward) for in_backward in (False, True))
     models.assert_equal(plain, model)
+
+
+# ---- what is in host memory, see [Note: offload beside the backward] ----
+
+OFFLOAD: dict[str, Any] = {"offload": "optimizer"}
+BF16: dict[str, Any] = {"precision": "bf16-true"}  # so masters are in host memory, and not states alone
+
+
+def _offloaded(
+    make: Callable[[], nn.Module],
+    stage: int,
+    steps: int,
+    before: Callable[[Any, int], object] = lambda *_: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains in bfloat16 by AdamW. `before` is called with the model and the number of each step.
+
+    Returns the parameters and states on the CPU; bytes copied in, out and held, by step; and what the model has seen.
+    """
+    torch.manual_seed(0)
+    model, data = make().to(torch.bfloat16), models.Batches(models.rank())
+    found: dict[str, Any] = {"in": [], "out": [], "held": 0, "beside": []}
+    with engines.engine(model, stage, **options) as engine:
+        traffic = engine.runtime.host_traffic
+        if isinstance(model, SlowModel):
+            model.look = lambda: traffic.copied_out
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine.attach_optimizers([optimizer])
+        for number in range(steps):
+            before(model, number)
+            copied_in, copied_out = traffic.copied_in, traffic.copied_out
+            with engine.training_step():
+                engines.backward(engine, engines.token_loss(model, data[number]))
+            if "optimizer_in_backward" in options:
+                _assert_nothing_is_on_its_way(engine)
+            engine.step(optimizer, lambda: None)
+            found["in"].append(traffic.copied_in - copied_in)
+            found["out"].append(traffic.copied_out - copied_out)
+            found["beside"].append(getattr(model, "seen", copied_out) - copied_out)
+        found["held"], found["updated"] = traffic.held, engine.runtime.updated_in_backward
+        for sharded in engine.runtime.sharded_parameters:
+            for name, kept in optimizer.state[sharded.master].items():
+                full = kept.full_tensor() if isinstance(kept, DTensor) else kept
+                found[sharded.name, name] = full.cpu().clone()
+    return found | {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def _assert_nothing_is_on_its_way(engine: Any) -> None:
+    """No buffer is on the device, and what gathers read there are the rows that are in host memory."""
+    offload = engine.steps._offload
+    assert offload._beside is None
+    for units in offload._slabs.values():
+        for slot in (slot for slab in units.values() for slot in slab.slots.values() if slot.sharded.on_host):
+            assert slot.shown is not None
+            assert torch.equal(slot.shown.cpu(), slot.sharded.local.to(slot.shown.dtype))
+
+
+def _assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
+    numbers = {name for name, value in left.items() if isinstance(value, Tensor)}
+    assert len(numbers) > 10 and all(torch.equal(left[name], right[name]) for name in numbers)
+
+
+_LONG_CELLS: list[Any] = [pytest.param(*cell, marks=pytest.mark.long) for cell in [(1, AOT), (2, EAGER), (3, EAGER)]]
+
+
+@pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (2, AOT), (3, AOT), *_LONG_CELLS])
+@on_ranks(2)
+def test_units_in_host_memory_stream_beside_the_backward(stage: int, options: dict[str, Any]) -> None:
+    """To the bit; the bytes are those of a step that streams after its backward, and some go out inside it."""
+    plain = _offloaded(SlowModel, stage, 3, **options)
+    after = _offloaded(SlowModel, stage, 3, **options, **OFFLOAD)
+    ours = _offloaded(SlowModel, stage, 3, optimizer_in_backward=True, **options, **OFFLOAD)
+    _assert_same(plain, ours)
+    assert ours["held"] == after["held"] > 0 and plain["in"] == [0] * 3
+    assert ours["in"] == ours["out"] == after["in"] == after["out"] == [ours["held"]] * 3
+    assert after["beside"] == [0] * 3 and all(0 < bytes < ours["held"] for bytes in ours["beside"][1:])
+    assert ours["updated"] > 0
+
+
+class _Branches(SlowModel):
+    """Uses the layers that `route` names."""
+
+    route: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for number in self.route:
+            x = self.layers[number](x)
+            x = _Slow.apply(x) if number == 0 else x
+        return self.head(x) * self.scale + self.shift
+
+
+def _routes(apart: bool, model: Any, number: int) -> None:
+    """Another order each time; `apart`: and on each rank."""
+    routes = ((0, 1, 2), (2, 1, 0), (0,), (0, 2), (2, 1, 0))
+    model.route = routes[(number + 2 * apart * models.rank()) % len(routes)]
+
+
+@pytest.mark.parametrize(("stage", "apart"), [(3, False), (1, True), pytest.param(1, False, marks=pytest.mark.long)])
+@on_ranks(2)
+def test_an_order_that_changes(stage: int, apart: bool) -> None:
+    """Units that come out of turn, or not at all, are fetched when they are needed, and nothing is lost."""
+    before = partial(_routes, apart)
+    plain = _offloaded(_Branches, stage, 5, before, **EAGER)
+    ours = _offloaded(_Branches, stage, 5, before, optimizer_in_backward=True, **EAGER, **OFFLOAD)
+    _assert_same(plain, ours)
+    assert ours["out"] == [ours["held"]] * 5  # units without a gradient go out, too, when the optimizer steps
+    assert sum(ours["in"]) >= sum(ours["out"])
+
+
+@on_ranks(2)
+def test_units_without_a_gradient_are_fetched_once() -> None:
+    """By the step, as without the option; the backward and its end fetch what they update. In the first backward it is
+    not known yet which units that are."""
+
+    def before(model: Any, number: int) -> None:
+        model.route = (0,)
+
+    ours = _offloaded(_Branches, 3, 3, before, optimizer_in_backward=True, **EAGER, **OFFLOAD)
+    assert ours["out"] == [ours["held"]] * 3 and ours["in"][1:] == ours["out"][1:]
+
+
+@on_ranks(2)
+def test_any_order_is_served() -> None:
+    """The expected order is a guess: whatever comes, three buffers are enough, and each unit has its own bytes."""
+    model = models.ByteModel(width=16, blocks=6).to(torch.bfloat16)
+    with engines.engine(model, 3, compile=False, unit_bytes=1, optimizer_in_backward=True, **OFFLOAD) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        engine.attach_optimizers([optimizer])
+        offload, generator = engine.steps._offload, torch.Generator().manual_seed(0)
+        slabs = offload._slabs[optimizer]
+        expected = {unit: slab.memory.random_(generator=generator).clone() for unit, slab in slabs.items()}
+        units = [unit for unit, slab in slabs.items() if slab.nbytes]
+        assert len(units) > 6
+        order: list[int] = []
+        for turn in range(6):
+            offload.begins_beside(optimizer)
+            stream: Any = offload.beside(optimizer)
+            assert list(stream._came) == order[:2]  # before, no order was known
+            again = turn % 2 == 1
+            if not again:
+                order = [units[n] for n in torch.randperm(len(units), generator=generator).tolist()][: 5 + turn]
+            for unit in order:
+                assert unit in stream._came or not again  # what comes as the last time is never waited for
+                staged = stream.enter(unit)
+                came, guess = stream._came[unit], list(stream._expected)
+                rest = guess[guess.index(unit) + 1 :] if unit in guess else []
+                follow = [n for n in rest if n in units and n not in stream.entered][:2]
+                assert all(n in stream._came for n in follow)  # in the place of what has come in vain
+                assert torch.equal(torch.cat(came.parts).cpu(), expected[unit])
+                for part in came.parts:
+                    part.add_(1)
+                expected[unit] += 1
+                stream.leave(unit, staged, [unit])
+                assert len(stream._buffers) <= 3 and len(stream._came) <= 2
+            offload.ends_beside()
+            assert all(torch.equal(slab.memory, expected[unit]) for unit, slab in slabs.items())
+            assert not stream._buffers
+
+
+BESIDE: dict[str, tuple[Any, int, Any, dict[str, Any], dict[str, Any]]] = {
+    "clipped by value": (Groups, 3, False, {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}, {}),
+    "accumulated, reduced once": (Groups, 1, False, {"accumulate_grad_batches": 2}, {}),
+    "accumulated, reduced each time": (Groups, 3, "blocks", {"accumulate_grad_batches": 2}, {}),
+    "fused": (partial(Groups, fused=True), 2, False, {}, {}),
+    "a budget": (Groups, 3, False, {}, {"offload_budget": 6_000}),
+    "a window": (_Windows, 3, False, {}, {}),
+    "two optimizers": (_Toggled, 1, False, {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", list(BESIDE))
+@on_ranks(2)
+def test_what_goes_together_with_an_offload(name: str) -> None:
+    make, stage, scope, arguments, options = BESIDE[name]
+    _, module = _fits_equal(make, 4, arguments | BF16, stage, OFFLOAD | options, **COMPILED[scope])
+    stats = module.stats
+    steps = 2 if make is _Toggled else 4  # of each optimizer
+    assert 0 < steps * stats.offload_bytes == stats.offload_out_bytes
+    if name == "a budget":
+        _, everything = _fits_equal(make, 4, arguments | BF16, stage, OFFLOAD, **COMPILED[scope])
+        assert 0 < everything.stats.offload_bytes - stats.offload_bytes <= options["offload_budget"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_in_float32_states_alone_are_in_host_memory(stage: int) -> None:
+    """Gathers read the masters when the units have left, at every stage."""
+    _, module = _fits_equal(Groups, 3, {}, stage, OFFLOAD, **EAGER)
+    trained = [p for p in module.parameters() if p.requires_grad and p.dim()]
+    assert 0 < module.stats.offload_bytes <= sum(2 * (4 * p.numel() // 2 + 512) for p in trained)  # two states, aligned
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+@on_ranks(2)
+def test_a_backward_that_raises_with_units_in_host_memory(stage: int) -> None:
+    """What was updated is whole there, the rest is as it was, and nothing is on its way; then it trains on."""
+    torch.manual_seed(0)
+    model, data = FailsLate().to(torch.bfloat16), models.Batches(models.rank())
+    twin = copy.deepcopy(model)
+    trained = []
+    for one, options in ((twin, {}), (model, {"optimizer_in_backward": True, **OFFLOAD})):
+        one.fails = False
+        with engines.engine(one, stage, **options, **EAGER) as engine:
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+            engine.attach_optimizers([optimizer])
+            for number in range(4):
+                if options and number == 2:
+                    _fail(one, engine, optimizer, data[9])
+                with engine.training_step():
+                    engines.backward(engine, engines.token_loss(one, data[number]))
+                engine.step(optimizer, lambda: None)
+        trained.append(one)
+    models.assert_equal(*trained)
+
+
+def _fail(model: Any, engine: Any, optimizer: Any, batch: Tensor) -> None:
+    """Raises half-way, and puts back what was there before."""
+
+    def rows() -> dict[str, tuple[Tensor, Tensor]]:
+        states = ((s, optimizer.state[s.master]["momentum_buffer"]) for s in engine.runtime.sharded_parameters)
+        return {s.name: (s.local.clone(), local_of(kept).clone()) for s, kept in states}
+
+    before, model.fails = rows(), True
+    with engine.training_step():
+        loss = engines.token_loss(model, batch)
+        with pytest.raises(ValueError, match="on purpose"):
+            engines.backward(engine, loss)
+    model.fails = False
+    assert engine.steps._offload._beside is None
+    with pytest.raises(RuntimeError, match=r"raised after it had updated . of . units .* Load a checkpoint"):
+        engine.step(optimizer, lambda: None)
+    moved = {}
+    for name, both in rows().items():
+        same = [torch.equal(*pair) for pair in zip(before[name], both, strict=True)]
+        assert both[0].numel() == 0 or same in ([True] * 2, [False] * 2), (name, same)
+        moved[name] = not all(same)
+    assert moved["layers.2.up.weight"] and not moved["embedding.weight"]
+    with torch.no_grad():
+        for sharded in engine.runtime.sharded_parameters:
+            local, state = before[sharded.name]
+            sharded.local.copy_(local)
+            local_of(optimizer.state[sharded.master]["momentum_buffer"]).copy_(state)
+    engine.steps.restored()
+
+
+@on_ranks(2)
+def test_a_backward_past_the_strategy_leaves_units_to_the_step() -> None:
+    """Nobody says when it ends, so nothing may be on its way to host memory after it."""
+    torch.manual_seed(0)
+    plain, model = (SlowModel().to(torch.bfloat16) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    data = models.Batches(models.rank())
+    for one, options in ((plain, {}), (model, {"optimizer_in_backward": True, **OFFLOAD})):
+        with engines.engine(one, 3, **options, **EAGER) as engine:
+            optimizer = torch.optim.AdamW(one.parameters(), lr=0.01)
+            engine.attach_optimizers([optimizer])
+            for number in range(2):
+                with engine.training_step():
+                    engines.token_loss(one, data[number]).backward()
+                copied = engine.runtime.host_traffic.copied_in
+                assert copied == number * engine.runtime.host_traffic.held
+                engine.step(optimizer, lambda: None)
+                _assert_nothing_is_on_its_way(engine)
+            assert engine.runtime.updated_in_backward == 0
+    models.assert_equal(plain, model)
+
+
+class _WritesData(SlowModel):
+    """Its forward writes to a weight in a way that changes no version."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.up.weight.data.mul_(0.5)
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
+@on_ranks(2)
+def test_writes_without_a_version_reach_units_that_come_early(stage: int) -> None:
+    plain = _offloaded(_WritesData, stage, 3, **EAGER)
+    ours = _offloaded(_WritesData, stage, 3, optimizer_in_backward=True, **EAGER, **OFFLOAD)
+    _assert_same(plain, ours)
+
+
+class _SaveAtEnd(L.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("full", 1), ("sharded", 3)])
+@on_ranks(2)
+def test_checkpoints_with_an_offload(kind: str, stage: int, tmp_path: Path) -> None:
+    """Saved with both options and read without, and the other way round."""
+    beside = {"optimizer_in_backward": True, **OFFLOAD}
+    torch.manual_seed(0)
+    start = models.Module(optimizer="adamw", lr=0.01)
+    whole = copy.deepcopy(start)
+    models.fit_epochs(whole, ZeroCompileStrategy(stage=stage, **EAGER), 2, **BF16)
+    for number, (first, second) in enumerate([(beside, {}), (OFFLOAD, beside)]):
+        half, resumed, path = copy.deepcopy(start), copy.deepcopy(start), str(tmp_path / f"{number}.ckpt")
+        strategy = ZeroCompileStrategy(stage=stage, state_dict_type=kind, **EAGER, **first)
+        models.fit_epochs(half, strategy, 1, callbacks=[_SaveAtEnd(path)], **BF16)
+        strategy = ZeroCompileStrategy(stage=stage, state_dict_type=kind, **EAGER, **second)
+        models.fit_epochs(resumed, strategy, 2, path, **BF16)
+        models.assert_equal(whole, resumed)
+        assert (strategy.stats.offload_in_bytes > 0) == bool(second)

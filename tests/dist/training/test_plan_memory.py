@@ -183,6 +183,35 @@ def _assert_as_predicted(ranks: Ranks, cells: list[tuple[int, Any, bool]], islan
         assert memory.peak == memory.backward_peak
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_offload_beside_the_backward(stage: int) -> None:
+    """The backward has three units of what is in host memory, and a copy of all masters stays on the device. With
+    reduced gradients of earlier backwards (`adds`) it is the same."""
+    with torch.device("meta"):
+        model = Model(False)
+    units = plan_units(model, UNIT_BYTES, torch.bfloat16)
+    sizes = unit_bytes(model, units, 2, torch.bfloat16, torch.float32)
+    optimizer = optimizer_bytes(model, units, 2, torch.float32, optimizer=torch.optim.AdamW)
+    blocks = [name for name, _ in find_blocks(model)]
+    trace = trace_step(model, _batch(), blocks, torch.bfloat16, compiled=False, step=engines.token_loss)
+
+    def memory(**options: Any) -> Memory:
+        return simulate(units, sizes, optimizer, trace, Schedule(stage, gloo=False, **options))[0]
+
+    rows = sum(unit.reduced for unit in sizes) // 4
+    largest = 3 * max(unit.reduced for unit in sizes)  # the master and two states
+    after = memory(offload_budget=0)
+    for options in ({"in_backward": True}, {"adds": True}):
+        plain, both = memory(**options), memory(**options, offload_budget=0, beside=True)
+        assert both.host == after.host == 12 * rows and both.copied == after.copied
+        assert both.masters == plain.masters - 2 * rows and after.masters == (both.masters if stage == 3 else 0)
+        extra = 0 if "in_backward" in options else optimizer.temporary  # of the update that runs there
+        assert both.backward_peak == plain.backward_peak - 10 * rows + 3 * largest + extra
+        assert both.after_backward == plain.after_backward - 10 * rows
+        half = memory(**options, offload_budget=both.host // 2, beside=True)
+        assert both.host // 2 <= half.host < both.host
+
+
 def _measured_in_backward() -> dict[str, tuple[int, int]]:
     return _measure(3, False, False, in_backward=True)[0]
 
