@@ -141,6 +141,8 @@ class Offload:
                     self._fill(slab)
             for master in before.difference(*(slab.slots for units in slabs.values() for slab in units.values())):
                 self._bring_back(record_of(master))
+        if slabs and self._runtime.device.type == "cuda":
+            torch.cuda.empty_cache()  # of what was moved: a step needs memory in other sizes
         self._slabs = slabs
         all_slabs = [slab for units in slabs.values() for slab in units.values()]
         shown = [slot.shown for slab in all_slabs for slot in slab.slots.values() if slot.shown is not None]
