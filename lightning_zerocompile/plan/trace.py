@@ -32,14 +32,13 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zerocompile.compile.backend import boxed
 from lightning_zerocompile.plan.attention import AttentionOfDevices, to_count
 from lightning_zerocompile.plan.known_numbers import KnownNumbers, Pausable, is_knowable
-from lightning_zerocompile.runtime.activation_offload import ActivationOffload
+from lightning_zerocompile.runtime.activation_offload import ActivationOffload, run_again
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, put_islands
 from lightning_zerocompile.sharding.plan import signature
 
@@ -80,6 +79,7 @@ class Trace:
         batch_bytes: of the batch's tensors.
         eager: compiled blocks that were traced as eager code, with the reason.
         offloaded: bytes of activations that go to host memory, and come back.
+        on_host: bytes of host memory that these take.
     """
 
     events: tuple[Event, ...]
