@@ -165,6 +165,8 @@ Ready Gradients::mark_ready(const Indices& indices) {
 // [Note: frozen in an accumulation] What a parameter's gradient has when the parameter is frozen stays its gradient in
 // torch, and a step uses it. So it is reduced with the others: a parameter counts as trained from the beginning of a
 // backward that trains it to the next reduction. All ranks freeze the same parameters, so they reduce the same ones.
+// Which ranks have a gradient of it may differ, and maybe none has (a `zero_grad` has dropped it). A rank that has none
+// waits with its unit for the end of the backward, when it knows whether another rank has one.
 
 // [Note: nested contributions] What a nested backward (a reentrant checkpoint) hands over was read under no_grad in the
 // forward, so nobody knows how much of it is still to come: such a unit waits for the end of the outermost backward.
@@ -176,8 +178,8 @@ bool Gradients::complete(const Unit& unit) const {
   return std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
     const auto& p = record(i);
     const auto& g = of(p);
-    return !p.master.requires_grad() ||
-           (g.contributed_now && p.cast_grad && g.eager_outstanding->load() <= 0 && g.graph_outstanding == 0);
+    if (!p.master.requires_grad()) return !g.trained || (p.cast_grad && (g.contributed || has_part(p)));
+    return g.contributed_now && p.cast_grad && g.eager_outstanding->load() <= 0 && g.graph_outstanding == 0;
   });
 }
 

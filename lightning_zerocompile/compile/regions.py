@@ -12,12 +12,11 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from lightning_zerocompile.compile.backend import Code, CompileStats, Graphs, _base
 from lightning_zerocompile.compile.progress import Progress
 from lightning_zerocompile.config import Config, Lifetime
-from lightning_zerocompile.runtime.activation_offload import ActivationOffload
+from lightning_zerocompile.runtime.activation_offload import ActivationOffload, run_again
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.autocast import forward_of
 from lightning_zerocompile.sharding.module_swap import PARAMETERS, REGION, Seen
@@ -102,7 +101,7 @@ class Region:
 
     def _saving(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.checkpointed and torch.is_grad_enabled():
-            return checkpoint(partial(self._run, module, **kwargs), *args, use_reentrant=False)
+            return run_again(partial(self._run, module), *args, **kwargs)
         return self._run(module, *args, **kwargs)
 
     def _run(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

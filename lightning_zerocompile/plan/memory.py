@@ -342,7 +342,7 @@ def simulate(
         + max(to_step, staging)
         + optimizer.temporary
         + _OFFLOAD_BUFFERS * away.largest,
-        host=away.masters + away.states + (trace.offloaded if trace is not None else 0),
+        host=away.masters + away.states + (trace.on_host if trace is not None else 0),
         copied=away.copied,
         secondary=run.secondary,
     )

@@ -32,14 +32,13 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zerocompile.compile.backend import boxed
 from lightning_zerocompile.plan.attention import AttentionOfDevices, to_count
 from lightning_zerocompile.plan.known_numbers import KnownNumbers, Pausable, is_knowable
-from lightning_zerocompile.runtime.activation_offload import ActivationOffload
+from lightning_zerocompile.runtime.activation_offload import ActivationOffload, run_again
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, put_islands
 from lightning_zerocompile.sharding.plan import signature
 
@@ -80,6 +79,7 @@ class Trace:
         batch_bytes: of the batch's tensors.
         eager: compiled blocks that were traced as eager code, with the reason.
         offloaded: bytes of activations that go to host memory, and come back.
+        on_host: bytes of host memory that these take.
     """
 
     events: tuple[Event, ...]
@@ -88,6 +88,7 @@ class Trace:
     batch_bytes: int
     eager: dict[str, str]
     offloaded: int = 0
+    on_host: int = 0
 
     @property
     def saved(self) -> int:
@@ -342,6 +343,7 @@ def trace_step(
         sum(leaf.nbytes for leaf in tree_leaves(fake.batch) if isinstance(leaf, Tensor)),
         recorder.eager,
         recorder.offload.bytes_out,
+        recorder.offload.bytes_out if on_cpu else recorder.offload.pinned,
     )
 
 
@@ -409,7 +411,7 @@ class _Recorder:
             if name in blocks and compiled:
                 self._compile(name, child)
             if name in blocks and (checkpointed or own):
-                child.forward = partial(checkpoint, child.forward, use_reentrant=False)
+                child.forward = partial(run_again, child.forward)
             if name in blocks and offloaded:
                 child.forward = partial(self._offloaded, child.forward)
         for name, parameter in module.named_parameters():
@@ -522,6 +524,8 @@ def _stand_in(tensor: Tensor) -> Tensor:
 class _OffloadInTrace(ActivationOffload[Tensor]):
     """The same without data; see [Note: activation offload]. What is in host memory does not count.
 
+    torch's allocator of pinned memory rounds each size up to a power of two.
+
     Args:
         module: its parameters stay.
         paused: inside, nothing counts.
@@ -535,14 +539,15 @@ class _OffloadInTrace(ActivationOffload[Tensor]):
             lambda tensor: tensor,
             lambda tensor: tensor,
         )
-        self._paused = paused
+        self._paused, self.pinned = paused, 0
 
     def _is_plain(self, tensor: Tensor) -> bool:
         return type(tensor) is FakeTensor
 
     def _to_host(self, value: Tensor) -> Tensor:
+        self.pinned += 1 << (value.nbytes - 1).bit_length()
         with self._paused():
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
 
 
 @contextmanager

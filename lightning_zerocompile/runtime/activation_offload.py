@@ -16,6 +16,9 @@ the output of one and the input of the next, there is one copy.
 torch checks that a saved tensor was not written to in place, and with hooks it does not. Here a write while the copy is
 on its way raises in the backward, as without the offload. After that the copy is a value of its own.
 
+A torch.func transform allows no hooks. So a block inside one is not offloaded, and a block that uses one itself cannot
+be: at stages 1 and 2, too, it raises, as a block of stage 3 does without the offload.
+
 torch's own offload (``torch._functorch._activation_offloading``) works inside one graph. It has no copy on its way when
 a block's graph ends, and it leaves inputs on the device, which with recomputed blocks are all that there is.
 """
@@ -23,12 +26,13 @@ a block's graph ends, and it leaves inputs on the device, which with recomputed 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 LEAST = 2**20  # bytes: copying less costs the host more than it saves
@@ -47,6 +51,18 @@ _NO_ROOM = (
 )
 
 
+def run_again(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """``forward``, which keeps its inputs only and runs again in the backward. torch's checkpoint has autograd save
+    positional tensors, and would hold the others itself, where no hook for saved tensors sees them."""
+    names = tuple(kwargs)
+
+    def named(*values: Any) -> Any:
+        count = len(values) - len(names)
+        return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    return checkpoint(named, *args, *kwargs.values(), use_reentrant=False)
+
+
 class _Kept:
     """A saved tensor that goes to host memory.
 
@@ -58,6 +74,8 @@ class _Kept:
     Attributes:
         value: on the device; ``None``: it is in host memory only.
         came: when ``value`` is there; ``None``: now.
+        home: the stream that ``value`` was allocated on, or was used on when it was saved; ``None`` on the CPU.
+        packed: what autograd holds of it.
         version: of the tensor when it was saved.
         written: whether somebody has written to it before the copy was there.
         shape: of the tensor, for messages.
@@ -67,7 +85,13 @@ class _Kept:
         self.value: Tensor | None = value
         self.host, self.gone = host, gone
         self.came: torch.cuda.Event | None = None
+        self.home: torch.cuda.Stream | None = None
+        self.packed: list[weakref.ref[_Packed]] = []
         self.version, self.written, self.shape = value._version, False, tuple(value.shape)
+
+    def is_wanted(self) -> bool:
+        """Whether autograd may still ask for it."""
+        return any(packed() is not None for packed in self.packed)
 
     def check(self, value: Tensor) -> None:
         self.written = self.written or value._version != self.version
@@ -78,17 +102,17 @@ class _Group:
 
     Attributes:
         kept: its tensors, as long as the backward still needs them.
-        brought: whether they were brought back to the device.
+        brought: the number of the backward in which they were brought back to the device; 0: none.
         before: the group of the block that ran before.
     """
 
     def __init__(self, before: _Group | None) -> None:
         self.kept: list[weakref.ref[_Kept]] = []
-        self.brought = False
+        self.brought = 0
         self.before: weakref.ref[_Group] | None = None if before is None else weakref.ref(before)
 
-    def alive(self) -> list[_Kept]:
-        return [kept for one in self.kept if (kept := one()) is not None]
+    def wanted(self) -> list[_Kept]:
+        return [kept for one in self.kept if (kept := one()) is not None and kept.is_wanted()]
 
 
 class _Packed:
@@ -136,6 +160,7 @@ class ActivationOffload(Generic[_Other]):
         self._leaving: list[list[_Kept]] = []  # by run of a block, the last two at most: what may be on its way out
         self._coming: dict[_Kept, _Group] = {}  # what comes back and was not asked for yet, and for which group
         self._last: weakref.ref[_Group] | None = None
+        self._backward = 1  # the number of the one that runs, or comes next
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         self.bytes_out = self.bytes_in = 0
 
@@ -143,9 +168,12 @@ class ActivationOffload(Generic[_Other]):
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Around one run of a block. Inside another block, or inside hooks of the user's, it does nothing."""
+        """Around one run of a block. Inside another block, inside hooks of the user's, and inside a torch.func
+        transform, which allows no hooks, it does nothing."""
         top = _hooks._top_saved_tensors_default_hooks(False)
-        if not torch.is_grad_enabled() or (top is not None and top[0] != self._others[0]):
+        others = top is not None and top[0] != self._others[0]
+        allowed = _hooks._saved_tensors_hooks_get_disabled_error_message() is None
+        if not torch.is_grad_enabled() or others or not allowed:
             yield
             return
         self._send_back()
@@ -158,8 +186,11 @@ class ActivationOffload(Generic[_Other]):
         self._retire(1)
 
     def settle(self) -> None:
-        """Called after a backward: what is on its way out of other graphs frees the device's memory."""
+        """Called after a backward: what is on its way out of other graphs frees the device's memory, and so does what
+        came of them. If a graph was retained, its next backward brings all of it again."""
         self._retire(0)
+        self._send_back()
+        self._backward += 1
 
     def close(self) -> None:
         """Frees all memory of the device that nobody has asked back."""
@@ -179,8 +210,10 @@ class ActivationOffload(Generic[_Other]):
         else:
             kept = self._copy_out(tensor.detach())  # it shares the version, and has no graph
             views[view] = weakref.ref(kept)
+        packed = _Packed(kept, group)
+        kept.packed.append(weakref.ref(packed))
         group.kept.append(weakref.ref(kept))
-        return _Packed(kept, group)
+        return packed
 
     def _goes(self, tensor: Tensor) -> bool:
         """Whether it is worth while, and the copy is all that its storage holds."""
@@ -206,16 +239,17 @@ class ActivationOffload(Generic[_Other]):
                 host.copy_(value, non_blocking=True)
                 gone = out.record_event()
         kept = _Kept(value, host, gone)
+        kept.home = self._here()
         self._leaving[-1].append(kept)
         self.bytes_out += host.nbytes
         return kept
 
     def _to_host(self, value: Tensor) -> Tensor:
-        """Memory for the copy; on the CPU the copy itself."""
+        """Memory for the copy; on the CPU the copy itself. The user may have chosen another default device."""
         if self._device.type == "cpu":
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu").copy_(value)
         try:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, pin_memory=True)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu", pin_memory=True)
         except RuntimeError as error:
             size = value.nbytes
             raise RuntimeError(_NO_ROOM.format(size, size / 2**30, str(error).partition("\n")[0])) from error
@@ -225,7 +259,8 @@ class ActivationOffload(Generic[_Other]):
         while len(self._leaving) > runs:
             run = self._leaving.pop(0)
             if run:
-                self._wait(run[-1].gone)  # one stream has copied all of them, in this order
+                # One stream has copied all of them, in this order. Their memory goes back to their homes.
+                self._wait(run[-1].gone, *(kept.home for kept in run))
             for kept in run:
                 if kept.value is not None and kept not in self._coming:
                     kept.check(kept.value)
@@ -250,6 +285,9 @@ class ActivationOffload(Generic[_Other]):
             kept.check(value)
             self._wait(kept.gone)  # the backward may use its memory for something else
         self._wait(kept.came)
+        here = self._here()
+        if here is not None and kept.home != here:
+            value.record_stream(here)  # it is freed after what this stream does with it
         if kept.written:
             raise RuntimeError(_WRITTEN.format(kept.shape))
         self._coming.pop(kept, None)
@@ -257,17 +295,20 @@ class ActivationOffload(Generic[_Other]):
         return value
 
     def _bring(self, group: _Group) -> None:
-        """Starts to copy in what the group has saved; once, since who has taken its tensors may still be alive."""
-        if group.brought:
+        """Starts to copy in what the group has saved; once in a backward, since who has taken its tensors may still be
+        alive."""
+        if group.brought == self._backward:
             return
-        group.brought = True
-        for kept in reversed(group.alive()):
+        group.brought = self._backward
+        self._send_back([kept for kept in self._coming if not kept.is_wanted()])
+        for kept in reversed(group.wanted()):
             if kept.value is None:
                 self._copy_in(kept, group)
 
     def _copy_in(self, kept: _Kept, group: _Group) -> None:
         host = kept.host
         kept.value = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
+        kept.home = self._here()
         if self._device.type == "cuda":
             here, (_, comes) = torch.cuda.current_stream(self._device), self._own_streams()
             comes.wait_stream(here)  # the memory may be in use until here
@@ -279,18 +320,26 @@ class ActivationOffload(Generic[_Other]):
         self._coming[kept] = group
         self.bytes_in += host.nbytes
 
-    def _send_back(self) -> None:
-        """Frees what came and nobody has asked for: its graph is gone, or another one runs first."""
-        for kept, group in self._coming.items():
-            self._wait(kept.came)
-            kept.value, kept.came, group.brought = None, None, False
-        self._coming.clear()
+    def _send_back(self, some: Sequence[_Kept] | None = None) -> None:
+        """Frees what came (or some of it) and nobody has asked for: its graph is gone, its node has not looked at it,
+        or another graph runs first."""
+        for kept in list(self._coming) if some is None else some:
+            group = self._coming.pop(kept)
+            self._wait(kept.came, kept.home)
+            kept.value, kept.came = None, None
+            if kept.is_wanted():
+                group.brought = 0
 
     # ---- streams ----
 
-    def _wait(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+    def _here(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+    def _wait(self, event: torch.cuda.Event | None, *others: torch.cuda.Stream | None) -> None:
+        """Orders the current stream, and others, after the event."""
+        for stream in {self._here(), *others}:
+            if event is not None and stream is not None:
+                stream.wait_event(event)
 
     def _own_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """For copies out and for copies in. Streams of one priority may share a queue of the device."""

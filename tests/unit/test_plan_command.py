@@ -169,6 +169,14 @@ def test_offloaded_activations_are_in_host_memory(scope: Any) -> None:
     assert len(seconds) == 2 and seconds[1] > 4 * BLOCKS * size / 1e6 > seconds[0]  # out and in, at half of the link
 
 
+def test_pinned_memory_of_activations_is_rounded_up() -> None:
+    """torch's allocator takes a power of two for each tensor."""
+    config = Config(compile=False, activation_checkpointing="blocks", activation_offload=True)
+    rows = 2**18 // WIDTH + 1
+    plan = make_plan(Stack(), torch.zeros(rows, WIDTH), world_size=2, config=config)
+    assert plan.stages[2].memory.host == BLOCKS * 2**21
+
+
 @pytest.mark.parametrize("master_dtype", [torch.float32, None])
 def test_frozen_parameters_keep_their_dtype(master_dtype: torch.dtype | None) -> None:
     """In the run they have neither a wide master nor a state nor a gradient."""

@@ -239,6 +239,133 @@ def test_inside_hooks_of_the_users() -> None:
         assert models.deviation(less, whole) == 0.0 and stats.activations_out_bytes == 0
 
 
+class Named(Block):
+    def forward(self, *, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class ByName(Net):
+    """Its blocks take their input by name, where the default device is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Named() for _ in range(BLOCKS)).eval()  # random numbers would go to that device
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        with torch.device("meta"):
+            for block in self.blocks:
+                x = block(x=x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_inputs_by_name_and_another_default_device() -> None:
+    """What runs again saves inputs that it gets by name, too, and host memory is the host's."""
+    torch.manual_seed(1)
+    model = ByName()
+    whole, _ = _train(model, 3, **EAGER, **KINDS["checkpointed"])
+    less, stats = _train(model, 3, activation_offload=True, **EAGER, **KINDS["checkpointed"])
+    assert models.deviation(less, whole) == 0.0
+    assert stats.activations_out_bytes == 2 * BLOCKS * _input_bytes()
+
+
+class _SavesForNothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.clone())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 2
+
+
+class _Forgets(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_SavesForNothing.apply(x))  # type: ignore[no-untyped-call, no-any-return]
+
+
+@on_ranks(2)
+def test_what_no_backward_asks_for_goes_again() -> None:
+    """What one block's backward has not looked at is gone when the next one's begins, and the rest at the end."""
+    torch.manual_seed(1)
+    model = Net()
+    model.blocks = nn.ModuleList(_Forgets() for _ in range(BLOCKS))
+    held: list[int] = []
+
+    def run(engine: Engine, optimizer: Any) -> None:
+        offload = engine.runtime.activations
+        assert offload is not None
+
+        def note(*_: Any) -> None:
+            held.append(sum(kept.host.nbytes for kept in offload._coming))
+
+        for block in engine.model.blocks:  # type: ignore[union-attr]
+            block.register_forward_hook(lambda _, __, output: output.register_hook(note) and None)
+        with engine.training_step():
+            engines.backward(engine, engines.token_loss(engine.model, models.Batches(models.rank())[0]))
+        note()
+        optimizer.step()
+
+    _train(model, 3, run, activation_offload=True, **EAGER)
+    # At a block's beginning its own tensors are coming, and one of the block that ran before it.
+    assert held[-1] == 0 and held[-2] == held[-3] == held[-4] > 0, held
+
+
+@on_ranks(2)
+def test_inside_a_transform() -> None:
+    """torch.func allows no hooks. A block inside it saves as it would without the offload."""
+    torch.manual_seed(1)
+    tokens, found = models.Batches(models.rank())[0], []
+    model = _net().eval()
+
+    def run(engine: Engine, optimizer: Any) -> None:
+        def loss(values: dict[str, Tensor]) -> Tensor:
+            return engines.token_loss(lambda x: torch.func.functional_call(engine.model, values, (x,)), tokens)
+
+        with engine.full_parameters(engine.model, writeback=False) as values:
+            found.append(torch.func.grad(loss)({name: value.detach() for name, value in values.items()}))
+
+    for offload in (False, True):
+        _, stats = _train(model, 3, run, activation_offload=offload, **EAGER)
+        assert stats.activations_out_bytes == 0
+    assert all(torch.equal(found[0][name], grad) for name, grad in found[1].items())
+
+
+@on_ranks(2)
+def test_a_retained_graph_comes_again() -> None:
+    """The second backward of a graph brings a whole block in at once, too, and leaves nothing."""
+    asked: list[list[int]] = []
+
+    def run(engine: Engine, optimizer: Any) -> None:
+        offload = engine.runtime.activations
+        assert offload is not None
+        copy_in, bring, depth = offload._copy_in, offload._bring, [0]
+
+        def counting(kept: Any, group: Any) -> None:
+            asked[-1][depth[0]] += 1
+            copy_in(kept, group)
+
+        def bringing(group: Any) -> None:
+            depth[0] += 1
+            bring(group)
+            depth[0] -= 1
+
+        offload._copy_in, offload._bring = counting, bringing  # type: ignore[method-assign]
+        with engine.training_step():
+            loss = engines.token_loss(engine.model, models.Batches(models.rank())[0])
+            for retain in (True, False):
+                asked.append([0, 0])  # one by one, and by the block
+                with engine.backward(loss):
+                    loss.backward(retain_graph=retain)
+                assert not offload._coming
+        optimizer.step()
+
+    _train(_net(), 3, run, activation_offload=True, **EAGER)
+    assert asked[1][1] > asked[0][1] > 0 and asked[1][0] == asked[0][0], asked
+
+
 @on_ranks(2)
 def test_a_model_without_blocks() -> None:
     with pytest.raises(RuntimeError, match=r"activation_offload: Sequential has no repeated blocks.*save_on_cpu"):
