@@ -219,6 +219,14 @@ void Gradients::keep_early(const Parameter& p, Tensor rows, at::ScalarType bound
   state(p).early_dtype = bound_dtype;
 }
 
+// What was reduced early, to be added to what is reduced now. It counts as a gradient of this backward: nothing else may
+// tell that the parameter is used.
+Tensor Gradients::take_part(const Parameter& p) {
+  if (!has_part(p)) return {};
+  state(p).contributed = true;
+  return std::exchange(state(p).early, {});
+}
+
 // What was reduced early, for user code, which may write to it and keep it.
 Tensor Gradients::lend_early(const Parameter& p) {
   early_is_lent_ = early_is_lent_ || of(p).early.defined();

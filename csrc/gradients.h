@@ -116,7 +116,7 @@ class Gradients {
   void reduced_all(bool partial);
   void keep_early(const Parameter& p, Tensor rows, at::ScalarType bound_dtype);
   bool has_part(const Parameter& p) const { return replicas_ && of(p).early.defined(); }
-  Tensor take_part(const Parameter& p) { return replicas_ ? std::exchange(state(p).early, {}) : Tensor(); }
+  Tensor take_part(const Parameter& p);
   Tensor lend_early(const Parameter& p);
   bool early_is_lent() const { return early_is_lent_; }
 

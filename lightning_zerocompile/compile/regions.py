@@ -101,7 +101,7 @@ class Region:
 
     def _saving(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.checkpointed and torch.is_grad_enabled():
-            return run_again(partial(self._run, module), *args, **kwargs)
+            return run_again(partial(self._run, module), True, *args, **kwargs)
         return self._run(module, *args, **kwargs)
 
     def _run(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -317,7 +317,10 @@ def simulate(
     states, reduced = optimizer.states - away.states, sum(u.reduced for u in units)
     to_step = 0 if schedule.in_backward else reduced
     beside = optimizer.temporary if schedule.in_backward or schedule.beside else 0
-    beside += (_OFFLOAD_BUFFERS if schedule.beside else _OFFLOAD_AHEAD if schedule.early else 0) * away.largest
+    backward_peak = run.backward_peak + beside + (_OFFLOAD_AHEAD * away.largest if schedule.early else 0)
+    if schedule.beside:  # the last buffer is made when the first unit is updated
+        before = run.peak_before_updates + _OFFLOAD_AHEAD * away.largest
+        backward_peak = max(before, run.peak_of_updates + beside + _OFFLOAD_BUFFERS * away.largest)
     batch = trace.batch_bytes if trace is not None else 0
     between = masters + states + resident + buffers
     base = masters + states + buffers + batch
@@ -336,7 +339,7 @@ def simulate(
         after_forward=base + run.after_forward,
         after_backward=between + batch + to_step + run.secondary,
         forward_peak=base + run.forward_peak,
-        backward_peak=base + run.backward_peak + beside,
+        backward_peak=base + backward_peak,
         step_peak=between
         + run.secondary
         + max(to_step, staging)
@@ -392,13 +395,18 @@ class _Run:
         self._forth = self._back = 0
         self._gathers = {False: 0, True: 0}  # by whether it is the backward
         self.most_gathered, self.most_gradients, self.most_reduced = self.resident, 0, 0
-        self.after_forward = self.forward_peak = self.backward_peak = 0
+        self.after_forward = self.forward_peak = 0
+        self.peak_before_updates = self.peak_of_updates = 0  # of the backward, until its first unit is reduced and then
+
+    @property
+    def backward_peak(self) -> int:
+        return max(self.peak_before_updates, self.peak_of_updates)
 
     def go(self) -> None:
         accumulated = sum(u.gradient for u in self._units.values()) if self._schedule.accumulates else 0
         back = False
         for position, event in enumerate(self._events):
-            held = self._held(accumulated) + self._passing
+            held, updates = self._held(accumulated) + self._passing, self._schedule.gloo or bool(self._order)
             if self._schedule.flat:  # it is packed and unpacked within one event
                 self._passing = 0
             if event.kind == "use":
@@ -408,8 +416,10 @@ class _Run:
                 self._grad(event.name)
             # what was made between the last event and this one was there beside what the stage held at either
             most = max(held, self._held(accumulated) + self._passing) + event.live
-            if back:
-                self.backward_peak = max(self.backward_peak, most)
+            if back and updates:
+                self.peak_of_updates = max(self.peak_of_updates, most)
+            elif back:
+                self.peak_before_updates = max(self.peak_before_updates, most)
             else:
                 self.forward_peak = max(self.forward_peak, most)
             if event.kind == "loss":
@@ -419,7 +429,7 @@ class _Run:
             if self._waiting[unit.name] and self._schedule.gloo:
                 self._reduce(unit)
         last = self._events[-1].now
-        self.backward_peak = max(self.backward_peak, self._held(accumulated) + last)
+        self.peak_of_updates = max(self.peak_of_updates, self._held(accumulated) + last)
 
     def _held(self, accumulated: int) -> int:
         gathered = self.resident + sum(self._units[name].gathered for name in self._gathered)

@@ -51,16 +51,19 @@ _NO_ROOM = (
 )
 
 
-def run_again(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def run_again(forward: Callable[..., Any], restores: bool, /, *args: Any, **kwargs: Any) -> Any:
     """``forward``, which keeps its inputs only and runs again in the backward. torch's checkpoint has autograd save
-    positional tensors, and would hold the others itself, where no hook for saved tensors sees them."""
+    positional tensors, and would hold the others itself, where no hook for saved tensors sees them.
+
+    ``restores``: whether the random state of the first run is restored for the second one.
+    """
     names = tuple(kwargs)
 
     def named(*values: Any) -> Any:
         count = len(values) - len(names)
         return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    return checkpoint(named, *args, *kwargs.values(), use_reentrant=False)
+    return checkpoint(named, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=restores)
 
 
 class _Kept:

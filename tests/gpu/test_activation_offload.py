@@ -70,7 +70,7 @@ def _steps(stage: int, scope: Any, offload: bool, kind: dict[str, Any], profiled
         seen["spans"] = _spans(profiler.events())
     stats = engine.runtime.stats()
     seen["bytes"] = stats.activations_out_bytes, stats.activations_in_bytes
-    seen["masters"] = [p.to_local().cpu() for p in engine.model.parameters()]
+    seen["masters"] = [p.detach().to_local().cpu() for p in engine.model.parameters()]
     engine.abandon()
     return seen
 
