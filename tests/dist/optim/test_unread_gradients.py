@@ -173,8 +173,8 @@ def test_a_failure_leaves_them() -> None:
 
 
 @on_ranks(2)
-def test_what_waits_is_not_taken_for_one() -> None:
-    """A step that keeps gradients leaves alone what a frozen parameter's rank has summed and not reduced."""
+def test_a_frozen_ones_is_kept() -> None:
+    """A step that keeps gradients keeps the mean over ranks of a parameter that was frozen in the accumulation."""
     model, twin = _twins()
     with engines.engine(model, 1, keep_gradients=True, **EAGER) as engine:
         optimizer = engines.sgd(engine, model, lr=0.0)
@@ -182,7 +182,7 @@ def test_what_waits_is_not_taken_for_one() -> None:
         with engine.accumulation():
             _backward(engine, model, 0)
         parameter.requires_grad_(False)
-        _backward(engine, model, 1)  # what was summed of the frozen one waits
+        _backward(engine, model, 1)  # what was summed of the frozen one is reduced
         engine.step(optimizer, lambda: None)
         with as_plain_tensors():
             bound = bound_gradient(parameter) is not None
@@ -193,7 +193,7 @@ def test_what_waits_is_not_taken_for_one() -> None:
         for number in (0, 2):
             engines.mean_backward(twin, number)
         apart = float((full_value(parameter.grad) - reference.grad).abs().max())
-    assert not bound and apart < 1e-6
+    assert bound and apart < 1e-6
 
 
 class Doubled(nn.Module):
