@@ -124,13 +124,14 @@ class Engine:
         islands = find_islands(model, config.fp32_modules, compute_dtype, autocast_dtype)
         one_graph = config.compile == "model"
         units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered, one_graph, islands)
-        if config.activation_checkpointing and not any(unit.block is not None for unit in units):
+        has_blocks = any(unit.block is not None for unit in units)
+        if config.activation_checkpointing and not has_blocks:
             raise RuntimeError(
                 f"activation_checkpointing='blocks': {type(model).__name__} has no repeated blocks "
                 "(siblings of one class with equal parameters). Call `torch.utils.checkpoint.checkpoint` in its "
                 "`forward` instead, or use `activation_budget`, which needs none."
             )
-        if config.activation_offload and not any(unit.block is not None for unit in units):
+        if config.activation_offload and not has_blocks:
             raise RuntimeError(
                 f"activation_offload: {type(model).__name__} has no repeated blocks (siblings of one class with equal "
                 "parameters), and what other modules save stays on the device. Drop the option, or use "

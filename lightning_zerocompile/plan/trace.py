@@ -38,7 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_zerocompile.compile.backend import boxed
 from lightning_zerocompile.plan.attention import AttentionOfDevices, to_count
 from lightning_zerocompile.plan.known_numbers import KnownNumbers, Pausable, is_knowable
-from lightning_zerocompile.runtime.activation_offload import ActivationOffload, run_again
+from lightning_zerocompile.runtime.activation_offload import ActivationOffload, run_again, without_hooks
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, put_islands
 from lightning_zerocompile.sharding.plan import signature
 
@@ -248,6 +248,10 @@ class FakeStep:
         copied, known = fake_copy(module, mode, dtype, islands).train(), KnownNumbers(mode)
         return cls(copied, fake_batch(batch, mode, dtype, known), mode, autocast, known, attention)
 
+    def inputs(self) -> list[Tensor]:
+        """The tensors of the batch."""
+        return [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
+
     @contextmanager
     def around(self) -> Iterator[None]:
         """Inside, forward and backward may run."""
@@ -340,7 +344,7 @@ def trace_step(
         tuple(recorder.events),
         forward_flops,
         recorder.live.flops - forward_flops,
-        sum(leaf.nbytes for leaf in tree_leaves(fake.batch) if isinstance(leaf, Tensor)),
+        sum(tensor.nbytes for tensor in fake.inputs()),
         recorder.eager,
         recorder.offload.bytes_out,
         recorder.offload.bytes_out if on_cpu else recorder.offload.pinned,
@@ -393,8 +397,7 @@ class _Recorder:
         budget: float | None,
     ) -> None:
         module = fake.module
-        inputs = [leaf for leaf in tree_leaves(fake.batch) if isinstance(leaf, Tensor)]
-        self.live = Live([*module.parameters(), *module.buffers(), *inputs])
+        self.live = Live([*module.parameters(), *module.buffers(), *fake.inputs()])
         self.events: list[Event] = []
         self.eager: dict[str, str] = {}
         self._known = fake.known
@@ -508,7 +511,7 @@ class _Recorder:
         # its first call makes it
         with (
             self._paused(),
-            _no_saved_tensor_hooks(),
+            without_hooks(),  # a checkpoint's would take what is traced for a part of its frame
             functorch.patch(self._settings),  # type: ignore[no-untyped-call, unused-ignore]
         ):
             graph(held, [_stand_in(tensor) for tensor in given])
@@ -549,21 +552,6 @@ class _OffloadInTrace(ActivationOffload[Tensor]):
         self.pinned += 1 << (value.nbytes - 1).bit_length()
         with self._paused():
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-
-
-@contextmanager
-def _no_saved_tensor_hooks() -> Iterator[None]:
-    """Without those of a checkpoint, which would take what is traced for a part of its frame."""
-    hooks = torch._C._autograd
-    popped = []
-    while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:
-        popped.append(top)
-        hooks._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pair in reversed(popped):
-            hooks._push_saved_tensors_default_hooks(*pair)
 
 
 class _Forward(nn.Module):

@@ -66,6 +66,20 @@ def run_again(forward: Callable[..., Any], restores: bool, /, *args: Any, **kwar
     return checkpoint(named, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=restores)
 
 
+@contextmanager
+def without_hooks(some: Callable[[object], bool] = lambda pack: True) -> Iterator[None]:
+    """Inside, the innermost hooks for saved tensors do not run: those for whose pack hooks ``some`` is true."""
+    taken = []
+    while (top := _hooks._top_saved_tensors_default_hooks(False)) is not None and some(top[0]):
+        taken.append(top)
+        _hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(taken):
+            _hooks._push_saved_tensors_default_hooks(*pair)
+
+
 class _Kept:
     """A saved tensor that goes to host memory.
 
@@ -73,22 +87,24 @@ class _Kept:
         value: the tensor, [*size].
         host: its copy, once ``gone`` has happened.
         gone: when the copy is there; ``None``: it is there now.
+        home: the stream that ``value`` was used on when it was saved; ``None`` on the CPU.
 
     Attributes:
         value: on the device; ``None``: it is in host memory only.
         came: when ``value`` is there; ``None``: now.
-        home: the stream that ``value`` was allocated on, or was used on when it was saved; ``None`` on the CPU.
+        home: as above; of a value that came back, the stream that it was allocated on.
         packed: what autograd holds of it.
         version: of the tensor when it was saved.
         written: whether somebody has written to it before the copy was there.
         shape: of the tensor, for messages.
     """
 
-    def __init__(self, value: Tensor, host: Tensor, gone: torch.cuda.Event | None) -> None:
+    def __init__(
+        self, value: Tensor, host: Tensor, gone: torch.cuda.Event | None, home: torch.cuda.Stream | None
+    ) -> None:
         self.value: Tensor | None = value
-        self.host, self.gone = host, gone
+        self.host, self.gone, self.home = host, gone, home
         self.came: torch.cuda.Event | None = None
-        self.home: torch.cuda.Stream | None = None
         self.packed: list[weakref.ref[_Packed]] = []
         self.version, self.written, self.shape = value._version, False, tuple(value.shape)
 
@@ -191,8 +207,7 @@ class ActivationOffload(Generic[_Other]):
     def settle(self) -> None:
         """Called after a backward: what is on its way out of other graphs frees the device's memory, and so does what
         came of them. If a graph was retained, its next backward brings all of it again."""
-        self._retire(0)
-        self._send_back()
+        self.close()
         self._backward += 1
 
     def close(self) -> None:
@@ -234,15 +249,14 @@ class ActivationOffload(Generic[_Other]):
         return type(tensor) is Tensor
 
     def _copy_out(self, value: Tensor) -> _Kept:
-        host, gone = self._to_host(value), None
-        if self._device.type == "cuda":
-            here, (out, _) = torch.cuda.current_stream(self._device), self._own_streams()
+        host, here, gone = self._to_host(value), self._here(), None
+        if here is not None:
+            out, _ = self._own_streams()
             out.wait_stream(here)
             with torch.cuda.stream(out):
                 host.copy_(value, non_blocking=True)
                 gone = out.record_event()
-        kept = _Kept(value, host, gone)
-        kept.home = self._here()
+        kept = _Kept(value, host, gone, here)
         self._leaving[-1].append(kept)
         self.bytes_out += host.nbytes
         return kept
@@ -311,9 +325,9 @@ class ActivationOffload(Generic[_Other]):
     def _copy_in(self, kept: _Kept, group: _Group) -> None:
         host = kept.host
         kept.value = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
-        kept.home = self._here()
-        if self._device.type == "cuda":
-            here, (_, comes) = torch.cuda.current_stream(self._device), self._own_streams()
+        kept.home = here = self._here()
+        if here is not None:
+            _, comes = self._own_streams()
             comes.wait_stream(here)  # the memory may be in use until here
             with torch.cuda.stream(comes):
                 kept.value.copy_(host, non_blocking=True)
@@ -345,7 +359,7 @@ class ActivationOffload(Generic[_Other]):
                 stream.wait_event(event)
 
     def _own_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """For copies out and for copies in. Streams of one priority may share a queue of the device."""
+        """For copies out and for copies in, of different priority: see [Note: offload] in optim/offload.py."""
         if self._streams is None:
             make = torch.cuda.Stream
             self._streams = make(self._device, priority=-1), make(self._device, priority=-2)  # type: ignore[no-untyped-call]

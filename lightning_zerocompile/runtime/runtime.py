@@ -25,7 +25,7 @@ from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 from lightning_zerocompile.ranks.turns import END, Turns
 from lightning_zerocompile.ranks.turns import STREAM as GATES
 from lightning_zerocompile.runtime import build, ops
-from lightning_zerocompile.runtime.activation_offload import ActivationOffload, Pack
+from lightning_zerocompile.runtime.activation_offload import ActivationOffload, Pack, without_hooks
 from lightning_zerocompile.runtime.peer_memory import (
     BARRIER_GRACE,
     DeviceBarriers,
@@ -534,20 +534,9 @@ class Runtime:
         with torch.autograd.graph.saved_tensors_hooks(self.core.pack, self.core.unpack):
             yield
 
-    @contextlib.contextmanager
-    def ordinary_saving(self) -> Iterator[None]:
+    def ordinary_saving(self) -> contextlib.AbstractContextManager[None]:
         """Inside :meth:`forward`: autograd saves tensors as they are again; torch.func transforms ask for that."""
-        hooks, ours = torch._C._autograd, []
-        while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:
-            if top[0] != self.core.pack and not isinstance(top[0], Pack):
-                break
-            ours.append(top)
-            hooks._pop_saved_tensors_default_hooks()
-        try:
-            yield
-        finally:
-            for top in reversed(ours):
-                hooks._push_saved_tensors_default_hooks(*top)
+        return without_hooks(lambda pack: pack == self.core.pack or isinstance(pack, Pack))
 
     def units_in_order(self) -> list[tuple[int, list[nn.Parameter]]]:
         """Each unit's masters, in the order in which a forward uses the units."""
