@@ -90,3 +90,10 @@ def one_process(nothing_is_left: None) -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def a_gpu_a_rank(request: pytest.FixtureRequest) -> None:
+    """For tests that measure times of a device."""
+    if request.config.getoption("--share-gpus"):
+        pytest.skip("ranks that share a GPU take turns on it, so their times say nothing")

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.plan.plan import make_plan
+from tests.support.device_time import beside, spans, total
 from tests.support.harness import Worlds
 from tests.support.memory import Stack
 
@@ -67,26 +68,13 @@ def _steps(stage: int, scope: Any, offload: bool, kind: dict[str, Any], profiled
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             step()
             torch.cuda.synchronize()
-        seen["spans"] = _spans(profiler.events())
+        names = {"DtoH": ["DtoH"], "HtoD": ["HtoD"], "compute": ["gemm", "nvjet", "cutlass"]}
+        seen["spans"] = {kind: spans(profiler.events(), *words) for kind, words in names.items()}
     stats = engine.runtime.stats()
     seen["bytes"] = stats.activations_out_bytes, stats.activations_in_bytes
     seen["masters"] = [p.detach().to_local().cpu() for p in engine.model.parameters()]
     engine.abandon()
     return seen
-
-
-def _spans(events: Any) -> dict[str, list[tuple[float, float]]]:
-    """When large copies to and from the host ran, and when other kernels did."""
-    found: dict[str, list[tuple[float, float]]] = {"DtoH": [], "HtoD": [], "compute": []}
-    for event in events:
-        if event.device_type != torch.autograd.DeviceType.CUDA or "nccl" in event.name.lower():
-            continue
-        span = event.time_range.start, event.time_range.end
-        word = next((word for word in ("DtoH", "HtoD") if word in event.name), "compute")
-        product = any(name in event.name for name in ("gemm", "nvjet", "cutlass"))
-        if product if word == "compute" else span[1] - span[0] > 100:  # microseconds: of megabytes
-            found[word].append(span)
-    return found
 
 
 def _compare(stage: int, scope: Any, kind: dict[str, Any]) -> tuple[Any, ...]:
@@ -122,19 +110,12 @@ def test_numbers_and_memory(worlds: Worlds, stage: int, scope: Any, kind: dict[s
             assert abs(offloaded["peak"] - peak) <= 0.05 * peak + SLACK
 
 
-@pytest.fixture
-def a_gpu_a_rank(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--share-gpus"):
-        pytest.skip("ranks that share a GPU take turns on it, so their times say nothing")
-
-
 def test_copies_run_beside_compute(worlds: Worlds, a_gpu_a_rank: None) -> None:
     for seen in worlds(2).run(_steps, 3, "blocks", True, KINDS[0], True, timeout=300):
         compute = seen["spans"]["compute"]
         for word in ("DtoH", "HtoD"):
-            spans = seen["spans"][word]
-            assert len(spans) >= BLOCKS - 2, word
-            total = sum(end - start for start, end in spans)
-            beside = sum(max(0.0, min(e, ce) - max(s, cs)) for s, e in spans for cs, ce in compute)
-            print(f"{word}: {len(spans)} copies, {total:.0f} us, {beside / total:.2f} of it beside matrix products")
-            assert beside >= 0.3 * total, word
+            copies = [(start, end) for start, end in seen["spans"][word] if end - start > 100]  # of megabytes
+            assert len(copies) >= BLOCKS - 2, word
+            share = beside(copies, compute) / total(copies)
+            print(f"{word}: {len(copies)} copies, {total(copies):.0f} us, {share:.2f} of it beside matrix products")
+            assert share >= 0.3, word

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from lightning_zerocompile.optim.slabs import local_of
 from tests.support import engines, models
+from tests.support.device_time import beside, spans, total
 from tests.support.harness import Worlds
 from tests.support.memory import Stack
 
@@ -179,11 +180,6 @@ def test_buffers_are_gone_after_the_backward(worlds: Worlds, stage: int) -> None
 _WIDE, _MANY = 4096, 8192
 
 
-def _spans(events: Any, *words: str) -> list[tuple[float, float]]:
-    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sorted((e.time_range.start, e.time_range.end) for e in kernels if any(word in e.name for word in words))
-
-
 def _beside_compute(stage: int, options: dict[str, Any]) -> dict[str, float]:
     """The share of the matrix products' time in which a copy runs, by the copy's direction."""
     torch.manual_seed(0)
@@ -201,20 +197,13 @@ def _beside_compute(stage: int, options: dict[str, Any]) -> dict[str, float]:
                 torch.cuda.synchronize()
                 profiler.step()
         events = profiler.events()
-    compute = _spans(events, "nvjet", "gemm")
-    total, shares = sum(end - start for start, end in compute), {}
-    for word in ("HtoD", "DtoH"):
-        copies = _spans(events, f"Memcpy {word}")
-        both = sum(max(0.0, min(e, ce) - max(s, cs)) for s, e in compute for cs, ce in copies)
-        shares[word] = both / total
-    return shares
+    compute = spans(events, "nvjet", "gemm")
+    return {word: beside(compute, spans(events, f"Memcpy {word}")) / total(compute) for word in ("HtoD", "DtoH")}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_copies_run_beside_the_backward(worlds: Worlds, stage: int, request: pytest.FixtureRequest) -> None:
+def test_copies_run_beside_the_backward(worlds: Worlds, stage: int, a_gpu_a_rank: None) -> None:
     """The backward is two thirds of the products. Without the option nothing goes out before its end."""
-    if request.config.getoption("--share-gpus"):
-        pytest.skip("ranks that share a GPU take turns on it, so their times say nothing")
     after = worlds(2).run(_beside_compute, stage, OFFLOAD, timeout=300)
     for former, shares in zip(after, worlds(2).run(_beside_compute, stage, BESIDE, timeout=300), strict=True):
         assert former["DtoH"] < 0.05, former

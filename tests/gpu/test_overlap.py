@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
+from tests.support.device_time import beside, spans, total
 from tests.support.harness import Worlds
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("a_gpu_a_rank")]
 WIDTH, ROWS = 4096, 8192
-
-
-@pytest.fixture(autouse=True)
-def a_gpu_a_rank(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--share-gpus"):
-        pytest.skip("ranks that share a GPU take turns on it, so their times say nothing")
 
 
 class Wide(nn.Module):
@@ -43,11 +36,6 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def _spans(events: Any, word: str) -> list[tuple[float, float]]:
-    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-    return [(e.time_range.start, e.time_range.end) for e in kernels if word in e.name]
 
 
 def _overlap(stage: int) -> dict[str, float]:
@@ -78,14 +66,9 @@ def _overlap(stage: int) -> dict[str, float]:
             torch.cuda.synchronize()
             profiler.step()
     events = profiler.events()
-    compute = sorted(_spans(events, "nvjet") + _spans(events, "gemm") + _spans(events, "triton"))
-    shares = {}
-    for word in ("ReduceScatter", "AllGather"):
-        spans = _spans(events, word)
-        total = sum(e - s for s, e in spans)
-        covered = sum(max(0.0, min(e, ce) - max(s, cs)) for s, e in spans for cs, ce in compute)
-        shares[word] = covered / total
-    return shares
+    compute = spans(events, "nvjet", "gemm", "triton")
+    found = {word: spans(events, word) for word in ("ReduceScatter", "AllGather")}
+    return {word: beside(one, compute) / total(one) for word, one in found.items()}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -140,8 +123,8 @@ def _after_backward(reads: bool) -> list[tuple[float, float]]:
             step()
             torch.cuda.synchronize()
         events = profiler.events()
-        updates = [begin for begin, _ in _spans(events, "FusedAdam")]
-        times.append((max(end for _, end in _spans(events, "ReduceScatter")), min(updates)))
+        updates = [begin for begin, _ in spans(events, "FusedAdam")]
+        times.append((max(end for _, end in spans(events, "ReduceScatter")), min(updates)))
     return times
 
 

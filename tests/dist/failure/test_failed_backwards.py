@@ -100,7 +100,7 @@ def _last(engine: Engine) -> None:
 
 
 def _frozen(engine: Engine) -> None:
-    """What waits of a frozen parameter can be read, and `zero_grad` drops it, though nothing else waits."""
+    """The last backward reduces what waited of a frozen parameter, too: it can be read, and `zero_grad` drops it."""
     weight = dict(engine.model.named_parameters())["0.weight"]
     with engine.accumulation():
         _fine(engine, 0)
@@ -108,10 +108,10 @@ def _frozen(engine: Engine) -> None:
     _fine(engine, 2)
     weight.requires_grad_(True)
     if weight.grad is None or engine.runtime.core.pending():
-        raise RuntimeError("nothing waits, or more than that")
+        raise RuntimeError("there is none, or something waits")
     engine.model.zero_grad()
     if weight.grad is not None:
-        raise RuntimeError("it still waits")
+        raise RuntimeError("it is still there")
     _fine(engine, 1)
 
 
