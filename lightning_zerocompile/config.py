@@ -203,7 +203,8 @@ class Config:
             CPU update them where they are (Adam and AdamW by torch's fused kernel), so that only gradients and new rows
             are copied, and equals an update by that kernel.
         offload_budget: with ``offload``, bytes on each device for units that stay there with their masters and states:
-            as many as fit.
+            as many as fit, the largest ones first. The others stream through buffers of the size of the largest that
+            streams, so a budget for a large embedding and head can cost nothing.
         optimizer_in_backward: a unit is updated inside the backward as soon as its gradient is reduced, and the
             gradient's memory is gone then; the numbers are those of the ordinary step. Hooks between backward and step
             see no gradients. For torch's elementwise optimizers, without clipping by norm and without loss scaling;

@@ -33,8 +33,8 @@ gathered.
 What gathers read stays on the device, see [Note: masters in host memory] in csrc/registry.cpp. Where the device
 updates, a master of stage 3 (of any stage, with ``optimizer_in_backward``) whose dtype is also the dtype in which it is
 gathered stays on the device, since gathers read it at each use. Then only its states are in host memory. Units that fit
-into ``offload_budget`` bytes stay on the device whole. So do parameters without dimensions, those that are frozen when
-the optimizers are set up, and those that several optimizers hold.
+into ``offload_budget`` bytes stay on the device whole, see [Note: units that stay] in residency.py. So do parameters
+without dimensions, those that are frozen when the optimizers are set up, and those that several optimizers hold.
 
 Where the device updates, a step that raises loses nothing. A unit goes back to host memory only after its update has
 succeeded, so the unit whose update raised keeps in host memory what it had before the step.
@@ -60,6 +60,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.on_host import HostUpdates
+from lightning_zerocompile.optim.residency import which_stay
 from lightning_zerocompile.optim.slabs import MASTER, Slab, Slot, Staged, local_of
 from lightning_zerocompile.optim.supported import is_elementwise, state_dtypes
 from lightning_zerocompile.runtime.memory_budget import host_memory
@@ -123,14 +124,12 @@ class Offload:
             self._forget()
             return
         wanted = {optimizer: self._planned(optimizer, shared) for optimizer in optimizers}
-        budget = config.offload_budget
+        candidates = [(optimizer, slab) for optimizer, planned in wanted.items() for slab in planned.values()]
+        stay = which_stay([slab.most for _, slab in candidates], config.offload_budget)
         slabs: dict[Optimizer, dict[int, Slab]] = {}
-        for optimizer, planned in wanted.items():
-            for unit, slab in planned.items():
-                if slab.most <= budget:
-                    budget -= slab.most
-                elif slab.slots:
-                    slabs.setdefault(optimizer, {})[unit] = slab
+        for (optimizer, slab), stays in zip(candidates, stay, strict=True):
+            if slab.slots and not stays:
+                slabs.setdefault(optimizer, {})[slab.unit] = slab
         pins = self._allocate([slab for units in slabs.values() for slab in units.values()])
         before = {master for units in self._slabs.values() for slab in units.values() for master in slab.slots}
         self._forget()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_zerocompile.optim.residency import which_stay
 from lightning_zerocompile.plan.optimizers import OptimizerBytes, local_size
 from lightning_zerocompile.plan.trace import Event, Trace
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype
@@ -250,16 +251,18 @@ def _offloaded(units: Sequence[UnitBytes], states: int, schedule: Schedule) -> _
     """
     if schedule.offload_budget is None:
         return _Offloaded()
-    left, trained = schedule.offload_budget, max(1, sum(unit.reduced for unit in units))
+    trained = max(1, sum(unit.reduced for unit in units))
+    read_apart_of = [schedule.beside or (schedule.stage == 3 and unit.name not in schedule.kept) for unit in units]
+    parts = [  # masters and states
+        (unit.wide if apart and not schedule.on_cpu else unit.reduced, states * unit.reduced // trained)
+        for unit, apart in zip(units, read_apart_of, strict=True)
+    ]
+    stay = which_stay([masters + kept for masters, kept in parts], schedule.offload_budget)
     found = _Offloaded()
-    for unit in units:
-        read_apart = schedule.beside or (schedule.stage == 3 and unit.name not in schedule.kept)
-        streams = read_apart and not schedule.on_cpu
-        masters, kept = unit.wide if streams else unit.reduced, states * unit.reduced // trained
-        rows = unit.copies + unit.reduced - unit.wide  # in the dtypes that they are gathered in
-        if masters + kept <= left:
-            left -= masters + kept
+    for unit, read_apart, (masters, kept), stays in zip(units, read_apart_of, parts, stay, strict=True):
+        if stays:
             continue
+        rows = unit.copies + unit.reduced - unit.wide  # in the dtypes that they are gathered in
         copies = (rows if schedule.on_cpu else unit.copies) if read_apart else 0
         largest, copied = masters + kept, 2 * (masters + kept)
         if schedule.on_cpu:  # gradients go down and new rows up

@@ -25,9 +25,9 @@ SLACK = 8 * MIB  # bytes: libraries' own
 KINDS: list[dict[str, Any]] = [{"activation_checkpointing": "blocks"}, {}]
 
 
-def _input(device: torch.device) -> Tensor:
+def _input(width: int, device: torch.device) -> Tensor:
     generator = torch.Generator(device).manual_seed(0)
-    return torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16, generator=generator)
+    return torch.randn(ROWS, width, device=device, dtype=torch.bfloat16, generator=generator)
 
 
 def _loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -38,17 +38,19 @@ def _config(stage: int, scope: Any, offload: bool, kind: dict[str, Any]) -> Conf
     return Config(stage=stage, compile=scope, copy_engine=False, activation_offload=offload, **kind)
 
 
-def _steps(stage: int, scope: Any, offload: bool, kind: dict[str, Any], profiled: bool = False) -> dict[str, Any]:
+def _steps(
+    stage: int, scope: Any, offload: bool, kind: dict[str, Any], width: int = WIDTH, profiled: bool = False
+) -> dict[str, Any]:
     """Bytes above what was allocated before the engine, in the last of some steps; the masters; and the profile."""
     gc.collect()
     torch.cuda.empty_cache()
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     base = torch.cuda.memory_allocated()
-    engine = Engine(Stack(WIDTH, BLOCKS), device, _config(stage, scope, offload, kind), torch.bfloat16, "nccl")
+    engine = Engine(Stack(width, BLOCKS), device, _config(stage, scope, offload, kind), torch.bfloat16, "nccl")
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
     engine.attach_optimizers([optimizer])
-    x, seen = _input(device), dict[str, Any]()
+    x, seen = _input(width, device), dict[str, Any]()
 
     def step() -> None:
         torch.cuda.synchronize()
@@ -111,11 +113,11 @@ def test_numbers_and_memory(worlds: Worlds, stage: int, scope: Any, kind: dict[s
 
 
 def test_copies_run_beside_compute(worlds: Worlds, a_gpu_a_rank: None) -> None:
-    for seen in worlds(2).run(_steps, 3, "blocks", True, KINDS[0], True, timeout=300):
+    """A block this wide computes for longer than its input needs on the link."""
+    for seen in worlds(2).run(_steps, 3, "blocks", True, KINDS[0], 4 * WIDTH, True, timeout=300):
         compute = seen["spans"]["compute"]
         for word in ("DtoH", "HtoD"):
             copies = [(start, end) for start, end in seen["spans"][word] if end - start > 100]  # of megabytes
             assert len(copies) >= BLOCKS - 2, word
             share = beside(copies, compute) / total(copies)
-            print(f"{word}: {len(copies)} copies, {total(copies):.0f} us, {share:.2f} of it beside matrix products")
-            assert share >= 0.3, word
+            assert share >= 0.6, f"{word}: {len(copies)} copies, {total(copies):.0f} us, {share:.2f} beside products"
