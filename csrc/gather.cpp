@@ -57,6 +57,10 @@ void Gathers::abandon(bool devices_too) {
     }
     of(unit).gathering.drop();
   }
+  if (scaling_.running()) {
+    running = true;
+    scaling_.drop();
+  }
   if (running || devices_too) (void)peers_.release();
   if (running && registry_.device().is_cpu()) {
     (void)group_.release();
@@ -143,16 +147,20 @@ void Gathers::check_order(const Units& units, Way way, bool full, bool inner) {
   }
   const auto count = static_cast<int64_t>(units_.size());
   std::vector<int64_t> numbers;
-  bool any_full = false;
+  bool any_full = false, any_scales = false;
   for (auto index : units) {
-    const bool wide = widens(registry_.units()[index], full);
-    numbers.push_back(index + (inner ? 2 * count : wide ? count : 0));
+    const auto& unit = registry_.units()[index];
+    const bool wide = widens(unit, full);
+    const bool scales = !inner && needs_scales(unit, full);
+    numbers.push_back(index + (inner ? 2 * count : scales ? 3 * count : wide ? count : 0));
     any_full = any_full || wide;
+    any_scales = any_scales || scales;
   }
   const auto step = sequence_.begin(numbers, way, count);
   if (registry_.world() == 1 || questions_.compare == nullptr || step.known) return;
   const auto what = text(registry_.names_of(units), any_full ? " (in full precision)" : "",
-                         inner ? " (from secondary shards)" : "");
+                         inner ? " (from secondary shards)" : "",
+                         any_scales ? " (after new scales of float8 weights)" : "");
   const auto message = questions_.compare(step.number, what);
   TORCH_CHECK(message.empty(), message);
   sequence_.agreed();
@@ -172,6 +180,7 @@ void Gathers::come_apart(std::function<void()> meet) {
     state.stale = state.stale || (unit.lifetime == Lifetime::Use && state.resident);
   }
   forget_secondary();
+  forget_scales();
   order_.forget();
   sequence_.forget();
 }
@@ -184,13 +193,15 @@ void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool
   const auto* const where = way == Way::Back ? " in backward" : " in forward";
   RECORD_USER_SCOPE(text("zerocompile: gather ", registry_.names_of(units), where));
   const bool inner = has_secondary(units, way, full);
-  if (unequal_) take_turn(units, full);
+  bool scales = !inner && needs_scales(units, full);
+  if (unequal_) scales = take_turn(units, full);
   else if (!checked) check_order(units, way, full, inner);
   const int64_t number = ++started_;
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
   std::vector<Pending> started;
   try {
+    if (scales) agree_on_scales();
     for (auto index : units) {
       const auto& unit = registry_.units()[index];
       of(unit).gathered_in = way;
@@ -328,7 +339,7 @@ void Gathers::add_rows(const Unit& unit, bool restores, bool inner, RowsByDtype&
       calls[dtype].push_back({on_the_wire(v.full), on_the_wire(v.secondary), {}, {}});
     } else {
       (moves ? calls : unmoved)[dtype].push_back(
-          {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(p)),
+          {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_to_move(p, dtype)),
            placed == placed_.end() ? PeerMemory::Placed::No : placed->second});
     }
     const bool changes = !(restores || state.stale) || v.gathered_version != p.version();
@@ -547,6 +558,9 @@ void Gathers::masters_changed(const Units& units, const Units& order, const std:
     if (unit.lifetime == Lifetime::Step) resident.push_back(index);
     else if (of(unit).open_modules == 0) drop(unit);
     forget_secondary(unit);
+    for (auto i : unit.parameters) {
+      if (values_[i].float8.has_value()) values_[i].float8->version = -1;
+    }
   }
   const auto offered = std::exchange(offered_, {});
   const bool moved_on = peers_ != nullptr && peers_->turn() != offered_turn_;

@@ -50,7 +50,7 @@ GatherSequence::Step GatherSequence::begin(const std::vector<int64_t>& units, Wa
   }
   // one unit: its number; several: a number that is no unit's
   const bool one = units.size() == 1;
-  const auto step = one ? static_cast<int64_t>(digest) - 1 : 3 * count + static_cast<int64_t>(digest >> 2);
+  const auto step = one ? static_cast<int64_t>(digest) - 1 : 4 * count + static_cast<int64_t>(digest >> 2);
   current_ = &followers_[{last_, way}];
   last_ = {way, step};
   return {number, current_->size() == 1 && current_->count(step) == 1};

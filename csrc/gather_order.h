@@ -73,7 +73,7 @@ class GatherSequence {
 
   // Units are gathered together. `units`: their numbers, which are below `count`. A wide one, which is gathered in full
   // precision although the ranks have agreed to move less, has its number plus `count`; one that is gathered from
-  // secondary shards has its number plus twice that.
+  // secondary shards has its number plus twice that; one before which the ranks agree on scales, plus three times.
   Step begin(const std::vector<int64_t>& units, Way way, int64_t count);
 
   // All ranks are known to have begun this step.

@@ -1,7 +1,7 @@
 // Gathered values: when a unit is gathered, who uses it until when, and what user code writes to it. The sources:
 // gather.cpp (starting and dropping), secondary.cpp (a second copy of the shards, inside hosts), uses.cpp (regions,
-// eager code, graphs), lend.cpp (units that stay gathered), low_gathers.cpp (in which dtype), unequal.cpp (ranks that
-// do unequal work).
+// eager code, graphs), lend.cpp (units that stay gathered), low_gathers.cpp (in which dtype), float8.cpp (as float8),
+// unequal.cpp (ranks that do unequal work).
 //
 // `Gathers` owns the process groups of gathers (or the memory that devices have mapped for them), their lane, the full
 // value of each parameter that is gathered now, its secondary shard, who uses each unit, and the order in which units
@@ -41,6 +41,16 @@ namespace zerocompile {
 enum class Phase : int64_t { Forward = 0, NoGrad = 1, Backward = 2 };
 Phase phase();  // of the thread that asks
 
+constexpr auto kFloat8 = at::ScalarType::Float8_e4m3fn;
+
+// Of a parameter that uses may ask for as float8, see [Note: float8 gathers]. A scale is [] of float32.
+struct Float8 {
+  bool power_of_two = false;  // scales are rounded down to one
+  Tensor agreed;              // on all ranks; undefined: they have agreed on none yet
+  int64_t version = -1;       // of the master, when they agreed; -1: they have to agree anew
+  Tensor held;                // of the value in full that was cast last
+};
+
 // The value of one parameter. Its tensors are defined while the parameter is resident.
 struct GatheredValue {
   Tensor full;          // [world*rows, ...]
@@ -52,6 +62,7 @@ struct GatheredValue {
   bool read_eagerly = false;  // user code may have written to it: see [Note: write back]
   std::optional<at::ScalarType> low;  // what a gather moves, if not `dtype`: see [Note: low gathers]
   bool asked_cast = false, asked_full = false;  // what this rank's uses have asked for
+  std::optional<Float8> float8;   // absent: no use asks for float8
   int64_t forward_version = -1;   // see [Note: stale backward]
   int64_t shown_version = -1;     // of the rows in host memory that `Parameter::local` shows
   Tensor secondary;               // [world * rows / inner, ...], see [Note: secondary shards]; undefined: there is none
@@ -127,7 +138,7 @@ class Gathers {
   void enter(const Units& units, bool trusted);
   void leave(const Units& units);
   void need(const Units& parameters, const std::vector<at::ScalarType>& dtypes, Phase now);
-  std::vector<Tensor> values(const Units& parameters, const std::vector<at::ScalarType>& dtypes) const;
+  std::vector<Tensor> values(const Units& parameters, const std::vector<at::ScalarType>& dtypes);
   void release(const Units& parameters, bool last);
   void end_forward(bool raised);
   void end_backward();
@@ -165,6 +176,8 @@ class Gathers {
   // dtypes
   std::string asked() const;
   void gather_low(const Units& parameters, at::ScalarType dtype);
+  void read_as_float8(int64_t parameter, bool power_of_two);
+  Tensor float8_scale(int64_t parameter);
 
   // what is
   const GatherOrder& order() const { return order_; }
@@ -207,6 +220,17 @@ class Gathers {
   void demanded(Way way, int64_t unit);
   Units predicted() const;
 
+  // float8.cpp
+  static Tensor scale_of(const Tensor& largest, at::ScalarType dtype, bool power_of_two);
+  static Tensor to_float8(const Tensor& value, const Tensor& scale);
+  Tensor cast_of(const Parameter& p, at::ScalarType dtype);
+  bool needs_scales(const Unit& unit, bool full) const;
+  bool needs_scales(const Units& units, bool full) const;
+  void forget_scales();
+  void agree_on_scales();
+  void take_scales(const Units& indices, const Tensor& largest);
+  Tensor rows_to_move(const Parameter& p, at::ScalarType dtype) const;
+
   // secondary.cpp
   bool has_secondary(const Units& units, Way way, bool full) const;
   void allocate_secondary(const Parameter& p);
@@ -216,7 +240,7 @@ class Gathers {
   void forget_secondary(const Unit& unit);
 
   // unequal.cpp
-  void take_turn(const Units& units, bool full);
+  bool take_turn(const Units& units, bool full);
   void serve(const std::string& turn);
 
   // uses.cpp
@@ -240,6 +264,7 @@ class Gathers {
   Levels levels_;
   std::unique_ptr<PeerMemory> peers_;  // null: the process group does all
   Lane lane_;
+  Pending scaling_;  // the last agreement on scales
   int64_t prefetch_ = 1;
   int64_t merge_bytes_ = 0;  // see [Note: merged gathers]
   std::vector<GatheredValue> values_;                    // by parameter

@@ -22,9 +22,11 @@ namespace zerocompile {
 
 void Gathers::ask(const Parameter& p, at::ScalarType dtype) {
   const bool casts = dtype != p.dtype;
-  TORCH_CHECK(!casts || (p.dtype == at::kFloat && (dtype == at::kBFloat16 || dtype == at::kHalf)),
+  const bool lower = p.dtype == at::kFloat && (dtype == at::kBFloat16 || dtype == at::kHalf);
+  TORCH_CHECK(!casts || lower || (dtype == kFloat8 && of(p).float8.has_value()),
               text("zerocompile: parameter `", p.name, "`, which is gathered in ", c10::toString(p.dtype),
-                   ", is asked for in ", c10::toString(dtype), "; only float32 is cast to lower precision"));
+                   ", is asked for in ", c10::toString(dtype), "; only float32 is cast to lower precision, and only ",
+                   "weights of float8 layers to float8"));
   (casts ? of(p).asked_cast : of(p).asked_full) = true;
 }
 
@@ -43,7 +45,8 @@ std::string Gathers::asked() const {
 void Gathers::gather_low(const Units& indices, at::ScalarType dtype) {
   for (auto i : indices) {
     const auto& p = registry_.parameter(i);
-    TORCH_CHECK(p.unit >= 0 && registry_.units()[p.unit].lifetime == Lifetime::Use && p.dtype == at::kFloat,
+    const bool narrower = dtype == kFloat8 ? of(p).float8.has_value() : p.dtype == at::kFloat;
+    TORCH_CHECK(p.unit >= 0 && registry_.units()[p.unit].lifetime == Lifetime::Use && narrower,
                 text("zerocompile: `", p.name, "` cannot be gathered in ", c10::toString(dtype)));
     of(p).low = dtype;
   }

@@ -133,6 +133,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("parameter"), py::arg("handle"), py::arg("requires_grad"), py::arg("cast") = py::none(), Release())
       .def("asked", &Runtime::asked, Release())
       .def("gather_low", changes("gather_low", &Runtime::gather_low), Release())
+      .def("read_as_float8", changes("read_as_float8", &Runtime::read_as_float8), Release())
       .def("refresh", changes("refresh", &Runtime::refresh), Release())
       .def("begin_unequal", changes("begin_unequal", &Runtime::begin_unequal), Release())
       .def("end_unequal", changes("end_unequal", &Runtime::end_unequal), py::arg("raised"), Release())

@@ -25,13 +25,19 @@ Tensor gather(const Tensor& source, const Tensor& handle, at::IntArrayRef size, 
   return value.is_alias_of(source) ? value.clone() : value.alias();
 }
 
-// A float32 parameter in the dtype of `source`, for what would cast it: see [Note: low gathers].
-Tensor gather_cast(const Tensor& source, const Tensor& handle, at::IntArrayRef size) {
+// A parameter in the dtype of `source`, for what would cast it: see [Note: low gathers] and [Note: float8 gathers].
+Tensor gather_cast(const Tensor& source, const Tensor& handle, at::IntArrayRef size, std::optional<at::ScalarType>) {
   auto [runtime, parameter] = find(handle);
   auto value = runtime->read(parameter, source.scalar_type());
   TORCH_CHECK(value.sizes() == size,
               text("zerocompile: gather_cast asks for sizes ", size, ", the parameter has ", value.sizes()));
   return value;
+}
+
+// The scale of a value that was asked for as float8. `full` is that value: so the scale is read after the gather.
+Tensor float8_scale(const Tensor&, const Tensor& handle) {
+  auto [runtime, parameter] = find(handle);
+  return runtime->float8_scale(parameter);
 }
 
 Tensor reduce_grad(const Tensor& grad, const Tensor& handle) {
@@ -41,11 +47,11 @@ Tensor reduce_grad(const Tensor& grad, const Tensor& handle) {
 }
 
 Tensor call_gather(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size, bool casts) {
-  using Cast = Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef);
   using Gather = Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, std::optional<at::ScalarType>);
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("zerocompile::gather", "").typed<Gather>();
-  static const auto cast = c10::Dispatcher::singleton().findSchemaOrThrow("zerocompile::gather_cast", "").typed<Cast>();
-  return casts ? cast.call(source, handle, size) : op.call(source, handle, size, std::nullopt);
+  auto& known = c10::Dispatcher::singleton();
+  static const auto op = known.findSchemaOrThrow("zerocompile::gather", "").typed<Gather>();
+  static const auto cast = known.findSchemaOrThrow("zerocompile::gather_cast", "").typed<Gather>();
+  return (casts ? cast : op).call(source, handle, size, std::nullopt);
 }
 
 Tensor call_reduce_grad(const Tensor& grad, const Tensor& handle) {
@@ -56,13 +62,14 @@ Tensor call_reduce_grad(const Tensor& grad, const Tensor& handle) {
 }
 
 // Saves the handle, never the weight. While tracing, the dummy gradient keeps `reduce_grad` alive by dataflow; when
-// it runs for real the handle must not receive a gradient. What was cast in the gather has its gradient cast back.
+// it runs for real the handle must not receive a gradient. What was cast in the gather has its gradient cast back; that
+// of a float8 value is in high precision anyway.
 struct GatherFunction : torch::autograd::Function<GatherFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& source, const Tensor& handle,
                         c10::SymIntArrayRef size, bool casts) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({handle});
-    ctx->saved_data["casts"] = casts;
+    ctx->saved_data["widens"] = casts && source.scalar_type() != kFloat8;
     ctx->set_materialize_grads(false);  // zeros would count as a gradient
     return call_gather(source, handle, size, casts);
   }
@@ -70,7 +77,7 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
                                                  torch::autograd::variable_list grads) {
     if (!grads[0].defined()) return {Tensor(), Tensor(), Tensor(), Tensor()};
     const auto handle = ctx->get_saved_variables()[0];
-    auto dummy = call_reduce_grad(ctx->saved_data["casts"].toBool() ? grads[0].to(at::kFloat) : grads[0], handle);
+    auto dummy = call_reduce_grad(ctx->saved_data["widens"].toBool() ? grads[0].to(at::kFloat) : grads[0], handle);
     const bool tracing = grads[0].unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python) ||
                          grads[0].unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Functionalize);
     return {Tensor(), tracing ? dummy : Tensor(), Tensor(), Tensor()};
@@ -80,7 +87,7 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
 // Each use's gradient of the value becomes `dtype` before autograd adds it to the others, as at a leaf of torch; none:
 // they are added as they were produced. What it is cast to is the parameter's business, not that of the value (see
 // [Note: grad dtype] in gradients.cpp). A value that was cast in the gather is no leaf's: its gradient is that of a
-// cast.
+// cast. A float8 value stands for the leaf's.
 Tensor with_grad_dtype(Tensor value, std::optional<at::ScalarType> dtype) {
   if (value.grad_fn() == nullptr) return value;
   value.grad_fn()->mutable_input_metadata(value.output_nr()).set_grad_dtype(dtype);
@@ -92,8 +99,10 @@ Tensor gather_autograd(const Tensor& source, const Tensor& handle, c10::SymIntAr
   return with_grad_dtype(GatherFunction::apply(source, handle, size, false), grad_dtype);
 }
 
-Tensor gather_cast_autograd(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size) {
-  return GatherFunction::apply(source, handle, size, true);
+Tensor gather_cast_autograd(const Tensor& source, const Tensor& handle, c10::SymIntArrayRef size,
+                            std::optional<at::ScalarType> grad_dtype) {
+  auto value = GatherFunction::apply(source, handle, size, true);
+  return source.scalar_type() == kFloat8 ? with_grad_dtype(std::move(value), grad_dtype) : value;
 }
 
 // ---- lowered ----
@@ -213,7 +222,8 @@ Tensor read(const std::shared_ptr<Runtime>& runtime, int64_t parameter, const Te
 TORCH_LIBRARY(zerocompile, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def("gather(Tensor source, Tensor handle, SymInt[] size, ScalarType? grad_dtype=None) -> Tensor", tags);
-  m.def("gather_cast(Tensor source, Tensor handle, SymInt[] size) -> Tensor", tags);
+  m.def("gather_cast(Tensor source, Tensor handle, SymInt[] size, ScalarType? grad_dtype=None) -> Tensor", tags);
+  m.def("float8_scale(Tensor full, Tensor handle) -> Tensor", tags);
   m.def("reduce_grad(Tensor grad, Tensor handle) -> Tensor", tags);
   m.def("gather_unit(Tensor[] sources, Tensor[] handles, int[] sizes, bool expects_grad) -> Tensor[]", tags);
   m.def("wait_(Tensor(a!)[] fulls, Tensor[] handles, bool expects_grad) -> ()", tags);
@@ -231,6 +241,7 @@ TORCH_LIBRARY(zerocompile, m) {
 void register_kernels(torch::Library& m) {
   m.impl("gather", gather);
   m.impl("gather_cast", gather_cast);
+  m.impl("float8_scale", float8_scale);
   m.impl("reduce_grad", reduce_grad);
   m.impl("gather_unit", gather_unit);
   m.impl("wait_", wait_);
@@ -248,8 +259,8 @@ TORCH_LIBRARY_IMPL(zerocompile, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(zerocompile, Autograd, m) {
   m.impl("gather", gather_autograd);
   m.impl("gather_cast", gather_cast_autograd);
-  for (const auto* lowered : {"gather_unit", "wait_", "release_", "reduce_unit_", "reduce_fence_", "gather_unit.one",
-                              "wait_.one", "release_.one", "reduce_unit_.one"}) {
+  for (const auto* lowered : {"float8_scale", "gather_unit", "wait_", "release_", "reduce_unit_", "reduce_fence_",
+                              "gather_unit.one", "wait_.one", "release_.one", "reduce_unit_.one"}) {
     m.impl(lowered, torch::CppFunction::makeFallthrough());  // they run below autograd: torch's fallback costs time
   }
 }

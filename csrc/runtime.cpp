@@ -406,6 +406,16 @@ void Runtime::gather_low(const std::vector<int64_t>& parameters, at::ScalarType 
   gathers_.gather_low(parameters, dtype);
 }
 
+void Runtime::read_as_float8(int64_t parameter, bool power_of_two) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  gathers_.read_as_float8(parameter, power_of_two);
+}
+
+Tensor Runtime::float8_scale(int64_t parameter) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return gathers_.float8_scale(parameter);
+}
+
 std::string Runtime::gathered_so_far() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   return gathers_.so_far();

@@ -132,6 +132,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void tell_failure(const std::string& why);
   std::string asked() const;
   void gather_low(const std::vector<int64_t>& parameters, at::ScalarType dtype);
+  void read_as_float8(int64_t parameter, bool power_of_two);
+  Tensor float8_scale(int64_t parameter);
 
   // reduction
   void contribute(const std::vector<int64_t>& parameters, at::TensorList grads, bool from_graph, bool shared = false);

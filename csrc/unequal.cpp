@@ -14,11 +14,17 @@ namespace zerocompile {
 
 namespace {
 
-constexpr char kWide = 'w';  // after a unit's number: it is gathered in full precision, see [Note: low gathers]
+// After a unit's number: it is gathered in full precision, see [Note: low gathers]; the ranks agree on scales before,
+// see [Note: float8 gathers].
+constexpr char kWide = 'w', kScales = 's';
 
-// The units of a turn, and whether each of them is wide.
-std::vector<std::pair<int64_t, bool>> units_of(const std::string& turn, size_t count) {
-  std::vector<std::pair<int64_t, bool>> units;
+struct Turn {
+  int64_t unit;
+  bool wide, scales;
+};
+
+std::vector<Turn> units_of(const std::string& turn, size_t count) {
+  std::vector<Turn> units;
   size_t at = 0;
   while (at < turn.size()) {
     int64_t number = 0;
@@ -26,12 +32,13 @@ std::vector<std::pair<int64_t, bool>> units_of(const std::string& turn, size_t c
     for (; at < turn.size() && std::isdigit(static_cast<unsigned char>(turn[at])) && at - first < 9; ++at) {
       number = 10 * number + (turn[at] - '0');
     }
-    const bool wide = at > first && at < turn.size() && turn[at] == kWide;
-    at += wide;
+    const char kind = at > first && at < turn.size() ? turn[at] : ',';
+    const bool wide = kind == kWide, scales = kind == kScales;
+    at += wide || scales;
     const bool ends = at == turn.size() || turn[at] == ',';
     TORCH_CHECK(at > first && ends && number < static_cast<int64_t>(count),
                 text("zerocompile: the ranks gather `", turn, "`, which names no units of this rank's"));
-    units.emplace_back(number, wide);
+    units.push_back({number, wide, scales});
     ++at;
   }
   return units;
@@ -58,25 +65,30 @@ void Gathers::begin_unequal() {
 void Gathers::end_unequal(bool raised) {
   if (registry_.is_shut_down() || !std::exchange(unequal_, false)) return;
   drop_unused(/*but=*/-1, raised);
+  forget_scales();
   if (raised) forget_secondary();
   order_.restart();
 }
 
-// Returns when it is this rank's turn to gather these units, and the other ranks take part.
-void Gathers::take_turn(const Units& units, bool full) {
-  if (registry_.world() == 1 || questions_.take == nullptr) return;
+// Returns when it is this rank's turn to gather these units, and the other ranks take part. The result: whether all of
+// them agree on scales before.
+bool Gathers::take_turn(const Units& units, bool full) {
+  if (registry_.world() == 1 || questions_.take == nullptr) return needs_scales(units, full);
   TORCH_CHECK(!torn_, text("zerocompile: rank ", registry_.global_rank(), " has failed in a gather inside ",
                            "`strategy.unequal()`, in which the other ranks wait for it, so it cannot gather more ",
                            "there. Let the exception leave the context"));
-  std::string wanted;
-  for (auto index : units) {
-    const bool wide = widens(registry_.units()[index], full);
-    wanted += text(wanted.empty() ? "" : ",", index, wide ? std::string(1, kWide) : "");
-  }
   while (true) {
+    const bool scales = needs_scales(units, full);  // what is served may change it
+    std::string wanted;
+    for (auto index : units) {
+      const auto& unit = registry_.units()[index];
+      const char kind = widens(unit, full) ? kWide : kScales;
+      const bool marked = kind == kWide || needs_scales(unit, full);
+      wanted += text(wanted.empty() ? "" : ",", index, marked ? std::string(1, kind) : "");
+    }
     const auto turn = questions_.take(wanted);
     torn_ = true;  // until it is started
-    if (turn == wanted) return;
+    if (turn == wanted) return scales;
     serve(turn);
   }
 }
@@ -92,13 +104,16 @@ void Gathers::serve(const std::string& turn) {
   std::string names;
   RowsByDtype calls;
   const auto units = units_of(turn, units_.size());
-  for (const auto& [index, wide] : units) {
+  bool agrees = false;
+  for (const auto& [index, wide, scales] : units) {
     const auto& unit = registry_.units()[index];
     names += text(names.empty() ? "" : "`, `", unit.name);
     if (const auto written = std::exchange(of(unit).written, {})) written->block(current_stream(registry_.device()));
     write_back_all(unit);  // what user code has written counts
+    agrees = agrees || scales;
   }
-  for (const auto& [index, wide] : units) {
+  if (agrees) agree_on_scales();
+  for (const auto& [index, wide, scales] : units) {
     for (auto i : registry_.units()[index].parameters) {
       const auto& p = record(i);
       if (p.replicated) continue;
@@ -112,11 +127,12 @@ void Gathers::serve(const std::string& turn) {
   {
     Lane::Launch launch(lane_, started);
     for (const auto& [i, v] : served) {
+      const auto rows = rows_to_move(record(i), v.full.scalar_type());
       calls[v.full.scalar_type()].push_back(
-          {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(record(i)))});
+          {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows)});
     }
     counts_.served += static_cast<int64_t>(calls.size());
-    move(calls, units.front().first, launch);
+    move(calls, units.front().unit, launch);
     launch.finish();
   }
   for (const auto& [i, v] : served) lane_.keep(v.full);

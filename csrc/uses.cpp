@@ -31,7 +31,7 @@ Tensor Gathers::read(int64_t index, std::optional<at::ScalarType> cast) {
   counts_.eager_reads += 1;
   of(unit).eager_reads += 1;
   counts_.eager_gathers += counts_.gathers - before;
-  if (cast.has_value()) return v.value.to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  if (cast.has_value()) return v.value.scalar_type() == dtype ? v.value.clone() : cast_of(p, dtype);
   v.read_eagerly = v.read_eagerly || !trusted_;
   return v.value;
 }
@@ -120,11 +120,11 @@ void Gathers::unneed(const Units& indices, size_t count) {
 }
 
 // What a graph has just asked for.
-std::vector<Tensor> Gathers::values(const Units& indices, const std::vector<at::ScalarType>& dtypes) const {
+std::vector<Tensor> Gathers::values(const Units& indices, const std::vector<at::ScalarType>& dtypes) {
   std::vector<Tensor> values;
   for (size_t k = 0; k < indices.size(); ++k) {
     const auto& value = values_[indices[k]].value;
-    values.push_back(value.scalar_type() != dtypes[k] ? value.to(dtypes[k]) : view_of(value));
+    values.push_back(value.scalar_type() != dtypes[k] ? cast_of(record(indices[k]), dtypes[k]) : view_of(value));
   }
   return values;
 }
@@ -176,6 +176,7 @@ void Gathers::write_back(const Parameter& p) {
   const auto writes = v.writes();
   if ((!v.read_eagerly && writes == 0) || units_[p.unit].lent) return;
   v.read_eagerly = false;
+  if (v.float8.has_value()) v.float8->version = -1;  // see [Note: float8 gathers]
   if (v.gathered_version != p.version() || v.own.scalar_type() != p.dtype) return;
   const bool on_host = p.host.defined();  // see [Note: masters in host memory]
   const bool shown = on_host && v.shown_version == p.version();
@@ -263,6 +264,7 @@ void Gathers::let_go(bool raised) {
     else drop(unit);
   }
   if (raised) forget_secondary();
+  forget_scales();
   order_.restart();  // so it is the same on all ranks, whatever they ran in the window
 }
 

@@ -31,6 +31,7 @@ from lightning_zerocompile.runtime.window import Windows
 from lightning_zerocompile.sharding import buffers
 from lightning_zerocompile.sharding.autocast import cast_inputs
 from lightning_zerocompile.sharding.checks import check_equal_on_all_ranks, check_equal_optimizers, explain, settings_of
+from lightning_zerocompile.sharding.float8 import plain_weights
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.islands import Islands, find_islands
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, gradient_of, record_of
@@ -114,6 +115,7 @@ class Engine:
         model, device, config, nodes = self.model, self.device, self.config, self._nodes
         compute_dtype, autocast_dtype = self._dtypes
         refuse_ended_group()
+        plain_weights(model)
         take_over(model)
         if config.device_mesh is not None:  # a part of a mesh raises for what it is, not as ranks with other options
             shard_groups(config, nodes, device.type)

@@ -31,8 +31,13 @@ def register() -> None:
     def gather(source: Tensor, handle: Tensor, size: Sequence[int], grad_dtype: torch.dtype | None = None) -> Tensor:
         return source.new_empty(size)
 
-    def gather_cast(source: Tensor, handle: Tensor, size: Sequence[int]) -> Tensor:
+    def gather_cast(
+        source: Tensor, handle: Tensor, size: Sequence[int], grad_dtype: torch.dtype | None = None
+    ) -> Tensor:
         return source.new_empty(size)
+
+    def float8_scale(full: Tensor, handle: Tensor) -> Tensor:
+        return torch.empty((), dtype=torch.float32, device=full.device)
 
     def reduce_grad(grad: Tensor, handle: Tensor) -> Tensor:
         return torch.empty_like(handle)
@@ -45,7 +50,7 @@ def register() -> None:
     def gather_one(source: Tensor, handle: Tensor, size: Sequence[int], expects_grad: bool) -> Tensor:
         return source.new_empty(size)
 
-    for fake in (gather, gather_cast, reduce_grad, gather_unit):
+    for fake in (gather, gather_cast, float8_scale, reduce_grad, gather_unit):
         torch.library.register_fake(f"zerocompile::{fake.__name__}", fake)
     torch.library.register_fake("zerocompile::gather_unit.one", gather_one)
     for name in (

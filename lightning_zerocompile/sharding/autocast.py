@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.sharding import float8
 from lightning_zerocompile.sharding.module_swap import BASE, CAST, INPUTS, ISLAND, PARAMETERS, TRACED, ClassCache
 from lightning_zerocompile.sharding.parameter import Core, ShardedParameter
 
@@ -70,12 +71,12 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
         return island  # type: ignore[no-any-return]
     base: Any = getattr(type(module), BASE, type(module))
     casts = any(name.startswith(CAST) for name in module.__dict__)
-    return _FORWARDS[base] if casts else base.forward
+    return _FORWARDS.get(base, float8.forward) if casts else base.forward
 
 
 def forward_is_inlined(forward: Callable[..., Any]) -> bool:
-    """Whether ``forward`` is one of this module's, which Dynamo inlines and never starts with."""
-    return forward in _FORWARDS.values()
+    """Whether ``forward`` is a layer's that asks for casts, which Dynamo inlines and never starts with."""
+    return forward in (*_FORWARDS.values(), float8.forward)
 
 
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
@@ -99,7 +100,7 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
 
 
 class Casts:
-    """The parameters of one model that autocast casts wherever they are used.
+    """The parameters of one model that are cast wherever they are used: by autocast, or to float8 by torchao's layers.
 
     Args:
         classes: the classes of the sharded modules.
@@ -113,8 +114,8 @@ class Casts:
 
     def __init__(self, classes: ClassCache, core: Core, messages: Messages, dtype: torch.dtype | None) -> None:
         self._classes, self._core, self._messages, self._dtype = classes, core, messages, dtype
-        self._sources: dict[torch.device, Tensor] = {}
-        self._places: dict[int, tuple[nn.Module, str]] = {}
+        self._sources: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._places: dict[int, tuple[nn.Module, str, torch.dtype]] = {}  # and the dtype of the cast
         self._steps = 0
         self.low: list[int] = []
 
@@ -126,24 +127,42 @@ class Casts:
             places: the modules that hold it, each with its name there. A tied parameter is left as it is.
         """
         (module, name), *others = places
+        if others:
+            return
+        if float8.asks_for_float8(module, name):
+            if sharded.source.device.type != "cpu":  # the casts of rows are four kernels there, and were not run yet
+                return
+            config: Any = module.config
+            self._core.read_as_float8(sharded.index, config.round_scales_to_power_of_2)
+            self._ask(sharded, module, name, float8.DTYPE, float8.forward)
+            return
         base: Any = getattr(type(module), BASE, type(module))
         torchs_own = base in _FORWARDS and base.forward.__module__ == base.__module__  # nobody has replaced the method
-        if self._dtype is None or others or not torchs_own or name not in ("weight", "bias"):
+        if self._dtype is None or not torchs_own or name not in ("weight", "bias"):
             return
-        if sharded.source.dtype is not torch.float32:
-            return
-        device = sharded.source.device
-        if device not in self._sources:
-            self._sources[device] = torch.empty(0, dtype=self._dtype, device=device)
-        module.__dict__[CAST + name] = self._sources[device]
-        self._places[sharded.index] = (module, name)
-        self._classes.swap(module, frozenset(module.__dict__[PARAMETERS]), _FORWARDS[base])
+        if sharded.source.dtype is torch.float32:
+            self._ask(sharded, module, name, self._dtype, _FORWARDS[base])
+
+    def _ask(
+        self,
+        sharded: ShardedParameter,
+        module: nn.Module,
+        name: str,
+        dtype: torch.dtype,
+        forward: Callable[..., Any],
+    ) -> None:
+        key = sharded.source.device, dtype
+        if key not in self._sources:
+            self._sources[key] = torch.empty(0, dtype=dtype, device=key[0])
+        module.__dict__[CAST + name] = self._sources[key]
+        self._places[sharded.index] = (module, name, dtype)
+        self._classes.swap(module, frozenset(module.__dict__[PARAMETERS]), forward)
 
     def remove(self, sharded: ShardedParameter) -> None:
-        """Undoes :meth:`add`: from now on the module reads the float32 value, and autocast casts it."""
+        """Undoes :meth:`add`: from now on the module reads the full value, and whoever computes with it casts it."""
         place = self._places.pop(sharded.index, None)
         if place is not None:
-            module, name = place
+            module, name, _ = place
             module.__dict__.pop(CAST + name, None)  # the parameter may have another name now
             self.low = [index for index in self.low if index != sharded.index]
 
@@ -154,9 +173,10 @@ class Casts:
             CommunicationError: another rank did not come here in time, or has ended.
         """
         self._steps += 1
-        if self._dtype is None or not self._sources or self._steps != STEPS + 1:
+        if not self._sources or self._steps != STEPS + 1:
             return
         heard = self._messages.hear_all("casts", self._core.asked(), f"has begun training step number {self._steps}")
         asked = zip(*heard.values(), strict=True)
         self.low = [index for index, letters in enumerate(asked) if "c" in letters and "f" not in letters]
-        self._core.gather_low(self.low, self._dtype)
+        for dtype in dict.fromkeys(dtype for _, dtype in self._sources):
+            self._core.gather_low([index for index in self.low if self._places[index][2] is dtype], dtype)

@@ -261,12 +261,6 @@ def check_whole(model: nn.Module) -> None:
         plain_functions = (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)
         own_functions = kind.__torch_function__ not in plain_functions
         own_dispatch = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        if kind.__module__.startswith("torchao.float8."):
-            raise RuntimeError(
-                f"Parameter `{name}` is a {kind.__module__}.{kind.__qualname__}, which only FSDP2 knows how to gather. "
-                "Convert the model with `Float8LinearConfig(enable_fsdp_float8_all_gather=False)`: it computes in "
-                "float8 all the same, and gathers move the dtype of the parameters (`precision='bf16-true'`: bfloat16)."
-            )
         if own_functions or own_dispatch or kind.__module__.partition(".")[0] == "bitsandbytes":
             raise RuntimeError(
                 f"Parameter `{name}` is a {kind.__module__}.{kind.__qualname__}: what it means (scales, packed "

@@ -73,6 +73,8 @@ class Core(Protocol):
 
     def gather_low(self, parameters: Sequence[int], dtype: torch.dtype, /) -> None: ...
 
+    def read_as_float8(self, parameter: int, power_of_two: bool, /) -> None: ...
+
 
 @dataclass
 class StepState:

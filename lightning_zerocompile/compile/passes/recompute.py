@@ -23,12 +23,13 @@ def tag_recompute(graph: fx.Graph) -> int:
         if node.op != "call_function":
             continue
         is_gather = node.target in (torch.ops.zerocompile.gather.default, torch.ops.zerocompile.gather_cast.default)
+        is_scale = node.target is torch.ops.zerocompile.float8_scale.default
         if is_gather:
             node.meta[TRAINING] = True
         elif node.target is torch.ops.zerocompile.reduce_grad.default:
             node.meta["partitioner_tag"] = "must_be_in_backward"
         inputs = node.all_input_nodes
-        if is_gather or (inputs and all(i in recomputed for i in inputs)):
+        if is_gather or is_scale or (inputs and all(i in recomputed for i in inputs)):
             recomputed.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta.setdefault("ac_graph_id", 0)

@@ -16,6 +16,12 @@ def _is(node: fx.Node, name: str) -> bool:
     return node.op == "call_function" and node.target in (packet, packet.default)
 
 
+def _scales(node: fx.Node) -> bool:
+    """Whether it reads a value as float8: eager code never does, so there is nothing to be alike."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    return bool(source.meta["example_value"].dtype.itemsize == 1)
+
+
 def unify_casts(module: fx.GraphModule) -> None:
     """Replaces the casting reads of parameters that are also read in full by casts in the graph; in place."""
     for inner in module.modules():
@@ -25,7 +31,7 @@ def unify_casts(module: fx.GraphModule) -> None:
 
 def _unify_casts(graph: fx.Graph) -> bool:
     full = {node.args[1]: node for node in graph.nodes if _is(node, "gather")}
-    casting = [node for node in graph.nodes if _is(node, "gather_cast") and node.args[1] in full]
+    casting = [node for node in graph.nodes if _is(node, "gather_cast") and node.args[1] in full and not _scales(node)]
     for node in casting:
         source: fx.Node = node.args[0]
         read = full[node.args[1]]

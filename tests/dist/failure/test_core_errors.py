@@ -81,6 +81,7 @@ def _torn_down(stage: int) -> dict[str, str]:
         "resident_value": lambda: core.resident_value(0), "lent_value": lambda: core.lent_value(0),
         "masters_changed": lambda: core.masters_changed([0]), "eager_reads_of": lambda: core.eager_reads_of(0),
         "gathers_of": lambda: core.gathers_of(0), "add_unit": lambda: core.add_unit("x", [0], _lifetime()),
+        "read_as_float8": lambda: core.read_as_float8(0, False),
         "gather_low": lambda: core.gather_low([0], torch.bfloat16), "unbound": lambda: core.bound(0, handle, handle),
         "lend_gradients": lambda: core.lend_gradients([0], [handle]), "backward": loss.backward,
     }  # fmt: skip
