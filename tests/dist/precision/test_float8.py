@@ -201,6 +201,7 @@ def _marked(model: nn.Module) -> nn.Module:
     return model
 
 
+LONG = pytest.mark.long
 STEPS = 5  # the ranks agree after two
 FLOAT8_CELLS = [(1, AOT), (2, AOT), (3, EAGER), (3, AOT), (3, MODEL)]
 
@@ -213,7 +214,9 @@ def _weights(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("stage", "options"), FLOAT8_CELLS, ids=[f"{stage}-{options['compile']}" for stage, options in FLOAT8_CELLS]
+    ("stage", "options"),
+    [pytest.param(*cell, marks=LONG if cell[0] == 2 else []) for cell in FLOAT8_CELLS],
+    ids=[f"{stage}-{options['compile']}" for stage, options in FLOAT8_CELLS],
 )
 @on_ranks(2)
 def test_gathers_of_float8_train_as_ddp(stage: int, options: dict[str, Any]) -> None:
@@ -320,7 +323,10 @@ def _written_late(engine: Any, model: Any, optimizer: Any, number: int) -> None:
     _step(engine, model, optimizer, number)
 
 
-PROGRAMS = [_step, _window, _loaded, _written, _lent, _alone, _read_alone, _written_late]
+PROGRAMS = [
+    _step, _alone, _read_alone, _written_late,
+    *(pytest.param(program, marks=LONG) for program in (_window, _loaded, _written, _lent)),
+]  # fmt: skip
 
 
 def _trained(gathers: bool, scope: dict[str, Any], program: Any, **options: Any) -> tuple[int, dict[str, Tensor], Any]:
@@ -336,7 +342,7 @@ def _trained(gathers: bool, scope: dict[str, Any], program: Any, **options: Any)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__[1:])
-@pytest.mark.parametrize("scope", [AOT, pytest.param(MODEL, marks=pytest.mark.long)], ids=["aot", "model"])
+@pytest.mark.parametrize("scope", [AOT, pytest.param(MODEL, marks=LONG)], ids=["aot", "model"])
 @on_ranks(2)
 def test_gathers_of_float8_change_no_bit(scope: dict[str, Any], program: Any) -> None:
     """bfloat16 values: what the runtime casts is what torchao casts."""
@@ -351,14 +357,14 @@ def test_gathers_of_float8_change_no_bit(scope: dict[str, Any], program: Any) ->
 
 
 MORE: dict[str, dict[str, Any]] = {
-    "offload": {"offload": "optimizer"},
     "updates in the backward": {"optimizer_in_backward": True},
     "checkpointed": {"activation_checkpointing": "blocks"},
+    "offload": {"offload": "optimizer"},
     "no prefetch": {"prefetch": 0},
 }
 
 
-@pytest.mark.parametrize("name", list(MORE))
+@pytest.mark.parametrize("name", [*list(MORE)[:2], *(pytest.param(name, marks=LONG) for name in list(MORE)[2:])])
 @on_ranks(2)
 def test_what_gathers_of_float8_go_together_with(name: str) -> None:
     """torchao's option as users set it, in `configure_model`."""
@@ -385,7 +391,7 @@ def test_gathers_of_float8_inside_hosts(more: dict[str, Any]) -> None:
     assert all(torch.equal(value, state[name]) for name, value in plain.items())
 
 
-@pytest.mark.parametrize("options", [AOT, MODEL], ids=["aot", "model"])
+@pytest.mark.parametrize("options", [AOT, pytest.param(MODEL, marks=LONG)], ids=["aot", "model"])
 @on_ranks(2)
 def test_gathers_of_float8_of_frozen_layers(options: dict[str, Any]) -> None:
     """Their weights have no gradient; a scale that is rounded down to a power of two; weights that are all zero."""
