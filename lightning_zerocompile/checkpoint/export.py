@@ -105,7 +105,7 @@ def _value(tensor: Tensor, dtype: torch.dtype, keep: bool) -> Tensor | None:
     """The whole value on the CPU where ``keep``; collective."""
     value = tensor.detach()
     if isinstance(value, DTensor):
-        value = full_value(value)
+        value = full_value(value, dtype=dtype if dtype.itemsize < value.dtype.itemsize else None)  # less to move
     # a copy: the next step may write to the module's own memory while a thread still reads it
     return value.to(device="cpu", dtype=dtype, copy=True).contiguous() if keep else None
 

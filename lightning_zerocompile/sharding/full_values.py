@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 ON_HOST = "_zerocompile_on_host"  # attribute of a DTensor of a device's mesh whose rows are kept in host memory
 
 
-def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def full_value(value: DTensor, group: dist.ProcessGroup | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """All shards of ``value`` as one detached tensor on its device, of ``value.shape``; collective over its mesh.
 
     If the rows are kept in host memory, the result is on the mesh's device.
 
     ``group``: a process group on the CPU, of the same ranks in the same order. It communicates instead of the mesh's
     own group, and the result is on the CPU.
+
+    ``dtype``: the result has this dtype, and so has what travels; ``None``: that of ``value``.
 
     [Note: full values on gloo] ``DTensor.full_tensor`` gathers by an operator that gloo runs as "ALLGATHER_COALESCED".
     Two of these operations may free one std::string twice, see [Note: gloo gathers]. With four in flight at a time a
@@ -31,13 +33,14 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None) -> Tensor
     if group is None and value.__dict__.get(ON_HOST):
         place = torch.device(value.device_mesh.device_type)
     if group is not None and all(placement.is_replicate() for placement in placements):
-        return local.to(place, copy=True)
+        return local.to(place, dtype, copy=True)
     # `cpu()` may have moved the shard to a device for which the mesh's group has no backend
     local = local.to(value.device_mesh.device_type if group is None else place)
     if len(placements) == 1 and isinstance(placements[0], Partial):
-        return _reduced(local, placements[0], value).to(place)
+        return _reduced(local, placements[0], value).to(place, dtype)
     if len(placements) != 1 or type(placements[0]) is not Shard:
-        return DTensor.full_tensor(value).detach()
+        return DTensor.full_tensor(value).detach().to(dtype=dtype)
+    local = local.to(dtype=dtype)
     dim, group = placements[0].dim % value.ndim, group or value.device_mesh.get_group()
     size, world = value.shape[dim], dist.get_world_size(group)
     most = -(-size // world)
