@@ -122,11 +122,7 @@ void all_reduce_each(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lan
   std::vector<at::Tensor> sums;
   for (const auto& input : inputs) {
     sums.push_back(input.clone());
-    std::vector<at::Tensor> tensors{sums.back()};
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::SUM;
-    options.asyncOp = true;
-    launch.add(group.allreduce(tensors, options));
+    all_reduce(group, launch, sums.back(), c10d::ReduceOp::SUM);
   }
   launch.then([sums = std::move(sums), outputs = std::move(outputs), rank, world, all = group.getSize(), average] {
     at::NoGradGuard no_grad;
@@ -139,6 +135,14 @@ void all_reduce_each(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lan
 }
 
 }  // namespace
+
+void all_reduce(c10d::ProcessGroup& group, Lane::Launch& launch, const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  options.asyncOp = tensor.is_cpu();
+  launch.add(group.allreduce(tensors, options));
+}
 
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
                 std::vector<at::Tensor> inputs, Packing packing, const Levels& levels) {

@@ -51,6 +51,9 @@ void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane
                     std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op,
                     Packing packing, const Levels& levels = {});
 
+// In place. On the CPU it is started; on a device it runs in the order of the current stream.
+void all_reduce(c10d::ProcessGroup& group, Lane::Launch& launch, const at::Tensor& tensor, const c10d::ReduceOp& op);
+
 // Waits for what is on its way. A failure says that it was `what`. `look`, if it is not null, is called about once a
 // second on the CPU; if it raises, the wait ends with that error.
 void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank,

@@ -47,6 +47,10 @@ void Gathers::read_as_float8(int64_t index, bool power_of_two) {
   v.float8->power_of_two = power_of_two;
 }
 
+Tensor Gathers::largest_of(const Tensor& value) {
+  return value.numel() > 0 ? value.abs().max() : at::zeros({}, value.options());
+}
+
 Tensor Gathers::scale_of(const Tensor& largest, at::ScalarType dtype, bool power_of_two) {
   auto scale = largest.to(dtype).to(at::kDouble).clamp_min(kSmallest).reciprocal().mul_(kLargest).to(at::kFloat);
   return power_of_two ? scale.log2().floor().exp2() : scale;
@@ -56,14 +60,13 @@ Tensor Gathers::to_float8(const Tensor& value, const Tensor& scale) {
   return value.to(at::kFloat).mul(scale).clamp_(-kLargest, kLargest).to(kFloat8);
 }
 
-// The value that is held, in a dtype that a use asks for.
+// The value that is held, in another dtype, which a use asks for.
 Tensor Gathers::cast_of(const Parameter& p, at::ScalarType dtype) {
   auto& v = of(p);
-  if (dtype != kFloat8 || v.value.scalar_type() == kFloat8) return v.value.to(dtype);
+  if (dtype != kFloat8) return v.value.to(dtype);
   c10::InferenceMode normal_tensors(false);
   at::NoGradGuard no_grad;
-  const auto largest = v.value.numel() > 0 ? v.value.abs().max() : at::zeros({}, v.value.options());
-  v.float8->held = scale_of(largest, p.dtype, v.float8->power_of_two);
+  v.float8->held = scale_of(largest_of(v.value), p.dtype, v.float8->power_of_two);
   return to_float8(v.value, v.float8->held);
 }
 
@@ -95,11 +98,13 @@ bool Gathers::needs_scales(const Units& units, bool full) const {
                      [&](int64_t index) { return needs_scales(registry_.units()[index], full); });
 }
 
-// All scales are out of date, on every rank.
+// This scale is out of date, on every rank.
+void Gathers::forget_scale(GatheredValue& v) {
+  if (v.float8.has_value()) v.float8->version = -1;
+}
+
 void Gathers::forget_scales() {
-  for (auto& v : values_) {
-    if (v.float8.has_value()) v.float8->version = -1;
-  }
+  for (auto& v : values_) forget_scale(v);
 }
 
 // The ranks agree on the scales of all weights that gathers move as float8.
@@ -116,7 +121,6 @@ void Gathers::agree_on_scales() {
     if (written) written->block(current_stream(registry_.device()));
   }
   std::vector<Pending> started;
-  Tensor largest;
   {
     Lane::Launch launch(lane_, started);
     std::vector<Tensor> norms(indices.size()), wide;
@@ -124,8 +128,7 @@ void Gathers::agree_on_scales() {
       const auto rows = rows_of(record(indices[k]));
       const bool together = rows.scalar_type() == at::kFloat && rows.numel() > 0;
       if (together) wide.push_back(rows);
-      else if (rows.numel() > 0) norms[k] = rows.abs().max().to(at::kFloat);
-      else norms[k] = at::zeros({}, rows.options().dtype(at::kFloat));
+      else norms[k] = largest_of(rows).to(at::kFloat);
     }
     if (!wide.empty()) {
       auto next = at::_foreach_norm(wide, std::numeric_limits<double>::infinity());
@@ -134,15 +137,9 @@ void Gathers::agree_on_scales() {
         if (!norm.defined()) norm = std::move(next[taken++]);
       }
     }
-    largest = at::stack(norms);
-    if (registry_.world() > 1) {
-      c10d::AllreduceOptions options;
-      options.reduceOp = c10d::ReduceOp::MAX;
-      options.asyncOp = true;
-      std::vector<Tensor> tensors{largest};
-      launch.add(group_->allreduce(tensors, options));
-    }
-    if (!registry_.device().is_cpu()) take_scales(indices, largest);  // in the order of the lane
+    const auto largest = at::stack(norms);
+    if (registry_.world() > 1) all_reduce(*group_, launch, largest, c10d::ReduceOp::MAX);
+    launch.then([this, indices, largest] { take_scales(indices, largest); });
     launch.finish();
   }
   scaling_ = std::move(started.front());
@@ -152,7 +149,6 @@ void Gathers::agree_on_scales() {
   }
   const std::string what = "the all-reduce of the scales of float8 weights";
   wait_for(scaling_, registry_.device(), what, registry_.global_rank(), questions_.look(what, "gather", started_ + 1));
-  take_scales(indices, largest);
 }
 
 void Gathers::take_scales(const Units& indices, const Tensor& largest) {
@@ -167,11 +163,13 @@ void Gathers::take_scales(const Units& indices, const Tensor& largest) {
   }
 }
 
-// What a gather that moves `dtype` reads: rows of any other dtype are cast where they are copied.
-Tensor Gathers::rows_to_move(const Parameter& p, at::ScalarType dtype) const {
+// A parameter's part of a gather into `v`. Rows that are not cast here are cast where they are copied.
+PeerMemory::Rows Gathers::rows_to_move(const Parameter& p, const GatheredValue& v) const {
   const auto rows = rows_of(p);
   const auto& float8 = of(p).float8;
-  return float8.has_value() && dtype == kFloat8 ? to_float8(rows.to(p.dtype), float8->agreed) : rows;
+  const bool casts = float8.has_value() && v.full.scalar_type() == kFloat8;
+  return {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own),
+          on_the_wire(casts ? to_float8(rows.to(p.dtype), float8->agreed) : rows)};
 }
 
 }  // namespace zerocompile

@@ -193,9 +193,8 @@ void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool
   const auto* const where = way == Way::Back ? " in backward" : " in forward";
   RECORD_USER_SCOPE(text("zerocompile: gather ", registry_.names_of(units), where));
   const bool inner = has_secondary(units, way, full);
-  bool scales = !inner && needs_scales(units, full);
-  if (unequal_) scales = take_turn(units, full);
-  else if (!checked) check_order(units, way, full, inner);
+  const bool scales = unequal_ ? take_turn(units, full) : !inner && needs_scales(units, full);
+  if (!unequal_ && !checked) check_order(units, way, full, inner);
   const int64_t number = ++started_;
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
@@ -338,9 +337,9 @@ void Gathers::add_rows(const Unit& unit, bool restores, bool inner, RowsByDtype&
     if (moves && inner) {
       calls[dtype].push_back({on_the_wire(v.full), on_the_wire(v.secondary), {}, {}});
     } else {
-      (moves ? calls : unmoved)[dtype].push_back(
-          {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_to_move(p, dtype)),
-           placed == placed_.end() ? PeerMemory::Placed::No : placed->second});
+      auto rows = rows_to_move(p, v);
+      if (placed != placed_.end()) rows.placed = placed->second;
+      (moves ? calls : unmoved)[dtype].push_back(std::move(rows));
     }
     const bool changes = !(restores || state.stale) || v.gathered_version != p.version();
     if (changes) v.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
@@ -558,9 +557,7 @@ void Gathers::masters_changed(const Units& units, const Units& order, const std:
     if (unit.lifetime == Lifetime::Step) resident.push_back(index);
     else if (of(unit).open_modules == 0) drop(unit);
     forget_secondary(unit);
-    for (auto i : unit.parameters) {
-      if (values_[i].float8.has_value()) values_[i].float8->version = -1;
-    }
+    for (auto i : unit.parameters) forget_scale(values_[i]);
   }
   const auto offered = std::exchange(offered_, {});
   const bool moved_on = peers_ != nullptr && peers_->turn() != offered_turn_;

@@ -221,15 +221,17 @@ class Gathers {
   Units predicted() const;
 
   // float8.cpp
+  static Tensor largest_of(const Tensor& value);
   static Tensor scale_of(const Tensor& largest, at::ScalarType dtype, bool power_of_two);
   static Tensor to_float8(const Tensor& value, const Tensor& scale);
   Tensor cast_of(const Parameter& p, at::ScalarType dtype);
   bool needs_scales(const Unit& unit, bool full) const;
   bool needs_scales(const Units& units, bool full) const;
+  static void forget_scale(GatheredValue& v);
   void forget_scales();
   void agree_on_scales();
   void take_scales(const Units& indices, const Tensor& largest);
-  Tensor rows_to_move(const Parameter& p, at::ScalarType dtype) const;
+  PeerMemory::Rows rows_to_move(const Parameter& p, const GatheredValue& v) const;
 
   // secondary.cpp
   bool has_secondary(const Units& units, Way way, bool full) const;

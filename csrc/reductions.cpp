@@ -372,11 +372,7 @@ void Reductions::reduce_by_collective(Lane::Launch& launch, Reduction& reduction
   launch.finish();
   Lane::Launch second(replica_lane_, reduction.done, scattered);
   replica_lane_.keep(result);  // it is the first lane's memory
-  std::vector<Tensor> rows{on_the_wire(result)};
-  c10d::AllreduceOptions options;
-  options.reduceOp = op;
-  options.asyncOp = false;
-  second.add(replicas_->allreduce(rows, options));
+  all_reduce(*replicas_, second, on_the_wire(result), op);
   second.then(place);
   second.finish();
 }
@@ -405,12 +401,9 @@ void Reductions::replicate_group(const std::vector<int64_t>& group, Reduction& r
     sum.div_(divisor_);  // before it is summed: a half overflows early
     counts_.reductions += 1;
     counts_.reduce_bytes += static_cast<int64_t>(sum.nbytes());
-    std::vector<Tensor> tensors{on_the_wire(sum)};
     const auto add_up = [&](const Group& ranks) {
       if (ranks == nullptr || ranks->getSize() == 1) return;
-      c10d::AllreduceOptions options;
-      options.asyncOp = registry_.device().is_cpu();
-      launch.add(ranks->allreduce(tensors, options));
+      all_reduce(*ranks, launch, on_the_wire(sum), c10d::ReduceOp::SUM);
     };
     add_up(group_);
     if (part.defined()) sum.add_(part.reshape({1}));  // on a device: the lane's work is in order

@@ -78,13 +78,14 @@ bool Gathers::take_turn(const Units& units, bool full) {
                            "`strategy.unequal()`, in which the other ranks wait for it, so it cannot gather more ",
                            "there. Let the exception leave the context"));
   while (true) {
-    const bool scales = needs_scales(units, full);  // what is served may change it
+    bool scales = false;
     std::string wanted;
     for (auto index : units) {
       const auto& unit = registry_.units()[index];
-      const char kind = widens(unit, full) ? kWide : kScales;
-      const bool marked = kind == kWide || needs_scales(unit, full);
-      wanted += text(wanted.empty() ? "" : ",", index, marked ? std::string(1, kind) : "");
+      const bool wide = widens(unit, full), old = !wide && needs_scales(unit, full);  // what is served may change it
+      wanted += text(wanted.empty() ? "" : ",", index);
+      if (wide || old) wanted += wide ? kWide : kScales;
+      scales = scales || old;
     }
     const auto turn = questions_.take(wanted);
     torn_ = true;  // until it is started
@@ -127,9 +128,7 @@ void Gathers::serve(const std::string& turn) {
   {
     Lane::Launch launch(lane_, started);
     for (const auto& [i, v] : served) {
-      const auto rows = rows_to_move(record(i), v.full.scalar_type());
-      calls[v.full.scalar_type()].push_back(
-          {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows)});
+      calls[v.full.scalar_type()].push_back(rows_to_move(record(i), v));
     }
     counts_.served += static_cast<int64_t>(calls.size());
     move(calls, units.front().unit, launch);

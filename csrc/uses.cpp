@@ -176,7 +176,7 @@ void Gathers::write_back(const Parameter& p) {
   const auto writes = v.writes();
   if ((!v.read_eagerly && writes == 0) || units_[p.unit].lent) return;
   v.read_eagerly = false;
-  if (v.float8.has_value()) v.float8->version = -1;  // see [Note: float8 gathers]
+  forget_scale(v);  // see [Note: float8 gathers]
   if (v.gathered_version != p.version() || v.own.scalar_type() != p.dtype) return;
   const bool on_host = p.host.defined();  // see [Note: masters in host memory]
   const bool shown = on_host && v.shown_version == p.version();

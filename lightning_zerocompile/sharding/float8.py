@@ -21,7 +21,10 @@ from torch._dynamo.eval_frame import skip_code
 from lightning_zerocompile.sharding.module_swap import BASE, CAST, TRACED
 
 DTYPE = torch.float8_e4m3fn
-_MODULE = "torchao.float8."
+
+
+def _is_torchaos(kind: type, name: str) -> bool:
+    return kind.__name__ == name and kind.__module__.startswith("torchao.float8.")
 
 
 def plain_weights(model: nn.Module) -> None:
@@ -32,7 +35,7 @@ def plain_weights(model: nn.Module) -> None:
     plain: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or type(parameter).__name__ != "WeightWithDynamicFloat8CastTensor":
+            if parameter is None or not _is_torchaos(type(parameter), "WeightWithDynamicFloat8CastTensor"):
                 continue
             if parameter not in plain:
                 inner: Any = parameter
@@ -45,7 +48,7 @@ def plain_weights(model: nn.Module) -> None:
 def asks_for_float8(module: nn.Module, name: str) -> bool:
     """Whether the module is a linear layer of torchao, whose weight ``name`` is to be gathered as float8."""
     base: Any = getattr(type(module), BASE, type(module))
-    if name != "weight" or base.__name__ != "Float8Linear" or not base.__module__.startswith(_MODULE):
+    if name != "weight" or not _is_torchaos(base, "Float8Linear"):
         return False
     config: Any = module.config
     casts = (config.cast_config_weight, config.cast_config_weight_for_grad_input)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from lightning_zerocompile.sharding.float8 import DTYPE
+
 
 def _is(node: fx.Node, name: str) -> bool:
     packet = getattr(torch.ops.zerocompile, name)
@@ -19,7 +21,7 @@ def _is(node: fx.Node, name: str) -> bool:
 def _scales(node: fx.Node) -> bool:
     """Whether it reads a value as float8: eager code never does, so there is nothing to be alike."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    return bool(source.meta["example_value"].dtype.itemsize == 1)
+    return source.meta["example_value"].dtype is DTYPE
 
 
 def unify_casts(module: fx.GraphModule) -> None:

@@ -39,8 +39,12 @@ def _model(recipe: str = "tensorwise", **options: Any) -> nn.Module:
     return model
 
 
+def _layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if type(module) is float8.float8_linear.Float8Linear]
+
+
 def _converted(model: nn.Module) -> int:
-    return sum(type(module) is float8.float8_linear.Float8Linear for module in model.modules())
+    return len(_layers(model))
 
 
 class Module(models.Module):
@@ -195,9 +199,8 @@ def test_adapters(stage: int, options: dict[str, Any]) -> None:
 
 def _marked(model: nn.Module) -> nn.Module:
     """The model with torchao's option for float8 gathers in its layers; plain strategies do not see it."""
-    for module in model.modules():
-        if type(module) is float8.float8_linear.Float8Linear:
-            object.__setattr__(module.config, "enable_fsdp_float8_all_gather", True)
+    for layer in _layers(model):
+        object.__setattr__(layer.config, "enable_fsdp_float8_all_gather", True)
     return model
 
 
@@ -208,8 +211,7 @@ FLOAT8_CELLS = [(1, AOT), (2, AOT), (3, EAGER), (3, AOT), (3, MODEL)]
 
 def _weights(model: nn.Module) -> int:
     """Elements of the weights of float8 layers, with the rows that a gather pads them by."""
-    kind, world = float8.float8_linear.Float8Linear, models.world()
-    shapes = [module.weight.shape for module in model.modules() if isinstance(module, kind)]
+    world, shapes = models.world(), [layer.weight.shape for layer in _layers(model)]
     return sum(-(-rows // world) * world * columns for rows, columns in shapes)
 
 
@@ -223,14 +225,10 @@ def test_gathers_of_float8_train_as_ddp(stage: int, options: dict[str, Any]) -> 
     """At stage 3 compiled layers take the weights as float8: a byte for each element, not four."""
     model = _marked(_model())
     elements = _weights(model)
-    plain = copy.deepcopy(model)
-    for module in plain.modules():
-        if type(module) is float8.float8_linear.Float8Linear:
-            module.config = float8.Float8LinearConfig(emulate=True)
     few, many = (
         assert_trains_like_ddp(copy.deepcopy(model), stage, steps=steps, **options).stats for steps in (2, STEPS)
     )
-    before = assert_trains_like_ddp(plain, stage, steps=STEPS, **options).stats
+    before = assert_trains_like_ddp(_model(), stage, steps=STEPS, **options).stats
     if stage < 3 or not options["compile"] or models.device() != "cpu":
         assert many.gather_bytes == before.gather_bytes
         return
@@ -239,11 +237,6 @@ def test_gathers_of_float8_train_as_ddp(stage: int, options: dict[str, Any]) -> 
     gathers = round(saved / (3 * elements))
     assert saved == 3 * elements * gathers and gathers >= 2 * (STEPS - 2)  # in each forward and backward
     assert few.gather_bytes < many.gather_bytes
-
-
-def _low(engine: Any) -> int:
-    """How many parameters gathers move as less than they are."""
-    return len(engine.runtime.casts.low)
 
 
 def _step(engine: Any, model: nn.Module, optimizer: Any, number: int) -> None:
@@ -337,7 +330,7 @@ def _trained(gathers: bool, scope: dict[str, Any], program: Any, **options: Any)
         optimizer = engines.sgd(engine, model)
         for number in range(STEPS):
             program(engine, model, optimizer, number)
-        low, stats = _low(engine), engine.runtime.stats()
+        low, stats = len(engine.runtime.casts.low), engine.runtime.stats()
     return low, model.state_dict(), stats
 
 

@@ -17,14 +17,17 @@ SHAPES = [((6, 4), 0), ((5, 3), 0), ((1, 3), 0), ((0, 3), 0), ((7,), 0), ((3, 5)
 
 
 class _Operators(TorchDispatchMode):
-    """The names of what runs inside."""
+    """The names of what runs inside, and the dtypes of what all-gathers move."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.moved: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(str(func))
+        if "allgather_" in str(func):
+            self.moved |= {tensor.dtype for tensor in args[1]}
         return func(*args, **(kwargs or {}))
 
 
@@ -50,26 +53,13 @@ def test_all_shards_as_one_tensor(device: str, dtype: torch.dtype) -> None:
             assert any("allgather_" in name for name in names) == (shape[1] is not None), names
 
 
-class _Moved(TorchDispatchMode):
-    """The dtypes of what all-gathers move inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "allgather_" in str(func):
-            self.dtypes |= {tensor.dtype for tensor in args[1]}
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks(2)
 def test_what_travels_has_the_dtype_of_the_result(device: str) -> None:
     mesh = init_device_mesh(device, (2,))
     for shape, dim in SHAPES:
         full = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
         value = distribute_tensor(full, mesh, [Replicate() if dim is None else Shard(dim)])
-        with _Moved() as moved:
+        with _Operators() as operators:
             whole = full_value(value, dtype=torch.bfloat16)
         assert whole.dtype == torch.bfloat16 and torch.equal(whole, full.bfloat16())
-        assert moved.dtypes == (set() if dim is None else {torch.bfloat16})
+        assert operators.moved == (set() if dim is None else {torch.bfloat16})
