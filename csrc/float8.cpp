@@ -14,7 +14,6 @@ namespace zerocompile {
 
 namespace {
 
-constexpr double kLargest = 448.0;   // of float8_e4m3fn
 constexpr double kSmallest = 1e-12;  // torchao's `EPS`
 
 }  // namespace
@@ -52,15 +51,11 @@ Tensor Gathers::largest_of(const Tensor& value) {
 }
 
 Tensor Gathers::scale_of(const Tensor& largest, at::ScalarType dtype, bool power_of_two) {
-  auto scale = largest.to(dtype).to(at::kDouble).clamp_min(kSmallest).reciprocal().mul_(kLargest).to(at::kFloat);
+  auto scale = largest.to(dtype).to(at::kDouble).clamp_min(kSmallest).reciprocal().mul_(kLargestFloat8).to(at::kFloat);
   return power_of_two ? scale.log2().floor().exp2() : scale;
 }
 
-Tensor Gathers::to_float8(const Tensor& value, const Tensor& scale) {
-  return value.to(at::kFloat).mul(scale).clamp_(-kLargest, kLargest).to(kFloat8);
-}
-
-// The value that is held, in another dtype, which a use asks for.
+// The value that is held, in a dtype that a use asks for.
 Tensor Gathers::cast_of(const Parameter& p, at::ScalarType dtype) {
   auto& v = of(p);
   if (dtype != kFloat8) return v.value.to(dtype);
@@ -163,13 +158,15 @@ void Gathers::take_scales(const Units& indices, const Tensor& largest) {
   }
 }
 
-// A parameter's part of a gather into `v`. Rows that are not cast here are cast where they are copied.
+// A parameter's part of a collective, which casts its rows to the dtype of `v`.
 PeerMemory::Rows Gathers::rows_to_move(const Parameter& p, const GatheredValue& v) const {
-  const auto rows = rows_of(p);
+  PeerMemory::Rows rows{on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(p))};
   const auto& float8 = of(p).float8;
-  const bool casts = float8.has_value() && v.full.scalar_type() == kFloat8;
-  return {on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own),
-          on_the_wire(casts ? to_float8(rows.to(p.dtype), float8->agreed) : rows)};
+  if (float8.has_value() && v.full.scalar_type() == kFloat8) {
+    rows.scale = float8->agreed;
+    rows.through = p.dtype;
+  }
+  return rows;
 }
 
 }  // namespace zerocompile

@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "collectives.h"
+#include "float8.h"
 #include "gather_order.h"
 #include "peers.h"
 #include "questions.h"
@@ -40,8 +41,6 @@ namespace zerocompile {
 
 enum class Phase : int64_t { Forward = 0, NoGrad = 1, Backward = 2 };
 Phase phase();  // of the thread that asks
-
-constexpr auto kFloat8 = at::ScalarType::Float8_e4m3fn;
 
 // Of a parameter that uses may ask for as float8, see [Note: float8 gathers]. A scale is [] of float32.
 struct Float8 {
@@ -223,7 +222,6 @@ class Gathers {
   // float8.cpp
   static Tensor largest_of(const Tensor& value);
   static Tensor scale_of(const Tensor& largest, at::ScalarType dtype, bool power_of_two);
-  static Tensor to_float8(const Tensor& value, const Tensor& scale);
   Tensor cast_of(const Parameter& p, at::ScalarType dtype);
   bool needs_scales(const Unit& unit, bool full) const;
   bool needs_scales(const Units& units, bool full) const;

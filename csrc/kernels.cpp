@@ -27,6 +27,15 @@ struct CastArguments {
   void* also[kMost];
 };
 
+struct Float8Arguments {
+  int count, first_block[kMost], through[kMost];
+  int64_t numel[kMost];
+  const void* from[kMost];
+  const void* scale[kMost];
+  void* to[kMost];
+  void* also[kMost];
+};
+
 struct SumArguments {
   int count, peers, first_block[kMost];
   float divisor, factor;
@@ -98,15 +107,20 @@ Kernels::Kernels(const std::string& code, c10::Device device)
   module_ = {module, UnloadModule{device_, driver}};
   const auto get = in_driver<GetFunction>(driver, "cuModuleGetFunction");
   check(driver, get(&cast_, module, "zerocompile_cast"), "finding the kernel of casts");
+  check(driver, get(&float8_, module, "zerocompile_float8"), "finding the kernel of casts to float8");
   check(driver, get(&sum_, module, "zerocompile_sum"), "finding the kernel of sums");
   check(driver, get(&barrier_, module, "zerocompile_barrier"), "finding the kernel of barriers");
   // The driver loads a kernel when it is first launched, and may wait for the device then: so now, with no elements.
   CastArguments no_casts{};
+  Float8Arguments no_float8{};
   SumArguments no_sums{};
-  no_casts.count = no_sums.count = 1;
+  const auto scale = at::ones({}, at::TensorOptions(at::kFloat).device(device_));
+  no_float8.scale[0] = scale.const_data_ptr();
+  no_casts.count = no_float8.count = no_sums.count = 1;
   const auto words = at::zeros({4}, at::TensorOptions(at::kLong).pinned_memory(true));
   BarrierArguments alone{nullptr, words.mutable_data_ptr<int64_t>(), 0, 0, 0, 0, /*world=*/1};
   launch(cast_, 1, &no_casts);
+  launch(float8_, 1, &no_float8);
   launch(sum_, 1, &no_sums);
   launch(barrier_, 1, &alone);
   c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());  // it writes to `words`
@@ -116,6 +130,14 @@ bool Kernels::takes(const Cast& cast) {
   const auto numel = cast.from.numel();
   return fits(cast.from, at::kFloat, numel) && fits(cast.to, at::kBFloat16, numel) &&
          fits(cast.also, at::kBFloat16, numel);
+}
+
+bool Kernels::takes(const Float8Cast& cast) {
+  const auto numel = cast.from.numel();
+  const bool known = cast.through == at::kFloat || cast.through == at::kBFloat16 || cast.through == at::kHalf;
+  return known && cast.scale.defined() && fits(cast.from, at::kFloat, numel) && fits(cast.to, at::kByte, numel) &&
+         fits(cast.also, at::kByte, numel) && cast.scale.is_cuda() && cast.scale.scalar_type() == at::kFloat &&
+         cast.scale.numel() == 1;
 }
 
 bool Kernels::takes(const Sum& sum) {
@@ -158,6 +180,27 @@ void Kernels::cast(const std::vector<Cast>& casts) const {
       blocks += blocks_of(from.numel());
     }
     if (blocks > 0) launch(cast_, blocks, &arguments);
+  }
+}
+
+void Kernels::cast(const std::vector<Float8Cast>& casts) const {
+  for (size_t start = 0; start < casts.size(); start += kMost) {
+    Float8Arguments arguments;
+    arguments.count = static_cast<int>(std::min(kMost, casts.size() - start));
+    int64_t blocks = 0;
+    for (int k = 0; k < arguments.count; ++k) {
+      const auto& [from, to, also, scale, through] = casts[start + k];
+      TORCH_CHECK(takes(casts[start + k]), "zerocompile: a kernel cannot cast these arrays to float8");
+      arguments.first_block[k] = static_cast<int>(blocks);
+      arguments.through[k] = through == at::kBFloat16 ? 1 : through == at::kHalf ? 2 : 0;
+      arguments.numel[k] = from.numel();
+      arguments.from[k] = from.const_data_ptr();
+      arguments.scale[k] = scale.const_data_ptr();
+      arguments.to[k] = to.mutable_data_ptr();
+      arguments.also[k] = also.mutable_data_ptr();
+      blocks += blocks_of(from.numel());
+    }
+    if (blocks > 0) launch(float8_, blocks, &arguments);
   }
 }
 

@@ -1,5 +1,6 @@
-// The device's half of kernels.h: two passes over memory that torch would make in three and four, and a barrier that
-// the host can end. bfloat16 is its bits, so no header is needed and the code runs on every GPU that torch does.
+// The device's half of kernels.h: three passes over memory that torch would make in three to seven, and a barrier that
+// the host can end. bfloat16 and float8 are their bits, so no header is needed and the code runs on every GPU that
+// torch runs on.
 // kernels.ptx is made from this file by
 //     nvcc -ptx -arch=compute_70 -o kernels.ptx kernels.cu
 // or NVRTC with the same target (that of CUDA 11.8, whose PTX older drivers read, too). It begins with the SHA-256 of
@@ -23,6 +24,32 @@ __device__ unsigned short narrowed(float x) {
   const unsigned bits = __float_as_uint(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
   return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// To bfloat16 or half and back, to nearest: `through` is 1 or 2; 0: as it is.
+__device__ float rounded(float x, int through) {
+  if (through == 1) return widened(narrowed(x));
+  if (through == 2) {
+    asm("{ .reg .b16 half; cvt.rn.f16.f32 half, %1; cvt.f32.f16 %0, half; }" : "=f"(x) : "f"(x));
+  }
+  return x;
+}
+
+// To float8_e4m3fn, to nearest, ties to even, as torch does it (c10/util/Float8_e4m3fn.h). What is larger than 448
+// becomes 448; what is no number stays none.
+__device__ unsigned char float8_of(float x) {
+  x = x > 448.0f ? 448.0f : x < -448.0f ? -448.0f : x;
+  unsigned bits = __float_as_uint(x);
+  const unsigned sign = bits & 0x80000000u;
+  bits ^= sign;
+  if (bits > 0x7f800000u) {
+    bits = 0x7fu;
+  } else if (bits < 0x3c800000u) {  // 2^-6, the smallest normal one
+    bits = __float_as_uint(__uint_as_float(bits) + 16384.0f) - 0x46800000u;
+  } else {
+    bits = (bits + 0xc407ffffu + ((bits >> 20) & 1u)) >> 20;
+  }
+  return static_cast<unsigned char>(bits | sign >> 24);
 }
 
 // Which of the arrays this block works at, and where it begins there.
@@ -69,6 +96,50 @@ extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_cast(const __
     out.narrow[6] = narrowed(high.z), out.narrow[7] = narrowed(high.w);
     *reinterpret_cast<uint4*>(to + i) = out.bits;
     *reinterpret_cast<uint4*>(also + i) = out.bits;
+  }
+}
+
+struct Float8Casts {
+  int count, first_block[kMost], through[kMost];
+  long long numel[kMost];
+  const float* from[kMost];
+  const float* scale[kMost];
+  unsigned char* to[kMost];
+  unsigned char* also[kMost];
+};
+
+// to[k] = also[k] = from[k] * scale[k]
+extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_float8(const __grid_constant__ Float8Casts casts) {
+  const int k = found(casts.first_block, casts.count), through = casts.through[k];
+  const long long numel = casts.numel[k], start = (blockIdx.x - casts.first_block[k]) * kPerBlock;
+  const float* from = casts.from[k] + start;
+  const float scale = *casts.scale[k];
+  unsigned char *to = casts.to[k] + start, *also = casts.also[k] + start;
+  if (start + kPerBlock > numel) {  // the array's end
+#pragma unroll 1
+    for (long long i = threadIdx.x; i < numel - start; i += kThreads) {
+      to[i] = also[i] = float8_of(__fmul_rn(rounded(from[i], through), scale));
+    }
+    return;
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int i = (round * kThreads + threadIdx.x) * kVector;
+    union {
+      uint2 bits;
+      unsigned char narrow[kVector];
+    } out;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 four = reinterpret_cast<const float4*>(from + i)[half];
+      unsigned char* narrow = out.narrow + 4 * half;
+      narrow[0] = float8_of(__fmul_rn(rounded(four.x, through), scale));
+      narrow[1] = float8_of(__fmul_rn(rounded(four.y, through), scale));
+      narrow[2] = float8_of(__fmul_rn(rounded(four.z, through), scale));
+      narrow[3] = float8_of(__fmul_rn(rounded(four.w, through), scale));
+    }
+    *reinterpret_cast<uint2*>(to + i) = out.bits;
+    *reinterpret_cast<uint2*>(also + i) = out.bits;
   }
 }
 

@@ -16,6 +16,11 @@ class Kernels {
   struct Cast {
     at::Tensor from, to, also;
   };
+  // From a float32 array to two float8_e4m3fn arrays (uint8), all [n]: rounded to `through`, times `scale`, [] of float32.
+  struct Float8Cast {
+    at::Tensor from, to, also, scale;
+    at::ScalarType through;
+  };
   // This rank's bfloat16 array [n] and, from each peer, the [n] elements from `place` on of what it sent: their sum
   // goes to a float32 array [n].
   struct Sum {
@@ -35,10 +40,12 @@ class Kernels {
   Kernels(const std::string& code, c10::Device device);
   // Whether the arrays have the dtypes, the layout and the alignment that the kernels ask for.
   static bool takes(const Cast& cast);
+  static bool takes(const Float8Cast& cast);
   static bool takes(const Sum& sum);
 
   // On the current stream.
   void cast(const std::vector<Cast>& casts) const;
+  void cast(const std::vector<Float8Cast>& casts) const;
 
   // to = (own + all received) / divisor; `received`: [elements] bfloat16, from one peer each.
   void sum(const std::vector<Sum>& sums, const std::vector<at::Tensor>& received, double divisor) const;
@@ -63,7 +70,7 @@ class Kernels {
   c10::Device device_;
   std::unique_ptr<void, CloseDriver> driver_;   // closed after the module, also where the constructor raises
   std::unique_ptr<void, UnloadModule> module_;
-  void *cast_ = nullptr, *sum_ = nullptr, *barrier_ = nullptr;  // of the module
+  void *cast_ = nullptr, *float8_ = nullptr, *sum_ = nullptr, *barrier_ = nullptr;  // of the module
 };
 
 }  // namespace zerocompile

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "collectives.h"
+#include "float8.h"
 #include "text.h"
 #include "views.h"
 
@@ -145,7 +147,7 @@ void fill_rows(const std::vector<PeerMemory::Rows>& parameters) {
   for (const auto& p : parameters) {
     if (p.master.numel() == 0 || p.placed != PeerMemory::Placed::No) continue;
     own.push_back(p.own);
-    masters.push_back(p.master);
+    masters.push_back(p.scale.defined() ? on_the_wire(to_float8(p.master.to(p.through), p.scale)) : p.master);
   }
   if (!own.empty()) at::_foreach_copy_(own, masters);
 }
@@ -153,6 +155,7 @@ void fill_rows(const std::vector<PeerMemory::Rows>& parameters) {
 // The masters' rows go to the gathered values and to the mapped memory.
 void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged) {
   std::vector<Kernels::Cast> casts;
+  std::vector<Kernels::Float8Cast> float8_casts;
   std::vector<at::Tensor> targets, sources;
   std::vector<Rows> padded;
   std::vector<at::Tensor> padded_targets, padded_rows;
@@ -163,7 +166,10 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
     if (p.placed == Placed::Own) {
       targets.push_back(staged[i]);
       sources.push_back(p.rows);
-    } else if (p.master.numel() != p.rows.numel()) {
+    } else if (Kernels::Float8Cast float8{p.master, p.rows, staged[i], p.scale, p.through};
+               Kernels::takes(float8)) {
+      float8_casts.push_back(std::move(float8));
+    } else if (p.master.numel() != p.rows.numel() || p.scale.defined()) {
       padded.push_back(p);
       padded_targets.push_back(staged[i]);
       padded_rows.push_back(p.rows);
@@ -178,6 +184,7 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
   fill_rows(padded);
   if (!padded.empty()) at::_foreach_copy_(padded_targets, padded_rows);
   if (!casts.empty()) kernels_->cast(casts);
+  if (!float8_casts.empty()) kernels_->cast(float8_casts);
 }
 
 void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit) {

@@ -51,6 +51,8 @@ class PeerMemory {
     at::Tensor full, rows;   // [world * n, ...], and of it this rank's rows: [n, ...]
     at::Tensor own, master;  // [<=n, ...]: what of `rows` the local part of the master fills, and that part
     Placed placed = Placed::No;
+    at::Tensor scale;  // [] float32: `own` is float8, of `master`, in `through`, times this; undefined: it is not
+    at::ScalarType through = at::kFloat;
   };
   // One parameter's reduction.
   struct Gradient {

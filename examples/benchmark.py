@@ -37,8 +37,8 @@ systems: limit        forward, backward and a fused AdamW over 1/W of the parame
          stage_3_inner, fsdp2_inner  the backward gathers inside a host, from what the forward has left there (hpZ;
                       reshard_after_forward=ranks of a host)
          limit_fp8, stage_1|2|3_fp8, fsdp2_fp8, fsdp2_keep_fp8  the blocks' linear layers are torchao's Float8Linear;
-                      FSDP2 gathers float8, too (bf16 here). If torchao is installed, on GPUs that multiply float8;
-                      `x_limit` is over limit_fp8
+                      FSDP2 gathers float8, too, and so does stage_3_fp8_gathers, from the third step on. If torchao is
+                      installed, on GPUs that multiply float8; `x_limit` is over limit_fp8
          ddp          where it fits, layers compiled
          deepspeed_1|3  if it is installed; with `_compile`: DeepCompile, which needs a larger --limit-seconds
          deepspeed_3_offload  ZeRO-Offload: states and masters in host memory, updated by DeepSpeedCPUAdam, which is
@@ -127,9 +127,8 @@ def worker(args: argparse.Namespace) -> None:
         write(args, {**describe(args), **speeds})
     dist.barrier()
     dist.destroy_process_group()
-    if device.type == "cpu":  # threads of gloo and of compilers sometimes abort the end of the interpreter
-        sys.stdout.flush()
-        os._exit(0)
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo and of compilers sometimes abort the end of the interpreter
 
 
 def run(args: argparse.Namespace, system: System, meters: list[Meter], device: torch.device) -> None:

@@ -183,7 +183,7 @@ def moved_bytes(
     gathers, reductions = passes(system, accumulate)
     reduced = 4 if reduce_fp32 else 2
     gathered = reduced if system == "ddp" else 2  # the second half of an all-reduce gathers gradients
-    if system.startswith("fsdp2") and "fp8" in system.split("_"):
+    if "fp8" in system.split("_") and (system.startswith("fsdp2") or system.endswith("gathers")):
         gathered = 1  # and a little more: embedding, head and norms are not float8
     return (gathers * gathered * numel + reductions * reduced * (trained or numel)) * (world - 1) / world
 

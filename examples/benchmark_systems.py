@@ -54,6 +54,7 @@ SYSTEMS = (
     "limit",
     "limit_fp8",
     *(f"stage_{stage}_fp8" for stage in (1, 2, 3)),
+    "stage_3_fp8_gathers",
     *(f"fsdp2{keep}_fp8" for keep in ("", "_keep")),
     *(name + loop for name in STAGES for loop in ("", "_trainer")),
     *(f"fsdp2{keep}{prefetch}" for keep in ("", "_keep") for prefetch in ("", "_prefetch1", "_prefetch2", "_tuned")),
@@ -150,7 +151,7 @@ def to_float8(model: nn.Module, device: torch.device, gathers: bool = False) -> 
     """Lets torchao compute the linear layers of the blocks in float8, by its recipe for whole tensors.
 
     Args:
-        gathers: FSDP2 moves float8 weights, too (``enable_fsdp_float8_all_gather``).
+        gathers: gathers move float8 weights, too (``enable_fsdp_float8_all_gather``).
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -421,7 +422,7 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
     model = to_shard(args, device)  # the same start as fsdp2's
     numel, trained = numel_of(model), trained_in(model)
     if wants_fp8(args):
-        to_float8(model, device)
+        to_float8(model, device, gathers="gathers" in args.system.split("_"))
     config, nodes = Config(**our_options(args)), args.hosts
     engine = Engine(model, device, config, torch.bfloat16, dist.get_backend(), nodes=nodes)
     optimizer = adamw(model.parameters(), args)

@@ -130,8 +130,6 @@ class Casts:
         if others:
             return
         if float8.asks_for_float8(module, name):
-            if sharded.source.device.type != "cpu":  # the casts of rows are four kernels there, and were not run yet
-                return
             config: Any = module.config
             self._core.read_as_float8(sharded.index, config.round_scales_to_power_of_2)
             self._ask(sharded, module, name, float8.DTYPE, float8.forward)

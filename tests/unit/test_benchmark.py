@@ -93,6 +93,7 @@ def test_what_communicates(examples: Any) -> None:
         ("fsdp2_keep_prefetch1", 4, False, 4 * 2 + 4 * 2),
         ("limit_fp8", 1, False, 0),
         ("stage_3_fp8", 1, False, 2 * 2 + 2),
+        ("stage_3_fp8_gathers", 1, False, 2 * 1 + 2),
         ("fsdp2_fp8", 1, False, 2 * 1 + 2),
         ("ddp", 4, False, 2 + 2),
         ("ddp", 1, True, 4 + 4),
