@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from lightning_zerocompile.sharding.layout import on_the_wire
+
 ON_HOST = "_zerocompile_on_host"  # attribute of a DTensor of a device's mesh whose rows are kept in host memory
 
 
@@ -47,10 +49,11 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None, dtype: to
     padded = local.new_zeros([most if d == dim else n for d, n in enumerate(value.shape)])
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)
     parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded, group=group)
+    dist.all_gather([on_the_wire(part) for part in parts], on_the_wire(padded), group=group)
     starts = [min(rank * most, size) for rank in range(world + 1)]
-    whole = torch.cat([part.narrow(dim, 0, b - a) for part, (a, b) in zip(parts, pairwise(starts), strict=True)], dim)
-    return whole.to(place)
+    ends = zip(parts, pairwise(starts), strict=True)
+    whole = torch.cat([on_the_wire(part).narrow(dim, 0, b - a) for part, (a, b) in ends], dim)
+    return whole.view(local.dtype).to(place)
 
 
 def _reduced(local: Tensor, placement: Partial, value: DTensor) -> Tensor:

@@ -95,6 +95,11 @@ def shard_dtype(parameter: Tensor, master_dtype: torch.dtype | None) -> torch.dt
     return trained_dtype(parameter.dtype, master_dtype) if parameter.requires_grad else parameter.dtype
 
 
+def on_the_wire(value: Tensor) -> Tensor:
+    """The value as collectives move it: float8, which gloo does not know, as its bytes, in the same memory."""
+    return value.view(torch.uint8) if value.is_floating_point() and value.itemsize == 1 else value
+
+
 def make_master(
     parameter: nn.Parameter,
     mesh: DeviceMesh,
@@ -118,7 +123,7 @@ def make_master(
     if rows is None:
         full = parameter.detach().to(device, copy=True).contiguous()
         if dist.get_world_size() > 1:
-            dist.broadcast(full, src=0)  # to all replicas, see [Note: replicas] in csrc/registry.h
+            dist.broadcast(on_the_wire(full), src=0)  # to all replicas, see [Note: replicas] in csrc/registry.h
         local = local_part(full, mesh)
     else:
         local = rows.to(device, parameter.dtype).contiguous()

@@ -34,7 +34,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_zerocompile.ranks.consistency import first_difference
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
-from lightning_zerocompile.sharding.layout import in_mesh, over_local, shard_like
+from lightning_zerocompile.sharding.layout import in_mesh, on_the_wire, over_local, shard_like
 from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of, refuse_hooks
 from lightning_zerocompile.sharding.parameter import ShardedParameter
 
@@ -198,7 +198,7 @@ def take_values(sharded: ShardedParameter, parameter: nn.Parameter, group: dist.
     with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
         full = parameter.detach().to(sharded.source.device, copy=True).contiguous()
         if dist.get_world_size(group) > 1:
-            dist.broadcast(full, group=group, group_src=0)
+            dist.broadcast(on_the_wire(full), group=group, group_src=0)
         master.requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             sharded.widen()

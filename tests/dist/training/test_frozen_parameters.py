@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models, twins
 from tests.support.harness import on_ranks
-from tests.support.parity import AOT, EAGER
+from tests.support.parity import AOT, EAGER, assert_trains_like_ddp
 
 
 def _half() -> nn.Module:
@@ -172,6 +172,36 @@ def test_a_quantised_parameter_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"`1\.weight` is a .*TwoTensor.*Load it unquantised"):
         engines.make_engine(model, 3, compile=False)
     assert type(model[0].weight) is nn.Parameter
+
+
+class Narrow(nn.Module):
+    """A block with a frozen weight in float8 and its scale, as checkpoints of large models have them."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        weight = torch.randn(width + 1, width).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(0.1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., width]
+        weight = self.weight.to(x.dtype) * self.scale
+        return x + torch.relu(self.inner(x) @ weight.T) @ weight  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("stage", "options"), [(1, AOT), (2, EAGER), (3, EAGER), (3, AOT)])
+@on_ranks(2)
+def test_float8_weights(stage: int, options: dict[str, Any]) -> None:
+    """They train what is around them as under DDP, keep their bits, and are written as they are."""
+    torch.manual_seed(0)
+    model = models.Stacked(Narrow)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.dtype == torch.float8_e4m3fn}
+    assert_trains_like_ddp(model, stage, **options)
+    after = dict(model.named_parameters())
+    assert len(before) == 2
+    for name, value in before.items():
+        assert after[name].dtype == torch.float8_e4m3fn
+        assert torch.equal(after[name].view(torch.uint8).cpu(), value.view(torch.uint8))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
