@@ -71,6 +71,7 @@ void Gathers::abandon(bool devices_too) {
 void Gathers::clear() {
   values_.clear();
   units_.clear();
+  holders_.clear();
   by_storage_.clear();
   meet_ = nullptr;
   peers_.reset();
@@ -84,9 +85,11 @@ Phase phase() {
   return at::GradMode::is_enabled() ? Phase::Forward : Phase::NoGrad;
 }
 
-void Gathers::allocate(const Parameter& p, at::ScalarType dtype, GatheredValue& v) const {
+// `fixed`: in the parameter's fixed place, if it has one and that has this dtype.
+void Gathers::allocate(const Parameter& p, at::ScalarType dtype, GatheredValue& v, bool fixed) const {
   const auto world = registry_.world();
-  v.full = at::empty(registry_.padded_size(p), p.local.options().dtype(dtype).requires_grad(false));
+  if (fixed && v.fixed.has_value() && dtype == p.dtype) v.full = v.fixed->full;
+  else v.full = at::empty(registry_.padded_size(p), p.local.options().dtype(dtype).requires_grad(false));
   v.value = v.rows_here = v.own = v.full;
   if (p.replicated) {
     v.value = v.own = v.full.squeeze(0);
@@ -208,8 +211,9 @@ void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool
       await(unit);  // an earlier gather into the same memory must not finish after this one
       if (of(unit).resident) await_readers(unit);
       else if (!registry_.device().is_cpu()) of(unit).home = current_stream(registry_.device());
+      const bool fixed = take_place(unit);
       for (auto i : unit.parameters) {
-        if (!values_[i].full.defined()) allocate(record(i), gathered_dtype(record(i), full), values_[i]);
+        if (!values_[i].full.defined()) allocate(record(i), gathered_dtype(record(i), full), values_[i], fixed);
         if (way == Way::Forth) allocate_secondary(record(i));
       }
       if (inner) follow_secondary(unit);
@@ -347,7 +351,7 @@ void Gathers::add_rows(const Unit& unit, bool restores, bool inner, RowsByDtype&
     v.gathered_version = p.version();
     const auto bytes = static_cast<int64_t>(v.full.nbytes());
     state.bytes += bytes;
-    if (dtype == p.dtype) by_storage_[v.full.storage().unsafeGetStorageImpl()] = i;
+    if (dtype == p.dtype && !is_in_place(p)) by_storage_[v.full.storage().unsafeGetStorageImpl()] = i;
     if (!moves) continue;
     dtypes.insert(dtype);
     counts_.gather_bytes += bytes;

@@ -1,7 +1,7 @@
 // Gathered values: when a unit is gathered, who uses it until when, and what user code writes to it. The sources:
 // gather.cpp (starting and dropping), secondary.cpp (a second copy of the shards, inside hosts), uses.cpp (regions,
 // eager code, graphs), lend.cpp (units that stay gathered), low_gathers.cpp (in which dtype), float8.cpp (as float8),
-// unequal.cpp (ranks that do unequal work).
+// fixed_places.cpp (at addresses that graphs record), unequal.cpp (ranks that do unequal work).
 //
 // `Gathers` owns the process groups of gathers (or the memory that devices have mapped for them), their lane, the full
 // value of each parameter that is gathered now, its secondary shard, who uses each unit, and the order in which units
@@ -50,6 +50,12 @@ struct Float8 {
   Tensor held;                // of the value in full that was cast last
 };
 
+// Where graphs read a parameter, see [Note: fixed places].
+struct Fixed {
+  Tensor full;   // [world*rows, ...]
+  Tensor value;  // its first size[0] rows, with versions of its own, which nothing changes
+};
+
 // The value of one parameter. Its tensors are defined while the parameter is resident.
 struct GatheredValue {
   Tensor full;          // [world*rows, ...]
@@ -62,6 +68,7 @@ struct GatheredValue {
   std::optional<at::ScalarType> low;  // what a gather moves, if not `dtype`: see [Note: low gathers]
   bool asked_cast = false, asked_full = false;  // what this rank's uses have asked for
   std::optional<Float8> float8;   // absent: no use asks for float8
+  std::optional<Fixed> fixed;     // absent: it has other memory in each gather
   int64_t forward_version = -1;   // see [Note: stale backward]
   int64_t shown_version = -1;     // of the rows in host memory that `Parameter::local` shows
   Tensor secondary;               // [world * rows / inner, ...], see [Note: secondary shards]; undefined: there is none
@@ -76,6 +83,7 @@ struct GatheredUnit {
   int64_t open_modules = 0;
   int64_t graph_uses = 0;   // values that running graphs hold
   bool lent = false;        // to `full_parameters`, see [Note: lent units]
+  int64_t place = -1;       // see [Note: fixed places]; -1: it has none
   bool stale = false;       // its values are not what the masters hold: they have to be gathered again
   int64_t eager_reads = 0, gathers = 0, gather_bytes = 0;  // since set-up
   int64_t bytes = 0;        // of its gathered values
@@ -91,6 +99,7 @@ struct GatherCounts {
   int64_t gathers = 0, gather_bytes = 0;        // collectives, bytes of the gathered result
   int64_t peer_gathers = 0;                     // gathers that copies between devices did
   int64_t prefetched = 0;                       // gathers that were started before they were asked for
+  int64_t place_copies = 0;                     // values that were copied to or from a fixed place
   int64_t served = 0;                           // gathers in which this rank took part for others only
   int64_t inner_gathers = 0;                    // gathers from secondary shards, inside the inner group
   int64_t secondary_bytes = 0;                  // of secondary shards that are held now
@@ -165,6 +174,10 @@ class Gathers {
   void come_apart(std::function<void()> meet);
   void forget_secondary();
 
+  // fixed places
+  void fix_places(const std::vector<Units>& parameters, int64_t count);
+  Tensor fixed_value(int64_t parameter) const;
+
   // unequal work
   void begin_unequal();
   void end_unequal(bool raised);
@@ -196,7 +209,7 @@ class Gathers {
   const Parameter& record(int64_t parameter) const { return registry_.parameters()[parameter]; }
 
   // gather.cpp
-  void allocate(const Parameter& p, at::ScalarType dtype, GatheredValue& v) const;
+  void allocate(const Parameter& p, at::ScalarType dtype, GatheredValue& v, bool fixed = false) const;
   void forget(const Parameter& p);
   void await(const Unit& unit);
   void acquire(const Unit& unit, Phase phase, int64_t needed, bool full = false);
@@ -230,6 +243,13 @@ class Gathers {
   void agree_on_scales();
   void take_scales(const Units& indices, const Tensor& largest);
   PeerMemory::Rows rows_to_move(const Parameter& p, const GatheredValue& v) const;
+
+  // fixed_places.cpp
+  bool is_in_place(const Parameter& p) const;
+  bool is_in_place(const Unit& unit) const;
+  bool take_place(const Unit& unit);
+  void put_in_place(const Parameter& p);
+  void move_out(const Parameter& p);
 
   // secondary.cpp
   bool has_secondary(const Units& units, Way way, bool full) const;
@@ -269,6 +289,7 @@ class Gathers {
   int64_t merge_bytes_ = 0;  // see [Note: merged gathers]
   std::vector<GatheredValue> values_;                    // by parameter
   std::vector<GatheredUnit> units_;                      // by unit
+  Units holders_;  // by place: the unit that has had it last, -1: none
   std::unordered_map<const void*, int64_t> by_storage_;  // storage of a gathered value -> parameter
   GatherOrder order_;
   GatherSequence sequence_;

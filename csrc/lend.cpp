@@ -31,7 +31,10 @@ void Gathers::lend(const Units& indices) {
         launch({index}, Way::Forth, /*restores=*/false, /*full=*/true);
       }
       await(unit);
-      for (auto i : unit.parameters) write_back(record(i));  // what was written before counts
+      for (auto i : unit.parameters) {
+        write_back(record(i));  // what was written before counts
+        move_out(record(i));
+      }
       lent.push_back(index);
       of(unit).lent = true;
     }
@@ -109,7 +112,11 @@ void Gathers::keep(int64_t index) {
     for (auto i : unit.parameters) forget(record(i));
     throw;
   }
-  for (auto i : unit.parameters) values_[i].low.reset();
+  for (auto i : unit.parameters) {
+    values_[i].low.reset();
+    values_[i].fixed.reset();
+  }
+  units_[index].place = -1;
   registry_.live_for_a_step(index);
 }
 

@@ -78,6 +78,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("peer_gathers", &Stats::peer_gathers)
       .def_readonly("peer_reductions", &Stats::peer_reductions)
       .def_readonly("prefetched", &Stats::prefetched)
+      .def_readonly("place_copies", &Stats::place_copies)
       .def_readonly("served", &Stats::served)
       .def_readonly("inner_gathers", &Stats::inner_gathers)
       .def_readonly("secondary_bytes", &Stats::secondary_bytes)
@@ -124,6 +125,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_summing_peers", changes("set_summing_peers", &Runtime::set_summing_peers), Release())
       .def("identity", &Runtime::identity, Release())
       .def("resident_value", &Runtime::resident_value, Release())
+      .def("fix_places", &Runtime::fix_places, Release())
+      .def("fixed_value", &Runtime::fixed_value, Release())
       .def("parameter_of", &Runtime::parameter_of, Release())
       .def("read", [](const std::shared_ptr<Runtime>& self, int64_t parameter, const Tensor& handle,
                       bool requires_grad, std::optional<at::ScalarType> cast) {

@@ -218,6 +218,17 @@ Tensor Runtime::resident_value(int64_t parameter) {
   return gathers_.resident_value(parameter);
 }
 
+void Runtime::fix_places(const std::vector<std::vector<int64_t>>& parameters, int64_t count) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  registry_.check_running();
+  gathers_.fix_places(parameters, count);
+}
+
+Tensor Runtime::fixed_value(int64_t parameter) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return gathers_.fixed_value(parameter);
+}
+
 Tensor Runtime::read(int64_t parameter, std::optional<at::ScalarType> cast) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   begin_use();

@@ -89,6 +89,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void shutdown(bool wait);
   int64_t identity(int64_t parameter) const;
   Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input
+  void fix_places(const std::vector<std::vector<int64_t>>& parameters, int64_t count);
+  Tensor fixed_value(int64_t parameter) const;  // the same for Lifetime::Use, if it has a fixed place
 
   // gathering
   Tensor read(int64_t parameter, std::optional<at::ScalarType> cast = std::nullopt);

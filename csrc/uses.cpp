@@ -32,6 +32,7 @@ Tensor Gathers::read(int64_t index, std::optional<at::ScalarType> cast) {
   of(unit).eager_reads += 1;
   counts_.eager_gathers += counts_.gathers - before;
   if (cast.has_value()) return v.value.scalar_type() == dtype ? v.value.clone() : cast_of(p, dtype);
+  move_out(p);
   v.read_eagerly = v.read_eagerly || !trusted_;
   return v.value;
 }
@@ -100,6 +101,7 @@ void Gathers::need(const Units& indices, const std::vector<at::ScalarType>& dtyp
                   text("zerocompile: parameter `", p.name, "` was modified between its forward and its backward (by an "
                        "optimizer step or an in-place write), so the gradients would be wrong. Run the backward before "
                        "the modification"));
+      if (v.fixed.has_value() && dtypes[needed] == p.dtype) put_in_place(p);
       if (unit.lifetime == Lifetime::Use) of(unit).graph_uses += 1;
       if (now == Phase::Forward) v.forward_version = seen_version(p.index);
       counts_.graph_uses += 1;
@@ -158,6 +160,7 @@ Tensor Gathers::value_in_backward(int64_t index) {
   const auto& unit = registry_.unit_of(p);
   acquire(unit, phase(), index, needs_full(p, p.dtype));
   await(unit);
+  move_out(p);
   return of(p).full;
 }
 

@@ -496,6 +496,12 @@ class Config:
         chosen = self.options.get("triton.cudagraphs", self.mode in _CUDA_GRAPH_MODES)
         return self.compile is not False and bool(chosen)
 
+    @property
+    def has_places(self) -> bool:
+        """Whether graphs of blocks read what stage 3 gathers at fixed addresses, see [Note: fixed places] in
+        csrc/fixed_places.cpp."""
+        return self.cuda_graphs and self.compile == "blocks"
+
 
 @cache
 def _checks() -> dict[str, tuple[Any, Check]]:

@@ -106,7 +106,8 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
 # [Note: CUDA graphs] A replay would not run our operators. They are tagged `cudagraph_unsafe`, so Inductor cuts its
 # graph at each of them and records only what is between two cuts. Inductor may not move our operators to have fewer
 # cuts, since that would gather earlier and reduce later. A recorded part reads resident values where they are
-# (`mark_static_address`). Values that stage 3 gathers anew are first copied into the recorded part's own memory. It
+# (`mark_static_address`). Stage 3 gathers equal blocks at fixed addresses ([Note: fixed places] in
+# csrc/fixed_places.cpp). Other values that it gathers anew are first copied into the recorded part's own memory. It
 # leaves gradients in memory that a later replay writes to, so a gradient is copied when it is handed over
 # (`set_copies_gradients`). A step is one iteration (`cudagraph_mark_step_begin`). By default each graph that is called
 # without autograd would begin another iteration, which makes the last one's results invalid.
@@ -115,7 +116,8 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
 def make_backend(config: Config, count: Callable[[fx.GraphModule], None], regional: bool) -> Callable[..., Any]:
     """The backend that torch.compile calls with each of Dynamo's graphs; ``regional`` as in
     :class:`PlaceCommunication`."""
-    lower = PlaceCommunication(regional, config.unit_bytes)
+    releases = regional and config.has_places and config.stage == 3
+    lower = PlaceCommunication(regional, config.unit_bytes, releases)
     run = _inductor(config, lower, regional) if config.backend == "inductor" else _aot_eager(config, lower)
     settings: dict[str, Any] = {"backward_pass_autocast": "off"}
     if config.activation_budget is not None:  # at 0 torch's partitioner does not ask what must be saved

@@ -21,7 +21,7 @@ from lightning_zerocompile.plan.optimizers import OptimizerBytes, local_size
 from lightning_zerocompile.plan.trace import Event, Trace
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype
 from lightning_zerocompile.sharding.layout import shard_dtype
-from lightning_zerocompile.sharding.plan import UnitPlan
+from lightning_zerocompile.sharding.plan import UnitPlan, places_of_blocks, signature
 
 _REDUCTIONS_IN_FLIGHT = 2  # on a device: `retire(2)` in csrc/reductions.cpp
 _UPDATES_BESIDE = 1  # beside them, the unit that the optimizer updates, see [Note: optimizer in backward]
@@ -39,7 +39,8 @@ class Memory:
         states: of optimizers, on the device.
         host: masters, states and activations in host memory.
         copied: of masters and states, between host memory and device in one step, in both directions together.
-        resident: full parameters that stay gathered from one step to the next.
+        resident: full parameters that stay gathered from one step to the next, and memory in which blocks are gathered
+            at fixed addresses.
         buffers, batch: of the module, and of the batch.
         activations: that the forward keeps for the backward.
         gathered: most full parameters at any time (with ``resident``).
@@ -214,6 +215,7 @@ class Schedule:
         flat: whether what is gathered and reduced is packed on its way, see [Note: flat collectives] in
             csrc/collectives.h.
         levels: between how many hosts it goes in two levels, see [Note: two levels] there; None: it has one.
+        places: whether blocks are gathered at fixed addresses, see [Note: fixed places] in csrc/fixed_places.cpp.
     """
 
     stage: int
@@ -230,6 +232,7 @@ class Schedule:
     inner: int | None = None
     flat: bool = False
     levels: int | None = None
+    places: bool = False
 
 
 @dataclass(frozen=True)
@@ -288,6 +291,11 @@ def units_of_modules(units: Sequence[UnitPlan], modules: Sequence[str]) -> dict[
     return found
 
 
+def _placed(plans: Sequence[UnitPlan]) -> dict[str, object]:
+    """The units that are gathered at fixed addresses, and what those have in common that share them."""
+    return {plan.name: signature(plan.block)[1] for plan in plans if plan.block is not None}
+
+
 def _is_direct(parameter: str, prefix: str) -> bool:
     return parameter.startswith(prefix) and "." not in parameter[len(prefix) :]
 
@@ -312,9 +320,11 @@ def simulate(
     """
     events = trace.events if trace is not None else _plain_events(units)
     of_module = units_of_modules(plans, [e.name for e in events if e.kind == "use"]) if trace is not None else {}
-    run = _Run(units, schedule, events, {name: of_module.get(name, (name,)) for name in {e.name for e in events}})
+    placed = _placed(plans) if schedule.places else {}
+    names = {name: of_module.get(name, (name,)) for name in {e.name for e in events}}
+    run = _Run(units, schedule, events, names, placed)
     run.go()
-    resident = run.resident
+    resident = run.resident + run.places
     away = _offloaded(units, optimizer.states, schedule)
     masters = sum(u.masters for u in units) - away.masters + away.copies
     states, reduced = optimizer.states - away.states, sum(u.reduced for u in units)
@@ -373,6 +383,7 @@ class _Run:
         schedule: Schedule,
         events: Sequence[Event],
         of_module: Mapping[str, tuple[str, ...]],
+        placed: Mapping[str, object],
     ) -> None:
         self._units = {unit.name: unit for unit in units}
         self._schedule, self._events = schedule, events
@@ -386,6 +397,8 @@ class _Run:
         stays = schedule.stage < 3
         self._resident = {name for name in self._units if stays or name in schedule.kept}
         self.resident = sum(self._units[name].gathered for name in self._resident)
+        self._placed = {name: kind for name, kind in placed.items() if name not in self._resident}
+        self.places = self._bytes_of_places()
         self._gathered: list[str] = []  # of those that live for one use
         self._kept_part: set[str] = set()  # those with secondary shards
         self.secondary = 0
@@ -397,7 +410,7 @@ class _Run:
         self._passing = 0  # copies on their way, beside what is gathered
         self._forth = self._back = 0
         self._gathers = {False: 0, True: 0}  # by whether it is the backward
-        self.most_gathered, self.most_gradients, self.most_reduced = self.resident, 0, 0
+        self.most_gathered, self.most_gradients, self.most_reduced = self.resident + self.places, 0, 0
         self.after_forward = self.forward_peak = 0
         self.peak_before_updates = self.peak_of_updates = 0  # of the backward, until its first unit is reduced and then
 
@@ -434,8 +447,15 @@ class _Run:
         last = self._events[-1].now
         self.peak_of_updates = max(self.peak_of_updates, self._held(accumulated) + last)
 
+    def _bytes_of_places(self) -> int:
+        kinds: dict[object, list[int]] = {}
+        for name, kind in self._placed.items():
+            kinds.setdefault(kind, []).append(self._units[name].gathered)
+        return sum(sum(sizes[: places_of_blocks(self._schedule.prefetch)]) for sizes in kinds.values())
+
     def _held(self, accumulated: int) -> int:
-        gathered = self.resident + sum(self._units[name].gathered for name in self._gathered)
+        beside = [name for name in self._gathered if name not in self._placed]
+        gathered = self.resident + self.places + sum(self._units[name].gathered for name in beside)
         gradients = max(sum(self._full.values()), accumulated)
         self.most_gathered = max(self.most_gathered, gathered)
         self.most_gradients = max(self.most_gradients, gradients)

@@ -302,6 +302,7 @@ def schedule_of(
         inner=inner,
         flat=flat,
         levels=levels,
+        places=stage == 3 and config.has_places,
     )
 
 

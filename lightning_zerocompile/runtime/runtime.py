@@ -48,7 +48,7 @@ from lightning_zerocompile.sharding.master import (
 from lightning_zerocompile.sharding.meta_init import Places
 from lightning_zerocompile.sharding.module_swap import ISLAND, PARAMETERS, ClassCache, Kept, install, kept_with
 from lightning_zerocompile.sharding.parameter import ShardedParameter, StepState
-from lightning_zerocompile.sharding.plan import UnitPlan
+from lightning_zerocompile.sharding.plan import UnitPlan, places_of_blocks
 
 if TYPE_CHECKING:
     from lightning_zerocompile.runtime.core import Saved
@@ -67,6 +67,7 @@ class Stats:
         served: those in which this rank took part for others only, inside ``strategy.unequal()``.
         inner_gathers: those from secondary shards, inside a part of the shard group (``reshard_after_forward``), and
             ``secondary_bytes`` of such shards that this rank holds now.
+        place_copies: values of parameters that were copied to where CUDA graphs read them, or from there.
         peer_gathers, peer_reductions: gathers and reductions by copies between devices instead of a process group.
         reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
         padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
@@ -89,6 +90,7 @@ class Stats:
     served: int
     inner_gathers: int
     secondary_bytes: int
+    place_copies: int
     peer_gathers: int
     peer_reductions: int
     reductions: int
@@ -285,6 +287,8 @@ class Runtime:
                 for sharded in sharded_parameters:
                     self.casts.add(sharded, places.of(sharded.name))
         places.finish()
+        if self.config.has_places and self.policy.lifetime is Lifetime.USE:
+            self._fix_places([plan for plan in units if plan.block is not None and not plan.kept])
         for name in islands.modules:
             self._put_island(model.get_submodule(name), islands.around)
         if self._replicated:
@@ -292,6 +296,20 @@ class Runtime:
             check_equal_replicas(held, self.mesh.get_local_rank(), self.messages)
         if mapped:
             self._map_peers()
+
+    def _fix_places(self, blocks: Sequence[UnitPlan]) -> None:
+        """Lets CUDA graphs of equal blocks read at fixed addresses, see [Note: fixed places]."""
+        by_name = {sharded.name: sharded for sharded in self.sharded_parameters}
+        alike: dict[tuple[object, ...], list[list[ShardedParameter]]] = {}
+        for plan in blocks:
+            found = [by_name[name] for name in plan.parameters]
+            found = [sharded for sharded in found if not self.casts.asks(sharded)]
+            if found:
+                alike.setdefault(tuple((s.size, s.source.dtype) for s in found), []).append(found)
+        for group in alike.values():
+            self.core.fix_places([[s.index for s in found] for found in group], places_of_blocks(self.config.prefetch))
+            for sharded in (s for found in group for s in found):
+                self._read_at(sharded, self.core.fixed_value(sharded.index), shared=True)
 
     def _put_island(self, module: nn.Module, around: torch.dtype | None) -> None:
         """Lets the module compute in float32. All modules of a class share the code, as without it."""
@@ -354,7 +372,11 @@ class Runtime:
                 self.casts.remove(sharded)
 
     def _read_resident(self, sharded: ShardedParameter) -> None:
-        sharded.source = self.core.resident_value(sharded.index)
+        self._read_at(sharded, self.core.resident_value(sharded.index), shared=False)
+
+    def _read_at(self, sharded: ShardedParameter, value: Tensor, shared: bool) -> None:
+        """Lets graphs read the parameter in this memory; ``shared``: by several units in turn."""
+        sharded.source, sharded.shares_source = value, shared
         self.step_state.changes += 1
         if self.config.cuda_graphs:  # see [Note: CUDA graphs]
             torch._dynamo.mark_static_address(sharded.source, guard=False)

@@ -156,6 +156,10 @@ class Casts:
         self._places[sharded.index] = (module, name, dtype)
         self._classes.swap(module, frozenset(module.__dict__[PARAMETERS]), forward)
 
+    def asks(self, sharded: ShardedParameter) -> bool:
+        """Whether a module asks for the parameter's cast value."""
+        return sharded.index in self._places
+
     def remove(self, sharded: ShardedParameter) -> None:
         """Undoes :meth:`add`: from now on the module reads the full value, and whoever computes with it casts it."""
         place = self._places.pop(sharded.index, None)

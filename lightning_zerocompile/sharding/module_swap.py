@@ -232,7 +232,7 @@ def _gathering(model: nn.Module) -> Reads | None:
         sharded for module in modules_of(model) for sharded in module.__dict__.get(PARAMETERS, {}).values()
     ]
     with as_plain_tensors():
-        used = [sharded for sharded in found if not sharded.source.numel() and sharded.master.numel()]
+        used = [sharded for sharded in found if sharded.lives_for_a_use and sharded.master.numel()]
         alone = not used or dist.get_world_size() == 1
     return None if alone or used[0].core.lent_unit() or used[0].core.unequal() else used[0].reads
 

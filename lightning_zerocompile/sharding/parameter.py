@@ -105,7 +105,7 @@ class ShardedParameter:
     index: int  # the parameter's number in the C++ runtime
     size: tuple[int, ...]
     master: nn.Parameter
-    source: Tensor  # of the traced gather: the resident full value, or an empty tensor of its dtype and device
+    source: Tensor  # of the traced gather: memory that has the full value, or an empty tensor of its dtype and device
     handle: Tensor  # [1] float64 on CPU, requires grad; its value is the identity
     frozen_handle: Tensor  # the same identity, requires no grad
     use_grad_dtype: torch.dtype | None  # what each use's gradient is cast to; None: it stays as it is produced
@@ -120,7 +120,13 @@ class ShardedParameter:
     grad_dtype: torch.dtype | None  # the parameter's, before it was sharded; ``None``: each gradient keeps its own
     places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)  # modules that have it, and its name
     renewed: nn.Parameter | None = None  # what took its place by `p.data = value`, see [Note: other layouts]
+    shares_source: bool = False  # whether ``source`` has this value during a use only, see [Note: fixed places]
     on_host: bool = False  # whether ``local`` is in host memory, see [Note: masters in host memory]
+
+    @property
+    def lives_for_a_use(self) -> bool:
+        """Whether the value is gathered for each use."""
+        return self.shares_source or not self.source.numel()
 
     def read(self, current: Tensor | None, cast: torch.dtype | None = None) -> Tensor | None:
         """The full value, ``[*size]``, or ``current`` itself if somebody has replaced the master (``functional_call``).

@@ -32,6 +32,16 @@ def signature(module: nn.Module, kind: type | None = None) -> tuple[object, ...]
     return (kind or type(module), parameters)
 
 
+def places_of_blocks(prefetch: int) -> int:
+    """How many fixed addresses equal blocks share, see [Note: fixed places] in csrc/fixed_places.cpp.
+
+    Args:
+        prefetch: units that are gathered ahead of their use. If there are none, a unit is still gathered before the one
+            that was used last is dropped.
+    """
+    return 1 + max(prefetch, 1)
+
+
 def _is_block(module: nn.Module) -> bool:
     """Whether a module is worth a graph of its own: it has parameters, and it is composed of other modules."""
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

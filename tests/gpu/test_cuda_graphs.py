@@ -38,8 +38,9 @@ def _step(engine: Engine, optimizer: torch.optim.Optimizer, batches: list[Tensor
     optimizer.zero_grad()
 
 
-def _trained(stage: int, compile: Any, how: str) -> tuple[float, int, Counter[str]]:
-    """How far from DDP the model ends, how often Inductor gave CUDA graphs up, and the runtime calls of a step."""
+def _trained(stage: int, compile: Any, how: str) -> tuple[float, int, Counter[str], int]:
+    """How far from DDP the model ends, how often Inductor gave CUDA graphs up, the runtime calls of a step, and how
+    many values were copied to a fixed place."""
     model, twin = models.Whole(models.ByteModel()), models.Whole(models.ByteModel())
     twin.load_state_dict(model.state_dict())
     data = models.Batches(models.rank())
@@ -53,8 +54,9 @@ def _trained(stage: int, compile: Any, how: str) -> tuple[float, int, Counter[st
                 _step(engine, optimizer, [data[2 * step], data[2 * step + 1]], how)
                 torch.cuda.synchronize()
         calls.update(event.name() for event in profiler.profiler.kineto_results.events())
+        copies = engine.runtime.stats().place_copies
     engines.window_reference(twin, [[2 * step, 2 * step + 1] for step in range(STEPS)])
-    return models.deviation(model, twin), counters["inductor"]["cudagraph_skips"], calls
+    return models.deviation(model, twin), counters["inductor"]["cudagraph_skips"], calls, copies
 
 
 @pytest.mark.parametrize("how", ["plain", "window", "accumulation"])
@@ -62,8 +64,9 @@ def _trained(stage: int, compile: Any, how: str) -> tuple[float, int, Counter[st
 @STAGES
 def test_graphs_are_replayed(ranks: Ranks, stage: int, compile: Any, how: str) -> None:
     """Two backwards a step, each of which would write to the other's gradients: DDP's parameters."""
-    for deviation, skips, calls in ranks.run(_trained, stage, compile, how, timeout=300):
+    for deviation, skips, calls, copies in ranks.run(_trained, stage, compile, how, timeout=300):
         assert deviation <= 1e-5 and skips == 0
+        assert (copies > 0) == (stage == 3 and compile == "blocks" and how == "window")
         assert calls["cudaGraphLaunch"] >= (12 if compile == "blocks" else 4)  # forward and backward, twice
 
 
@@ -102,6 +105,35 @@ def _kept(stage: int, compile: Any) -> float:
 def test_results_last_for_a_step(ranks: Ranks, stage: int, compile: Any) -> None:
     """Also those without autograd, of block by block and of several forwards."""
     assert max(ranks.run(_kept, stage, compile, timeout=300)) <= 1e-5
+
+
+def _recorded(stage: int) -> tuple[int, Counter[str], int]:
+    """Inputs that recorded graphs copy, the runtime calls of a later step, and its gathers."""
+    model, own = models.Whole(models.ByteModel(blocks=6)), models.Batches(models.rank())
+    counters.clear()
+    with engines.engine(model, stage, compile="blocks", **GRAPHS) as engine:
+        optimizer = engines.sgd(engine, model)
+
+        def train(number: int) -> None:
+            engines.step(engine, optimizer, lambda: engines.token_loss(model, own[number]))
+
+        for step in range(STEPS):
+            train(step)
+        copied, gathers = counters["inductor"]["cudagraph_recorded_non_static_inputs"], engine.runtime.stats().gathers
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            train(STEPS)
+            torch.cuda.synchronize()
+        calls = Counter(event.name() for event in profiler.profiler.kineto_results.events())
+        return copied, calls, engine.runtime.stats().gathers - gathers
+
+
+def test_places_are_where_graphs_read(ranks: Ranks) -> None:
+    """Stage 3 gathers each block twice in a step, and copies no more to recorded graphs than stage 2 does."""
+    before = ranks.run(_recorded, 2, timeout=300)
+    for (copied, calls, gathers), (least, *_) in zip(ranks.run(_recorded, 3, timeout=300), before, strict=True):
+        assert copied == least and gathers >= 2 * 6 - 1
+        recording = [name for name in calls if "BeginCapture" in name or "Instantiate" in name]
+        assert calls["cudaGraphLaunch"] >= 12 and not recording, recording
 
 
 def _ordered(stage: int) -> tuple[int, int, list[str]]:

@@ -3,6 +3,7 @@
 ``gather``       -> ``gather_unit`` ("needed from here"), ``release_`` ("not needed any more")     [lifetime: one use]
                     (``gather_cast`` too: its source has the dtype of the cast)
                  -> the resident value itself, after ``wait_``                                     [lifetime: one step]
+                 -> the same, and ``release_``                   [one use, in memory with an address that graphs record]
 ``reduce_grad``  -> ``reduce_unit_`` ("these gradients are here"), ``reduce_fence_`` ("not overwritten before here")
 
 Each call costs the host some microseconds. So small values share a call with a neighbour (in a graph that is not one
@@ -50,7 +51,7 @@ def _shape(node: fx.Node) -> list[Any]:
 
 
 def _is_resident(gather: fx.Node) -> bool:
-    """Whether the gather's source is the full value itself (lifetime: one step)."""
+    """Whether the gather's source is the full value itself (lifetime: one step), or will be (a fixed place)."""
     source: Any = gather.args[0]
     size: Any = gather.args[2]
     return _shape(source) == list(size)
@@ -99,10 +100,11 @@ def _call(graph: fx.Graph, operation: Any, tensors: list[Any], handles: list[Any
 class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
     """The pass. ``regional``: the graph is one region, whose parameters are all gathered when it starts and whose
     gradients are handed over when it ends; otherwise parameters are gathered at their first use and gradients
-    are handed over where they are produced, up to ``unit_bytes`` at once."""
+    are handed over where they are produced, up to ``unit_bytes`` at once. ``releases``: values that the graph waits for
+    may live for one use, see [Note: fixed places]."""
 
-    def __init__(self, regional: bool, unit_bytes: int = 1) -> None:
-        self.regional, self.unit_bytes = regional, unit_bytes
+    def __init__(self, regional: bool, unit_bytes: int = 1, releases: bool = False) -> None:
+        self.regional, self.unit_bytes, self.releases = regional, unit_bytes, releases
 
     def __call__(self, graph: fx.Graph) -> None:
         self._lower_gathers(graph)
@@ -116,7 +118,8 @@ class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         # compiles either code, but its key for the compile cache is the same, so a run would find the other code.
         context = TracingContext.try_get()
         donated = context and context.fw_metadata and context.fw_metadata.bw_donated_idxs
-        return _SOURCE + f"regional={self.regional} unit_bytes={self.unit_bytes} donated={donated or []}".encode()
+        options = f"regional={self.regional} unit_bytes={self.unit_bytes} releases={self.releases}"
+        return _SOURCE + f"{options} donated={donated or []}".encode()
 
     # ---- gathers ----
 
@@ -143,7 +146,9 @@ class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         limit = max(self.unit_bytes, _SMALL)
         for group in [resident] if at_once else _with_neighbours(graph, resident, used, limit):
             if group:
-                _wait(graph, group)
+                sources, handles = _wait(graph, group)
+                if self.releases:
+                    self._release(graph, sources, handles)
         for group in [used] if self.regional else _with_neighbours(graph, used, [], self.unit_bytes):
             if group:
                 self._gather_group(graph, group)
@@ -313,7 +318,8 @@ def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return copy
 
 
-def _wait(graph: fx.Graph, group: list[fx.Node]) -> None:
+def _wait(graph: fx.Graph, group: list[fx.Node]) -> tuple[list[Any], list[Any]]:
+    """Puts the sources in the gathers' place, after a wait for all of them; returns them, and the handles."""
     training = any(g.meta.get(TRAINING, False) for g in group)
     sources, handles = [g.args[0] for g in group], [g.args[1] for g in group]
     with graph.inserting_before(_first_use(graph, group)):
@@ -321,6 +327,7 @@ def _wait(graph: fx.Graph, group: list[fx.Node]) -> None:
     for gather, source in zip(group, sources, strict=True):
         gather.replace_all_uses_with(source)  # type: ignore[arg-type]
         graph.erase_node(gather)
+    return sources, handles
 
 
 def _copy_what_is_returned(graph: fx.Graph, gathers: list[fx.Node]) -> None:
