@@ -125,7 +125,11 @@ void BackwardPhase::finish() {
   accumulates_ = false;
   gradients_.end_backward();
   gathers_.end_backward();
-  // A reentrant checkpoint's forward leaves no version, so its next recomputation must find none of an earlier step.
+  forget_forwards();
+}
+
+// A reentrant checkpoint's forward leaves no version, so its next recomputation must find none of an earlier step.
+void BackwardPhase::forget_forwards() {
   for (const auto& p : registry_.parameters()) {
     if (!gradients_.expects_from_graph(p.index)) gathers_.forget_forward(p.index);
   }
@@ -182,6 +186,7 @@ void BackwardPhase::drop_gradients() {
   }
   began_deferred_ = began_waiting_ = false;
   gradients_.drop_all();
+  forget_forwards();
   reductions_.forget();
   if (failure) std::rethrow_exception(failure);
 }

@@ -54,6 +54,7 @@ class BackwardPhase {
   void abort_failed();
   void drop_failed();
   void drop_gradients();
+  void forget_forwards();
 
  private:
   void finish();

@@ -114,6 +114,14 @@ FOUND = (
             ((Backward(), Write(which=5), Backward(), Snap()),),
         ),
     ),
+    Found(
+        "a write after a backward that raised, in a reentrant checkpoint: the next backward raises as stale",
+        Program(
+            Model(block=("indexed",), around="reentrant"),
+            Options(stage=3, mode="blocks"),
+            ((Backward(fails="backward"), Write(which=4), Backward(), Snap()),),
+        ),
+    ),
 )
 
 
