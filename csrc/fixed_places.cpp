@@ -3,6 +3,8 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "gathers.h"
 #include "text.h"
@@ -21,8 +23,14 @@ namespace zerocompile {
 // there, once for each use. What autograd saves for a compiled backward is the place, which is kept as it is: the
 // backward's own graph gathers into it.
 //
-// Streams: a place is written on the lane, or by a copy on the current stream, after all that has read the unit that
-// was there before (`take_place`).
+// Between a graph's `need` and its `release` no code runs that could need another unit, so a place has one reader at a
+// time. (A graph that has raised never comes to its `release`: a count of uses does not tell that a graph runs.) Only
+// one graph that reads two units of one place would be wrong. It raises, and a parameter that another block can read,
+// too, has no place.
+//
+// Streams: a place is written on the lane, or by a copy on the current stream, after all that has read it
+// (`FixedPlace::readers`). A value that was moved out counts as gathered by the copy (`GatheredUnit::gathering`), which comes
+// after whatever has read the unit before.
 
 // Units share `count` places in turn. `parameters`: of each unit those that have a place, laid out alike. Nothing of
 // them is gathered yet.
@@ -31,7 +39,7 @@ void Gathers::fix_places(const std::vector<Units>& parameters, int64_t count) {
   c10::InferenceMode normal_tensors(false);
   at::NoGradGuard no_grad;
   const auto share = std::min(static_cast<size_t>(count), parameters.size());
-  const auto first = static_cast<int64_t>(holders_.size());
+  const auto first = static_cast<int64_t>(places_.size());
   for (size_t k = 0; k < parameters.size(); ++k) {
     const auto& here = parameters[k];
     const auto& there = parameters[k % share];
@@ -54,7 +62,7 @@ void Gathers::fix_places(const std::vector<Units>& parameters, int64_t count) {
       allocate(p, p.dtype, v);
       of(p).fixed = Fixed{v.full, v.value};
     }
-    if (k < share) holders_.push_back(-1);
+    if (k < share) places_.emplace_back();
     state.place = first + static_cast<int64_t>(k % share);
   }
 }
@@ -78,37 +86,63 @@ bool Gathers::is_in_place(const Unit& unit) const {
 
 // Whether the unit may be gathered into its place. If so it has the place from here on.
 bool Gathers::take_place(const Unit& unit) {
-  const auto place = of(unit).place;
-  if (place < 0 || held_) return false;
-  const auto before = holders_[place];
-  if (before >= 0 && before != unit.index) {
-    const auto& other = registry_.units()[before];
+  if (of(unit).place < 0 || held_) return false;
+  auto& place = places_[of(unit).place];
+  if (place.unit >= 0 && place.unit != unit.index) {
+    const auto& other = registry_.units()[place.unit];
     if (is_in_place(other) || of(other).graph_uses > 0 || of(other).gathering.unawaited()) return false;
   }
-  if (before >= 0) await_readers(registry_.units()[before]);
-  holders_[place] = unit.index;
+  await_readers(place);
+  place.unit = unit.index;
   return true;
+}
+
+// The current stream reads the place.
+void Gathers::reads_place(const Unit& unit) {
+  if (registry_.device().is_cpu()) return;
+  auto& readers = places_[of(unit).place].readers;
+  const auto here = current_stream(registry_.device());
+  if (std::find(readers.begin(), readers.end(), here) == readers.end()) readers.push_back(here);
+}
+
+// The current stream goes on once all others have read the place.
+void Gathers::await_readers(FixedPlace& place) const {
+  for (const auto& stream : place.readers) {
+    const auto here = current_stream(registry_.device());
+    if (stream != here) mark(stream)->block(here);
+  }
+  place.readers.clear();
+}
+
+// One graph reads all of these parameters: no two of its units may share a place.
+void Gathers::check_places(const Units& indices, const std::vector<at::ScalarType>& dtypes) const {
+  std::map<int64_t, int64_t> unit_in;
+  for (size_t k = 0; k < indices.size(); ++k) {
+    const auto& p = record(indices[k]);
+    if (!of(p).fixed.has_value() || dtypes[k] != p.dtype) continue;
+    const auto& unit = registry_.units()[p.unit];
+    const auto [found, first] = unit_in.emplace(of(unit).place, unit.index);
+    TORCH_CHECK(first || found->second == unit.index,
+                text("zerocompile: one graph reads parameters of unit `", registry_.units()[found->second].name,
+                     "` and of unit `", unit.name, "`, for which CUDA graphs have the same memory at stage 3. Choose "
+                     "another mode than 'reduce-overhead' or 'max-autotune', another `prefetch`, or stage 2"));
+  }
 }
 
 // A graph is about to read the place.
 void Gathers::put_in_place(const Parameter& p) {
   auto& v = of(p);
-  if (is_in_place(p)) return;
   const auto& unit = registry_.units()[p.unit];
-  auto& holder = holders_[of(unit).place];
-  if (holder >= 0) {
-    const auto& other = registry_.units()[holder];
-    if (holder != unit.index) {
-      TORCH_CHECK(of(other).graph_uses == 0,
-                  text("zerocompile: a graph with unit `", unit.name, "` runs inside one with unit `", other.name,
-                       "`, which is as large and is in the memory that both read. CUDA graphs cannot run so at stage ",
-                       "3: choose another mode than 'reduce-overhead' or 'max-autotune', or stage 2"));
-      await(other);
-      for (auto i : other.parameters) move_out(record(i));
-    }
-    await_readers(other);
+  if (is_in_place(p)) return reads_place(unit);
+  auto& place = places_[of(unit).place];
+  if (place.unit >= 0 && place.unit != unit.index) {
+    const auto& other = registry_.units()[place.unit];
+    await(other);
+    for (auto i : other.parameters) move_out(record(i));
   }
-  holder = unit.index;
+  await_readers(place);
+  place.unit = unit.index;
+  reads_place(unit);
   c10::InferenceMode normal_tensors(false);
   at::NoGradGuard no_grad;
   v.fixed->full.copy_(v.full);
@@ -121,10 +155,18 @@ void Gathers::move_out(const Parameter& p) {
   c10::InferenceMode normal_tensors(false);
   at::NoGradGuard no_grad;
   auto& v = of(p);
+  const auto& unit = registry_.units()[p.unit];
   const auto place = v.full;
+  await_readers(unit);
+  reads_place(unit);
   allocate(p, place.scalar_type(), v);
   v.full.copy_(place);
   v.value_version = static_cast<int64_t>(v.value._version());
+  if (!registry_.device().is_cpu()) {
+    Pending copied(mark(registry_.device()));
+    (void)copied.wait(registry_.device(), nullptr);
+    of(unit).gathering = std::move(copied);
+  }
   by_storage_[v.full.storage().unsafeGetStorageImpl()] = p.index;
   counts_.place_copies += 1;
 }

@@ -71,7 +71,7 @@ void Gathers::abandon(bool devices_too) {
 void Gathers::clear() {
   values_.clear();
   units_.clear();
-  holders_.clear();
+  places_.clear();
   by_storage_.clear();
   meet_ = nullptr;
   peers_.reset();
@@ -381,7 +381,7 @@ void Gathers::gather_in_runs(const Units& units, bool full) {
 // backward. With one stream none of this costs anything.
 void Gathers::keep_for_readers(const Unit& unit, const Tensor& full) const {
   for (const auto& stream : of(unit).gathering.waited()) {
-    if (stream != of(unit).home) keep_for(full, stream);
+    if (stream != of(unit).home || of(unit).place >= 0) keep_for(full, stream);  // `move_out` allocates elsewhere
   }
 }
 

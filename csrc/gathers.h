@@ -56,6 +56,11 @@ struct Fixed {
   Tensor value;  // its first size[0] rows, with versions of its own, which nothing changes
 };
 
+struct FixedPlace {
+  int64_t unit = -1;                 // that has had it last; -1: none
+  std::vector<c10::Stream> readers;  // since it was written last
+};
+
 // The value of one parameter. Its tensors are defined while the parameter is resident.
 struct GatheredValue {
   Tensor full;          // [world*rows, ...]
@@ -83,7 +88,7 @@ struct GatheredUnit {
   int64_t open_modules = 0;
   int64_t graph_uses = 0;   // values that running graphs hold
   bool lent = false;        // to `full_parameters`, see [Note: lent units]
-  int64_t place = -1;       // see [Note: fixed places]; -1: it has none
+  int64_t place = -1;       // its number, see [Note: fixed places]; -1: it has none
   bool stale = false;       // its values are not what the masters hold: they have to be gathered again
   int64_t eager_reads = 0, gathers = 0, gather_bytes = 0;  // since set-up
   int64_t bytes = 0;        // of its gathered values
@@ -248,6 +253,9 @@ class Gathers {
   bool is_in_place(const Parameter& p) const;
   bool is_in_place(const Unit& unit) const;
   bool take_place(const Unit& unit);
+  void reads_place(const Unit& unit);
+  void await_readers(FixedPlace& place) const;
+  void check_places(const Units& parameters, const std::vector<at::ScalarType>& dtypes) const;
   void put_in_place(const Parameter& p);
   void move_out(const Parameter& p);
 
@@ -289,7 +297,7 @@ class Gathers {
   int64_t merge_bytes_ = 0;  // see [Note: merged gathers]
   std::vector<GatheredValue> values_;                    // by parameter
   std::vector<GatheredUnit> units_;                      // by unit
-  Units holders_;  // by place: the unit that has had it last, -1: none
+  std::vector<FixedPlace> places_;
   std::unordered_map<const void*, int64_t> by_storage_;  // storage of a gathered value -> parameter
   GatherOrder order_;
   GatherSequence sequence_;

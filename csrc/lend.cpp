@@ -1,6 +1,7 @@
 // Units that stay gathered: those that `full_parameters` holds, and those that memory allows.
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "gathers.h"
 #include "text.h"
@@ -116,7 +117,9 @@ void Gathers::keep(int64_t index) {
     values_[i].low.reset();
     values_[i].fixed.reset();
   }
-  units_[index].place = -1;
+  if (const auto place = std::exchange(units_[index].place, -1); place >= 0 && places_[place].unit == index) {
+    places_[place].unit = -1;
+  }
   registry_.live_for_a_step(index);
 }
 

@@ -89,6 +89,7 @@ void Gathers::need(const Units& indices, const std::vector<at::ScalarType>& dtyp
     ask(p, dtypes[k]);
     if (needs_full(p, dtypes[k])) full.insert(p.unit);
   }
+  check_places(indices, dtypes);
   size_t needed = 0;
   try {
     for (; needed < indices.size(); ++needed) {

@@ -48,7 +48,7 @@ from lightning_zerocompile.sharding.master import (
 from lightning_zerocompile.sharding.meta_init import Places
 from lightning_zerocompile.sharding.module_swap import ISLAND, PARAMETERS, ClassCache, Kept, install, kept_with
 from lightning_zerocompile.sharding.parameter import ShardedParameter, StepState
-from lightning_zerocompile.sharding.plan import UnitPlan, places_of_blocks
+from lightning_zerocompile.sharding.plan import UnitPlan, find_blocks, places_of_blocks
 
 if TYPE_CHECKING:
     from lightning_zerocompile.runtime.core import Saved
@@ -288,7 +288,7 @@ class Runtime:
                     self.casts.add(sharded, places.of(sharded.name))
         places.finish()
         if self.config.has_places and self.policy.lifetime is Lifetime.USE:
-            self._fix_places([plan for plan in units if plan.block is not None and not plan.kept])
+            self._fix_places([plan for plan in units if plan.block is not None and not plan.kept], model)
         for name in islands.modules:
             self._put_island(model.get_submodule(name), islands.around)
         if self._replicated:
@@ -297,13 +297,23 @@ class Runtime:
         if mapped:
             self._map_peers()
 
-    def _fix_places(self, blocks: Sequence[UnitPlan]) -> None:
+    def _fix_places(self, blocks: Sequence[UnitPlan], model: nn.Module) -> None:
         """Lets CUDA graphs of equal blocks read at fixed addresses, see [Note: fixed places]."""
         by_name = {sharded.name: sharded for sharded in self.sharded_parameters}
+        inside: dict[nn.Module, set[str]] = {}  # the blocks that each module is in
+        for name, block in find_blocks(model):
+            for module in block.modules():
+                inside.setdefault(module, set()).add(name)
+
+        def read_by_one(sharded: ShardedParameter) -> bool:
+            holders = [module() for module, _ in sharded.places]
+            readers = [{""} if holder is None else inside.get(holder, {""}) for holder in holders]
+            return len(set().union(*readers)) == 1
+
         alike: dict[tuple[object, ...], list[list[ShardedParameter]]] = {}
         for plan in blocks:
             found = [by_name[name] for name in plan.parameters]
-            found = [sharded for sharded in found if not self.casts.asks(sharded)]
+            found = [sharded for sharded in found if not self.casts.asks(sharded) and read_by_one(sharded)]
             if found:
                 alike.setdefault(tuple((s.size, s.source.dtype) for s in found), []).append(found)
         for group in alike.values():

@@ -108,7 +108,7 @@ class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
 
     def __call__(self, graph: fx.Graph) -> None:
         self._lower_gathers(graph)
-        self._lower_reductions(graph)
+        self._lower_reductions(graph)  # after the releases: user code may run in a reduction, see [Note: fixed places]
         graph.lint()
 
     def uuid(self) -> bytes:

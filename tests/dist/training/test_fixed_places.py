@@ -7,6 +7,7 @@ tests/gpu/test_cuda_graphs.py has the graphs.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -269,3 +270,93 @@ def test_with_code_of_inductor() -> None:
     """The mode that users choose; here nothing is recorded."""
     graphs = assert_trains_like_ddp(_model(), 3, compile="blocks", backend="inductor", mode="reduce-overhead")
     assert graphs.stats.place_copies == 0 and graphs.stats.graph_uses > 0
+
+
+class Chained(nn.Module):
+    """Each block also runs an inner layer of the block two before it, of which it is a part, too."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.own, self.before = nn.Sequential(nn.Linear(width, width), nn.Tanh()), nn.Identity()
+        self.also: list[nn.Module] = []  # no children
+
+    def forward(self, x: Tensor) -> Tensor:
+        for other in self.also:
+            x = x + other(x)
+        return x + self.own(x) + self.before(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+@on_ranks(2)
+def test_what_two_blocks_read_has_no_place(distance: int) -> None:
+    """Their graph would need two values in one place; and a weight that a block shares with the head."""
+    torch.manual_seed(0)
+    model = models.Normed(Chained, 10, nn.LayerNorm)
+    model.layers.extend(Chained() for _ in range(2))
+    for number in range(distance, BLOCKS):
+        model.layers[number].before = model.layers[number - distance].own  # type: ignore[union-attr]
+    for number in range(distance):
+        model.layers[number].before = nn.Sequential(nn.Linear(10, 10), nn.Tanh())  # type: ignore[union-attr]
+    trained = _trained(model)
+    assert trained.stats.graph_uses > 0 and trained.compiled.forward > 0
+
+
+@on_ranks(2)
+def test_one_graph_that_reads_two_units_of_a_place() -> None:
+    """A block that calls another one that is no part of it: nothing tells before the graph runs."""
+    torch.manual_seed(0)
+    model = models.Normed(Chained, 10, nn.LayerNorm)
+    model.layers[2].also.append(model.layers[0].own)  # type: ignore[union-attr, operator, arg-type]
+    with (
+        _recorded(),
+        pytest.raises(RuntimeError, match=r"one graph reads parameters of unit `layers\.\d` and of unit `layers\.\d`"),
+        engines.engine(model, 3, **AOT) as engine,
+    ):
+        engines.step(engine, engines.sgd(engine, model), lambda: engines.token_loss(model, models.Batches(0)[0]))
+
+
+class Factors(nn.Module):
+    """A block whose graph raises, when it is told to, at its run time."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.register_buffer("sign", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(x))
+        factor = torch.linalg.cholesky(self.sign * torch.eye(4, device=x.device))  # of -1: there is none
+        return x + hidden * factor[0, 0]
+
+
+@pytest.mark.parametrize("where", ["step", "evaluation", "window"])
+@on_ranks(2)
+def test_a_graph_that_raises_gives_its_place_up(where: str) -> None:
+    """Later graphs take the place of one that never came to its end."""
+    torch.manual_seed(0)
+    model = models.Normed(Factors, 10, nn.LayerNorm)
+    twin = copy.deepcopy(model).to(models.device())
+    own = models.Batches(models.rank())
+
+    def fail() -> None:
+        model.layers[0].sign.fill_(-1)  # type: ignore[union-attr, operator]
+        with pytest.raises(torch.linalg.LinAlgError):
+            model(own[0][:, :-1])
+        model.layers[0].sign.fill_(1)  # type: ignore[union-attr, operator]
+
+    with _recorded(), engines.engine(model, 3, **AOT) as engine:
+        optimizer = engines.sgd(engine, model)
+        for number in range(3):
+            if where == "evaluation":
+                with engine.evaluation_step(), torch.no_grad():
+                    fail()
+                    model(own[0])
+            window = engine.windows.open("window", None, None) if where == "window" else contextlib.nullcontext()
+            with engine.training_step(), window:
+                if where != "evaluation":
+                    fail()
+                engines.backward(engine, engines.token_loss(model, own[number]))
+            engine.step(optimizer, lambda: None)
+            optimizer.zero_grad()
+    reference(twin, 3)
+    assert models.deviation(model, twin) <= 1e-6
