@@ -14,8 +14,9 @@ namespace zerocompile {
 // [Note: fixed places] A CUDA graph reads a weight at the address that it has recorded. A unit that lives for one use
 // would have another address in each gather, and would be copied to where the graph reads. So units of equal layout
 // (equal blocks) share a few places, as many as are gathered at once: one that is used, and those that are gathered
-// ahead (at least one, since the unit that was used last is there until the next one has been asked for). A unit always has the same place, and is gathered straight into it if no other unit is there. That is the
-// source of the traced gather, in the role of a resident value: a graph waits for it (`need`) and releases it.
+// ahead (at least one, since the unit that was used last is there until the next one has been asked for). A unit always
+// has the same place, and is gathered straight into it if no other unit is there. That is the source of the traced
+// gather, in the role of a resident value: a graph waits for it (`need`) and releases it.
 //
 // Only graphs read a place. Whoever else asks for the value (eager code, `full_parameters`, autograd for what eager
 // code has saved) may keep it for longer, so it gets the value in memory of its own (`move_out`). What is not in its
@@ -29,8 +30,8 @@ namespace zerocompile {
 // too, has no place.
 //
 // Streams: a place is written on the lane, or by a copy on the current stream, after all that has read it
-// (`FixedPlace::readers`). A value that was moved out counts as gathered by the copy (`GatheredUnit::gathering`), which comes
-// after whatever has read the unit before.
+// (`FixedPlace::readers`). A value that was moved out counts as gathered by the copy (`GatheredUnit::gathering`), which
+// comes after whatever has read the unit before.
 
 // Units share `count` places in turn. `parameters`: of each unit those that have a place, laid out alike. Nothing of
 // them is gathered yet.
@@ -116,6 +117,7 @@ void Gathers::await_readers(FixedPlace& place) const {
 
 // One graph reads all of these parameters: no two of its units may share a place.
 void Gathers::check_places(const Units& indices, const std::vector<at::ScalarType>& dtypes) const {
+  if (places_.empty()) return;
   std::map<int64_t, int64_t> unit_in;
   for (size_t k = 0; k < indices.size(); ++k) {
     const auto& p = record(indices[k]);

@@ -16,7 +16,8 @@ class Kernels {
   struct Cast {
     at::Tensor from, to, also;
   };
-  // From a float32 array to two float8_e4m3fn arrays (uint8), all [n]: rounded to `through`, times `scale`, [] of float32.
+  // From a float32 array to two float8_e4m3fn arrays (uint8), all [n]: rounded to `through`, times `scale`, which is []
+  // of float32.
   struct Float8Cast {
     at::Tensor from, to, also, scale;
     at::ScalarType through;
