@@ -14,7 +14,7 @@ namespace zerocompile {
 
 // What a collective moves for a tensor: the backends know no complex numbers, and not all of them know float8.
 inline at::Tensor on_the_wire(const at::Tensor& tensor) {
-  if (tensor.scalar_type() == at::ScalarType::Float8_e4m3fn) return tensor.view(at::kByte);
+  if (c10::isFloat8Type(tensor.scalar_type())) return tensor.view(at::kByte);
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 

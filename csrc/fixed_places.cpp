@@ -108,10 +108,7 @@ void Gathers::reads_place(const Unit& unit) {
 
 // The current stream goes on once all others have read the place.
 void Gathers::await_readers(FixedPlace& place) const {
-  for (const auto& stream : place.readers) {
-    const auto here = current_stream(registry_.device());
-    if (stream != here) mark(stream)->block(here);
-  }
+  await_streams(place.readers);
   place.readers.clear();
 }
 

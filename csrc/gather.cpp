@@ -386,8 +386,11 @@ void Gathers::keep_for_readers(const Unit& unit, const Tensor& full) const {
 }
 
 // The current stream goes on once all others have read, or written, the unit's values.
-void Gathers::await_readers(const Unit& unit) const {
-  for (const auto& stream : of(unit).gathering.waited()) {
+void Gathers::await_readers(const Unit& unit) const { await_streams(of(unit).gathering.waited()); }
+
+// The current stream goes on once the others of these have done what they hold now.
+void Gathers::await_streams(const std::vector<c10::Stream>& streams) const {
+  for (const auto& stream : streams) {
     const auto here = current_stream(registry_.device());
     if (stream != here) mark(stream)->block(here);
   }

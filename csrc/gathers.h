@@ -234,6 +234,7 @@ class Gathers {
   void drop_after_exception(const Unit& unit);
   void keep_for_readers(const Unit& unit, const Tensor& full) const;
   void await_readers(const Unit& unit) const;
+  void await_streams(const std::vector<c10::Stream>& streams) const;
   void demanded(Way way, int64_t unit);
   Units predicted() const;
 

@@ -48,11 +48,11 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None, dtype: to
     most = -(-size // world)
     padded = local.new_zeros([most if d == dim else n for d, n in enumerate(value.shape)])
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather([on_the_wire(part) for part in parts], on_the_wire(padded), group=group)
+    sent = on_the_wire(padded)
+    parts = [torch.empty_like(sent) for _ in range(world)]
+    dist.all_gather(parts, sent, group=group)
     starts = [min(rank * most, size) for rank in range(world + 1)]
-    ends = zip(parts, pairwise(starts), strict=True)
-    whole = torch.cat([on_the_wire(part).narrow(dim, 0, b - a) for part, (a, b) in ends], dim)
+    whole = torch.cat([part.narrow(dim, 0, b - a) for part, (a, b) in zip(parts, pairwise(starts), strict=True)], dim)
     return whole.view(local.dtype).to(place)
 
 

@@ -177,10 +177,10 @@ def test_a_quantised_parameter_is_refused() -> None:
 class Narrow(nn.Module):
     """A block with a frozen weight in float8 and its scale, as checkpoints of large models have them."""
 
-    def __init__(self, width: int = 10) -> None:
+    def __init__(self, dtype: torch.dtype, width: int = 10) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)
-        weight = torch.randn(width + 1, width).to(torch.float8_e4m3fn)
+        weight = torch.randn(width + 1, width).to(dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(torch.tensor(0.1), requires_grad=False)
 
@@ -189,18 +189,19 @@ class Narrow(nn.Module):
         return x + torch.relu(self.inner(x) @ weight.T) @ weight  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize(("stage", "options"), [(1, AOT), (2, EAGER), (3, EAGER), (3, AOT)])
 @on_ranks(2)
-def test_float8_weights(stage: int, options: dict[str, Any]) -> None:
+def test_float8_weights(stage: int, options: dict[str, Any], dtype: torch.dtype) -> None:
     """They train what is around them as under DDP, keep their bits, and are written as they are."""
     torch.manual_seed(0)
-    model = models.Stacked(Narrow)
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.dtype == torch.float8_e4m3fn}
+    model = models.Stacked(lambda: Narrow(dtype))
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.dtype == dtype}
     assert_trains_like_ddp(model, stage, **options)
     after = dict(model.named_parameters())
     assert len(before) == 2
     for name, value in before.items():
-        assert after[name].dtype == torch.float8_e4m3fn
+        assert after[name].dtype == dtype
         assert torch.equal(after[name].view(torch.uint8).cpu(), value.view(torch.uint8))
 
 
