@@ -33,9 +33,9 @@ systems: limit        forward, backward and a fused AdamW over 1/W of the parame
                       after forward (ZeRO-2); each with `_prefetch1`, `_prefetch2`: + explicit prefetch of layers; with
                       `_tuned`: prefetch of one layer, buffers from NCCL and NCCL_CTA_POLICY=2, and symmetric memory and
                       a group of its own for reductions where torch has them
-         stage_1|2|3_hybrid, fsdp2_hybrid  each of the --hosts has a whole model in shards (HSDP)
-         stage_3_inner, fsdp2_inner  the backward gathers inside a host, from what the forward has left there (hpZ;
-                      reshard_after_forward=ranks of a host)
+         stage_1|2|3_hybrid, fsdp2_hybrid  each of the --groups (of the --hosts) has a whole model in shards (HSDP)
+         stage_3_inner, fsdp2_inner  the backward gathers inside a group, from what the forward has left there (hpZ;
+                      reshard_after_forward=ranks of a group)
          limit_fp8, stage_1|2|3_fp8, fsdp2_fp8, fsdp2_keep_fp8  the blocks' linear layers are torchao's Float8Linear;
                       FSDP2 gathers float8, too, and so does stage_3_fp8_gathers, from the third step on. If torchao is
                       installed, on GPUs that multiply float8; `x_limit` is over limit_fp8
@@ -59,7 +59,7 @@ spends in it (fastest and median of all steps), for systems with `_trainer`.
 --hosts H plays H hosts on this machine: NCCL takes each H-th part of the ranks for a host of its own, and moves what
 goes between them through sockets of the loopback device. --gpus may be more than there are then, so that several ranks
 share a GPU, but those of one host may not. Nothing is copied between GPUs past NCCL (`copy_engine=False`), since there
-it would cross hosts, too.
+it would cross hosts, too. --groups G cuts the ranks into groups inside one host.
 
 Without a GPU everything runs on the CPU (gloo): python examples/benchmark.py --model tiny --seq 64 --steps 3
 """
@@ -86,7 +86,19 @@ from benchmark_systems import BYTE_LM, ON_META, SHAPES, SYSTEMS, System, predict
 
 Row = dict[str, Any]
 COLUMNS = (
-    *("system", "model", "world", "hosts", "seq", "batch", "accumulate", "checkpointing", "clip", "reduce_fp32"),
+    *(
+        "system",
+        "model",
+        "world",
+        "hosts",
+        "groups",
+        "seq",
+        "batch",
+        "accumulate",
+        "checkpointing",
+        "clip",
+        "reduce_fp32",
+    ),
     *("lora", "options"),
     *("seconds", "min", "max", "x_limit", "bound", "bandwidth", "crossed", "exposed"),
     *("allocated", "reserved", "device", "predicted", "host", "moved", "link", "link_bound"),
@@ -175,7 +187,7 @@ def make_meter(args: argparse.Namespace, seq: int, device: torch.device, started
 
 def describe(args: argparse.Namespace) -> Row:
     return {
-        "system": args.system, "model": args.model, "world": dist.get_world_size(), "hosts": args.hosts,
+        "system": args.system, "model": args.model, "world": dist.get_world_size(), "hosts": args.hosts, "groups": args.groups,
         "batch": args.batch, "accumulate": args.accumulate, "checkpointing": args.checkpointing, "clip": args.clip,
         "reduce_fp32": args.reduce_fp32, "lora": args.lora,
         "options": args.options if args.system.startswith("stage") else {},
@@ -282,7 +294,7 @@ def complete(
         copied = row.get("moved")
         completed.append({
             **row,
-            "bound": digits(arrives / speed) if speed and row["hosts"] == 1 else None,
+            "bound": digits(arrives / speed) if speed and row["groups"] == 1 else None,
             "bandwidth": digits(speed / 1e9) if speed else None,
             "predicted": (said or {}).get(cell), "host": row.get("host"), "moved": copied,
             "link": digits(link / 1e9) if link else None,
@@ -391,6 +403,7 @@ def parse() -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--gpus", "--processes", dest="processes", type=int, default=torch.cuda.device_count() or 2)
     add("--hosts", type=int, default=1, help="play so many hosts, see above")
+    add("--groups", type=int, default=0, help="of ranks, for `_hybrid` and `_inner`; by default each host is one")
     add("--backend", choices=("inductor", "aot_eager"), default="inductor", help="of torch.compile, for all systems")
     add("--options", type=json.loads, default={}, help="JSON: further options of our Config")
     add("--predict", action="store_true", help="say what this strategy's plan gives as peak")
@@ -410,8 +423,11 @@ def parse() -> argparse.Namespace:
         parser.error(f"--hosts {args.hosts}: the {args.processes} ranks cannot be split into as many hosts")
     if args.device == "cuda" and args.processes // args.hosts > torch.cuda.device_count():
         parser.error(f"{args.processes // args.hosts} ranks of a host need as many GPUs")
-    if args.hosts == 1 and any({"hybrid", "inner"} & set(system.split("_")) for system in args.systems):
-        parser.error("systems with `_hybrid` or `_inner` need --hosts of 2 or more")
+    args.groups = args.groups or args.hosts
+    if args.groups % args.hosts or args.processes % args.groups:
+        parser.error(f"--groups {args.groups}: each of {args.hosts} hosts must have as many, all of one size")
+    if args.groups == 1 and any({"hybrid", "inner"} & set(system.split("_")) for system in args.systems):
+        parser.error("systems with `_hybrid` or `_inner` need --hosts or --groups of 2 or more")
     option = "--lora" if args.lora else "--meta"
     if args.lora < 0:
         parser.error(f"--lora {args.lora}: a rank is 1 or more")

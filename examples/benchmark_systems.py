@@ -349,8 +349,8 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
     reduce_dtype = torch.float32 if args.reduce_fp32 else torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     words, world = args.system.split("_"), dist.get_world_size()
-    reshard: bool | int = world // args.hosts if "inner" in words else "keep" not in words
-    sizes = (args.hosts, world // args.hosts) if "hybrid" in words else (world,)
+    reshard: bool | int = world // args.groups if "inner" in words else "keep" not in words
+    sizes = (args.groups, world // args.groups) if "hybrid" in words else (world,)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     if wants_fp8(args):
         to_float8(model, device, gathers=True)
@@ -398,9 +398,9 @@ def our_options(args: argparse.Namespace) -> dict[str, Any]:
     _, stage, *words = args.system.split("_")
     spare = {"memory_budget": "auto"} if "spare" in words else {}
     beside = {"optimizer_in_backward": True} if "beside" in words else {}
-    hosts: dict[str, Any] = {"replicas": args.hosts} if "hybrid" in words else {}
+    hosts: dict[str, Any] = {"replicas": args.groups} if "hybrid" in words else {}
     if "inner" in words:
-        hosts = {"reshard_after_forward": args.processes // args.hosts}
+        hosts = {"reshard_after_forward": args.processes // args.groups}
     return {
         "stage": int(stage),
         "compile": "model" if "model" in words else "blocks",

@@ -16,6 +16,7 @@ from tests.support import harness
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also the cells that are left out by default")
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL, one GPU a rank")
+    parser.addoption("--ranks", type=int, default=2, help="of the tests that hold for any number of them")
     parser.addoption("--share-gpus", action="store_true", help="where ranks outnumber GPUs, several use one: no timing")
 
 
@@ -50,7 +51,8 @@ def long(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session")
 def all_worlds(device: str, request: pytest.FixtureRequest) -> Iterator[harness.Worlds]:
     build.load()  # here, so that no test's time limit includes the build
-    with harness.worlds(device, request.config.getoption("--share-gpus")) as groups:
+    share, ranks = request.config.getoption("--share-gpus"), request.config.getoption("--ranks")
+    with harness.worlds(device, share, ranks) as groups:
         yield groups
 
 
@@ -64,7 +66,12 @@ def worlds(all_worlds: harness.Worlds, device: str) -> Iterator[harness.Worlds]:
 
 @pytest.fixture
 def ranks(worlds: harness.Worlds) -> harness.Ranks:
-    """Two ranks."""
+    """As many as ``--ranks`` says."""
+    return worlds()
+
+
+@pytest.fixture
+def two_ranks(worlds: harness.Worlds) -> harness.Ranks:
     return worlds(2)
 
 

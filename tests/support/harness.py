@@ -1,6 +1,6 @@
 """Process groups that stay alive for many tests, with a timeout that shows where every rank stands.
 
-A test with ``@on_ranks(2)`` runs, as it stands, on every rank of a group. Where ranks are compared with each other, a
+A test with ``@on_ranks()`` runs, as it stands, on every rank of a group. Where ranks are compared with each other, a
 test calls ``ranks.run(body, *args)`` instead; ``body`` is a module-level function whose results come back in rank
 order. A rank that raises fails the test with its traceback; ranks that hang are made to dump the stacks of all their
 threads and are killed.
@@ -47,14 +47,16 @@ class RankError(AssertionError):
     """A rank raised, died or hung."""
 
 
-def on_ranks(world: int | str = 2, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    world: int | str | None = None, timeout: float = 120.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The test runs on every rank of a group; it fails if it fails on one, and is skipped if all ranks skip it.
 
     What it gets from parameters and fixtures (``tmp_path``, ``device``, ``long``, ...) is pickled, so a fixture that
     belongs to this process, such as ``monkeypatch``, is of no use to it.
 
     Args:
-        world: number of ranks, or the name of the test's parameter that has it.
+        world: number of ranks, or the name of the test's parameter that has it; `None`: what pytest's ``--ranks`` says.
         timeout: seconds until a rank that has not finished hangs.
     """
 
@@ -324,13 +326,14 @@ class Ranks:
 
 
 class Worlds:
-    """Groups by world size; each is started at its first use and kept."""
+    """Groups by world size; each is started at its first use and kept. ``ranks``: the size of who asks for none."""
 
-    def __init__(self, device: str, share: bool = False) -> None:
-        self.device, self.share = device, share
+    def __init__(self, device: str, share: bool = False, ranks: int = 2) -> None:
+        self.device, self.share, self.ranks = device, share, ranks
         self._groups: dict[int, Ranks] = {}
 
-    def __call__(self, world: int) -> Ranks:
+    def __call__(self, world: int | None = None) -> Ranks:
+        world = self.ranks if world is None else world
         if world not in self._groups:
             self._groups[world] = self.fresh(world)
         return self._groups[world]
@@ -348,8 +351,8 @@ class Worlds:
 
 
 @contextmanager
-def worlds(device: str, share: bool) -> Iterator[Worlds]:
-    groups = Worlds(device, share)
+def worlds(device: str, share: bool, ranks: int) -> Iterator[Worlds]:
+    groups = Worlds(device, share, ranks)
     try:
         yield groups
     finally:

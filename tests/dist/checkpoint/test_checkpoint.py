@@ -39,7 +39,7 @@ def _skeleton(value: Any) -> Any:
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_checkpoint_is_that_of_ddp(stage: int, tmp_path: Path) -> None:
     """One file: the same keys, shapes and dtypes everywhere in it as DDP's, and the same values."""
     folder = str(tmp_path)
@@ -60,7 +60,7 @@ def test_checkpoint_is_that_of_ddp(stage: int, tmp_path: Path) -> None:
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_checkpoint_is_read_without_the_strategy(stage: int, tmp_path: Path) -> None:
     """``load_from_checkpoint``, and ``torch.load`` into a plain ``nn.Module``."""
     folder = str(tmp_path)
@@ -80,7 +80,7 @@ def test_checkpoint_is_read_without_the_strategy(stage: int, tmp_path: Path) -> 
     assert type(plain) is models.ByteModel and isinstance(plain.head, nn.Linear)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_weights_only_checkpoint(tmp_path: Path) -> None:
     """It loads with ``weights_only=True``: nothing but plain tensors, nothing of ours to unpickle."""
     folder = str(tmp_path)
@@ -110,7 +110,7 @@ class Moments(L.Callback):
         (1, AOT, "bf16-true"), (3, AOT, "bf16-true"), pytest.param(2, AOT, "32-true", marks=pytest.mark.long),
     ],
 )  # fmt: skip
-@on_ranks(2)
+@on_ranks()
 def test_resume_equals_an_uninterrupted_run(
     stage: int, options: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
@@ -142,7 +142,7 @@ def test_resume_equals_an_uninterrupted_run(
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_resume_from_ddp(stage: int, tmp_path: Path) -> None:
     """A DDP checkpoint, with its optimizer state, goes on with this strategy."""
     folder = str(tmp_path)
@@ -159,7 +159,7 @@ def test_resume_from_ddp(stage: int, tmp_path: Path) -> None:
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_model_checkpoint_in_every_step(stage: int, tmp_path: Path) -> None:
     """ModelCheckpoint between two steps writes exactly the weights of that step."""
     folder = str(tmp_path)
@@ -179,7 +179,7 @@ def test_model_checkpoint_in_every_step(stage: int, tmp_path: Path) -> None:
     assert models.deviation(Saved.load_from_checkpoint(callback.last_model_path, weights_only=False), module) == 0
 
 
-@on_ranks(2)
+@on_ranks()
 def test_best_checkpoint_and_save_after_validate(tmp_path: Path) -> None:
     """``ckpt_path="best"`` restores into another module; a checkpoint after validate still has the optimizer."""
     folder = str(tmp_path)
@@ -208,7 +208,7 @@ class Loader(models.Module):
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_load_state_dict_during_training(stage: int) -> None:
     """Full tensors load into the shards at any time; the next forward computes with them."""
     module = Loader()
@@ -226,7 +226,7 @@ def test_load_state_dict_during_training(stage: int) -> None:
     assert models.deviation(module, twin) < 1e-6
 
 
-@on_ranks(2)
+@on_ranks()
 def test_checkpoint_of_another_model(tmp_path: Path) -> None:
     """A missing key and a wrong shape raise on every rank, by name; torch's own message."""
     folder = str(tmp_path)

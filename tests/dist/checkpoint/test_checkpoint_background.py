@@ -96,7 +96,7 @@ def _names(folder: str | Path) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2))])
-@on_ranks(2)
+@on_ranks()
 def test_saving_while_training(stage: int, tmp_path: Path) -> None:
     """Three steps pass while a rank cannot write; the directory equals one saved at the call, so does a resumed run."""
     folder = str(tmp_path)
@@ -138,7 +138,7 @@ def test_saving_while_training(stage: int, tmp_path: Path) -> None:
     assert len(resumed["later"][0]) == 3 and checkpoints.differences(resumed["later"], resumed["now"]) == []
 
 
-@on_ranks(2)
+@on_ranks()
 def test_older_directories_go_after_newer_ones_came(tmp_path: Path) -> None:
     """While the second save is held up nothing is removed; in the end only the last is there."""
     folder = str(tmp_path)
@@ -162,7 +162,7 @@ def test_older_directories_go_after_newer_ones_came(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-@on_ranks(2)
+@on_ranks()
 def test_loading_waits_for_saving(kind: str, tmp_path: Path) -> None:
     """A checkpoint that is still on its way is loaded when it is there, and not the one before it."""
     folder = str(tmp_path)
@@ -188,7 +188,7 @@ def test_loading_waits_for_saving(kind: str, tmp_path: Path) -> None:
         torch.save = save
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_job_that_is_requeued_has_its_checkpoint(tmp_path: Path) -> None:
     """Behind this save SLURM ends the job: it is waited for."""
     folder = str(tmp_path)
@@ -199,7 +199,7 @@ def test_a_job_that_is_requeued_has_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@on_ranks(2)
+@on_ranks()
 def test_nothing_is_left_of_a_fit(tmp_path: Path) -> None:
     """Threads, files and tensors are the same after the third fit and the last: the thread and its group are gone."""
     folder = str(tmp_path)
@@ -220,7 +220,7 @@ def _no_space(rank: int) -> None:
         raise OSError(28, "No space left on device")
 
 
-@on_ranks(2)
+@on_ranks()
 def test_one_rank_cannot_write(tmp_path: Path) -> None:
     """All ranks raise, at the next save or at the end of the fit; the checkpoints before it load, no litter is left."""
     folder = str(tmp_path)
@@ -253,7 +253,7 @@ def test_one_rank_cannot_write(tmp_path: Path) -> None:
     assert _names(folder) == ["a.ckpt", "end", "next"]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_raises_at_once(tmp_path: Path) -> None:
     """On every rank: what can be found at the call, and plugins that would be passed by."""
     folder = str(tmp_path)
@@ -280,7 +280,7 @@ class Boom(Exception):
     """The user's."""
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_failed_fit_does_not_wait(tmp_path: Path) -> None:
     """The user's exception comes out while a rank cannot write; the checkpoint comes whole all the same."""
     folder = str(tmp_path)

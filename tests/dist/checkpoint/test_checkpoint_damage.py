@@ -49,7 +49,7 @@ def _flip(file: Path) -> None:
 # ---- damage ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_damaged_directory(tmp_path: Path) -> None:
     """A flipped bit in any file, and any missing file, is reported on every rank with the file's name."""
     folder = str(tmp_path)
@@ -77,7 +77,7 @@ def test_damaged_directory(tmp_path: Path) -> None:
             assert f"`{name}` is missing" in errors[f"missing {name}"]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_damaged_file(tmp_path: Path) -> None:
     """A flipped bit in a weight, a file that is cut short, and none at all."""
     folder = str(tmp_path)
@@ -128,7 +128,7 @@ class Trapped(models.Module):
         target["extra"] = self.trap
 
 
-@on_ranks(2)
+@on_ranks()
 def test_nothing_is_run_when_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     """An object in the rest, among the values or in the index is refused by name, and was not made."""
     folder = str(tmp_path)
@@ -175,7 +175,7 @@ class Evaluated(models.Module):
         self.found.append(checkpoint["hyper_parameters"])
 
 
-@on_ranks(2)
+@on_ranks()
 def test_weights_only_false_trusts_the_checkpoint(tmp_path: Path) -> None:
     """What is refused otherwise loads, through every entry point of the Trainer."""
     folder = str(tmp_path)
@@ -205,7 +205,7 @@ class Careless(Saved):
         checkpoint["average"] = {"scale": weight if models.rank() in self.where else 0}
 
 
-@on_ranks(2)
+@on_ranks()
 def test_refusals(tmp_path: Path) -> None:
     """On every rank, without a hang; the checkpoint that is there stays, and nothing is left beside it."""
     folder = str(tmp_path)
@@ -246,7 +246,7 @@ def test_refusals(tmp_path: Path) -> None:
 # ---- saves that fail ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_failing_save(tmp_path: Path) -> None:
     """One rank's failure raises on all of them; the former checkpoint stays and nothing is left beside it."""
     folder = str(tmp_path)

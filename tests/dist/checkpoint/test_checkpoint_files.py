@@ -49,7 +49,7 @@ class Watch(L.Callback):
         self.moments[step] = copy.deepcopy(full_optimizer_state(trainer.optimizers[0], keep=True)["state"])
 
 
-@on_ranks(2)
+@on_ranks()
 def test_asynchronous_saving(tmp_path: Path) -> None:
     """AsyncCheckpointIO writes the values of the step that asked, also late; older files go after newer ones came."""
     folder = str(tmp_path)
@@ -79,7 +79,7 @@ def test_asynchronous_saving(tmp_path: Path) -> None:
 # ---- safetensors ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_safetensors(tmp_path: Path) -> None:
     """A file's state goes to safetensors as it is, by the module's own keys; tied weights are one, as in DDP's file."""
     pytest.importorskip("safetensors")
@@ -134,7 +134,7 @@ class Expect(L.Callback):
         self.elements |= {f"optimizer_0.state.{n}.exp_avg": count for n, count in local.items()}
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_rank_reads_its_rows(tmp_path: Path) -> None:
     """Of weights and moments, from the file that has them."""
     folder = str(tmp_path)

@@ -60,7 +60,7 @@ def _run(module: L.LightningModule, strategy: Any, folder: str, path: str | None
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("full", 1), ("sharded", 3)])
-@on_ranks(2)
+@on_ranks()
 def test_resume_in_the_middle_of_an_epoch(kind: str, stage: int, tmp_path: Path) -> None:
     """The rest of the epoch's steps, to the bit; ModelCheckpoint's best and EarlyStopping's patience are kept."""
     folder = str(tmp_path)

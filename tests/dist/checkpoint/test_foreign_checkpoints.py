@@ -105,7 +105,7 @@ class Start(Full):
         pass
 
 
-@on_ranks(2)
+@on_ranks()
 def test_from_model_parallel(tmp_path: Path) -> None:
     """A directory of Lightning's ModelParallelStrategy (FSDP2) goes on here, weights and moments to the bit."""
     folder = str(tmp_path)

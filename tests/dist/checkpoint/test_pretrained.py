@@ -54,7 +54,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
 # ---- in ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_sharded_module_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / str(models.rank())
     model = models.ByteModel()
@@ -169,7 +169,7 @@ def test_out_as_from_pretrained_reads_it(ranks: Ranks, tmp_path: Path, stage: in
     assert index["metadata"]["total_size"] == sum(4 * p.numel() for p in _llama().parameters())
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         raise OSError("no space left on device")

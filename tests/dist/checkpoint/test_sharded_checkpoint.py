@@ -23,7 +23,7 @@ from tests.support.parity import AOT, EAGER
 # ---- resume ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_resume_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     """Losses, weights, moments, loops, schedule and buffers are equal to the bit."""
     folder = str(tmp_path)
@@ -81,7 +81,7 @@ class TwoOptimizers(models.Module):
         return torch.optim.SGD([head], lr=0.1, momentum=0.9), OwnAdamW(groups)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_contents_of_a_directory(tmp_path: Path) -> None:
     """One file a rank, the rest and the checksums; the model's own keys; two optimizers by parameter names."""
     path = tmp_path / "a.ckpt"
@@ -121,7 +121,7 @@ def test_contents_of_a_directory(tmp_path: Path) -> None:
     ("kind", "plugins"), [("full", []), ("sharded", []), ("sharded", [AsyncCheckpointIO()])],
     ids=["full", "sharded", "background"],
 )  # fmt: skip
-@on_ranks(2)
+@on_ranks()
 def test_model_checkpoint(kind: str, plugins: list[Any], tmp_path: Path) -> None:
     """The best, the last and every second step; old ones go; "best" and "last" are found again; links work."""
     folder = str(tmp_path)
@@ -171,7 +171,7 @@ class Hooks(models.Module):
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-@on_ranks(2)
+@on_ranks()
 def test_hooks_edit_the_checkpoint(kind: str, tmp_path: Path) -> None:
     """What ``on_save_checkpoint`` and ``on_load_checkpoint`` do counts; missing keys are allowed or named."""
     folder = str(tmp_path)
@@ -194,7 +194,7 @@ def test_hooks_edit_the_checkpoint(kind: str, tmp_path: Path) -> None:
         checkpoints.fit(strict, checkpoints.strategy(kind, 2), 2, path)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_directory_of_another_model(tmp_path: Path) -> None:
     """A wrong shape is torch's own message; an optimizer over other parameters is named."""
     folder = str(tmp_path)

@@ -261,7 +261,7 @@ class Standing:
         self.ended = True
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_barrier_in_which_a_device_stands_is_ended_and_named() -> None:
     """After `timeout`, counted from when it came to this barrier and not to the one before."""
     messages, barriers = Messages("cuda", "standing", timedelta(seconds=1)), Standing()

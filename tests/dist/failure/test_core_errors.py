@@ -127,7 +127,7 @@ def _out_of_range() -> dict[str, str]:
     return messages
 
 
-@on_ranks(2)
+@on_ranks()
 def test_rule_18_indices_from_outside() -> None:
     """A parameter without a unit, a runtime that is shut down, a number that is none: an error, never a crash."""
     unplanned, *torn_down, out_of_range = [_unplanned(), *(_torn_down(stage) for stage in (1, 2, 3)), _out_of_range()]
@@ -179,7 +179,7 @@ def _reads_later_layer() -> str:
     return str(raised.value)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_initialiser_reads_another_layer() -> None:
     """A layer that was initialised before has its values, sharded or not; for one that was not there is a remedy."""
     cells = [(stage, unit_bytes) for stage in (1, 2, 3) for unit_bytes in (1, 2**20)]  # in units of their own, in one
@@ -234,7 +234,7 @@ def _plain(model: nn.Sequential) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("scope", [False, "model"])
-@on_ranks(2)
+@on_ranks()
 def test_rule_17_gathers_out_of_memory(scope: Any) -> None:
     """Nothing stays lent, held, entered or gathered after one of several gathers could not be started."""
     if models.device() != "cpu":
@@ -263,7 +263,7 @@ def test_rule_17_gathers_out_of_memory(scope: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_rule_17_reductions_out_of_memory(stage: int) -> None:
     """What was reduced before the failure does not reach the next step."""
     # The second of two reductions needs a padded copy.
@@ -284,7 +284,7 @@ def test_rule_17_reductions_out_of_memory(stage: int) -> None:
 # ---- signal handlers and threads ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_signal_handler_inside_a_gather() -> None:
     """What would mix collectives or free what is in use raises; the step that was interrupted is right."""
     # A handler that runs while the ranks compare a gather; a thread that asks for numbers meanwhile.

@@ -156,21 +156,21 @@ def _raises(module: L.LightningModule, texts: tuple[str, ...], **arguments: Any)
 
 
 @pytest.mark.parametrize("what", REFUSED)
-@on_ranks(2, timeout=60)
+@on_ranks(timeout=60)
 def test_arguments_are_refused_on_every_rank(what: str) -> None:
     make, texts = REFUSED[what]
     _raises(models.Module(), texts, **make())
 
 
 @pytest.mark.parametrize("what", BAD)
-@on_ranks(2, timeout=60)
+@on_ranks(timeout=60)
 def test_modules_are_refused_on_every_rank(what: str) -> None:
     make, options, texts = BAD[what]
     _raises(make(), texts, strategy=ZeroCompileStrategy(**({"compile": False} | options)) if options else None)
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-@on_ranks(2, timeout=60)
+@on_ranks(timeout=60)
 def test_ranks_that_differ_raise(what: str) -> None:
     (change, texts), module = DIFFERENT[what], models.Module()
     if models.rank() == 1:
@@ -205,7 +205,7 @@ class Boom(models.Module):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("when", ["before", "after", "backward"])
-@on_ranks(2)
+@on_ranks()
 def test_exception_on_all_ranks(stage: int, when: str) -> None:
     """The user's exception comes out as it is; a new fit of a fresh module in the same processes is right."""
     module = Boom(None, when)
@@ -254,7 +254,7 @@ def _no_copy_engine() -> str:
     return "nothing was raised"
 
 
-@on_ranks(2)
+@on_ranks()
 def test_copy_engine_that_is_not_there() -> None:
     if models.device() == "cuda":
         pytest.skip("GPUs have copy engines")
@@ -273,7 +273,7 @@ class _NoMemory(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2, timeout=60)
+@on_ranks(timeout=60)
 def test_a_gather_that_failed_is_made_again(stage: int) -> None:
     """A forward whose gather fails before it is started, then the same forward again."""
     model, twin = models.pair(lambda: nn.Sequential(nn.Linear(6, 5)))

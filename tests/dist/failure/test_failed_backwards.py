@@ -123,7 +123,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_what_follows_a_failed_backward(stage: int) -> None:
     problems = []
     for scope in (False, "blocks"):
@@ -147,7 +147,7 @@ def _three() -> nn.Module:
 
 
 @pytest.mark.parametrize("scope", [False, "blocks"])
-@on_ranks(2)
+@on_ranks()
 def test_one_rank_leaves_a_held_window(scope: Any) -> None:
     """One rank leaves a window that gathers once, early or late; then both hold the same units."""
     problems = []

@@ -41,7 +41,7 @@ def _nothing_is_collected() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_a_forked_child_collects_garbage_after_fits(stage: int) -> None:
     """Groups that a fit has left are not destroyed in it. After the fork the child collects its own garbage."""
     with _nothing_is_collected():

@@ -16,7 +16,7 @@ FITS, STEPS, WARM = 20, 50, 5
 
 @pytest.mark.long
 @pytest.mark.parametrize(("stage", "options"), [(1, {"backend": "aot_eager"}), (3, {"compile": False})])
-@on_ranks(2, timeout=400)
+@on_ranks(timeout=400)
 def test_a_thousand_steps_in_twenty_fits(stage: int, options: dict[str, Any]) -> None:
     """Threads, files and tensors are the same after the fifth fit and the last; memory grows by less than 16 MiB."""
     seen = []

@@ -167,7 +167,7 @@ PRINTS: dict[str, Callable[[L.Trainer, Any], object]] = {
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_what_takes_no_other_rank_works(stage: int) -> None:
     """Printing at every stage; what reads or runs the model at stages 1 and 2. Training is not disturbed."""
     acts = dict(PRINTS)

@@ -109,7 +109,7 @@ class Patient(models.Module):
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=RARE)])
-@on_ranks(2)
+@on_ranks()
 def test_a_late_rank_is_waited_for(stage: int) -> None:
     strategy = ZeroCompileStrategy(stage=stage, timeout=timedelta(minutes=5), **EAGER)
     module, twin = Patient(), models.Module()

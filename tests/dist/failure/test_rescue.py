@@ -112,7 +112,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("stage", "options", "where"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_one_rank_raises_alone(stage: int, options: dict[str, Any], where: str) -> None:
     """The other one hears of it in its next wait, comes in time, and both have the module again: never a hang."""
     _alone(stage, options, where)
@@ -152,7 +152,7 @@ def _interrupted(stage: int, options: dict[str, Any], where: str, ending: tuple[
         pytest.param(2, EAGER, "backward", marks=pytest.mark.long),
     ],
 )
-@on_ranks(2)
+@on_ranks()
 def test_ctrl_c(stage: int, options: dict[str, Any], where: str, ending: tuple[int, ...]) -> None:
     """A rank that is in a collective when the signal comes is waited for, as far as a tenth of the timeout."""
     _interrupted(stage, options, where, ending)

@@ -185,7 +185,7 @@ def _reference(name: str, twin: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", list(LEGAL))
-@on_ranks(2)
+@on_ranks()
 def test_what_torch_allows_works(name: str) -> None:
     source, found = models.ByteModel(), {}
     twin = models.ByteModel()

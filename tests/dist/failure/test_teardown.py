@@ -47,7 +47,7 @@ def _raising(hook: str) -> models.Module:
     return type("Raising", (models.Module,), {hook: method})()  # type: ignore[no-any-return]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_exception_in_every_hook(tmp_path: Path) -> None:
     """On all ranks: the user's exception comes out as it is, and the same strategy serves another module."""
     folder = str(tmp_path)
@@ -85,7 +85,7 @@ class Interrupted(models.Module):
             raise KeyboardInterrupt
 
 
-@on_ranks(2)
+@on_ranks()
 def test_interrupt_on_all_ranks() -> None:
     """Ctrl-C ends the run as Lightning ends it, and the processes can train on."""
     handler, start = signal.getsignal(signal.SIGINT), time.monotonic()
@@ -138,7 +138,7 @@ class _Launched(L.Callback):
         self.calls.append(trainer.strategy.stats.reductions)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_teardown_waits_for_nobody() -> None:
     """A reduction that only one rank has started does not hold it up: far less than `timeout`, then both train."""
     if models.device() == "cuda":
@@ -177,7 +177,7 @@ def test_interrupt_on_one_rank() -> None:
 # ---- the module after a run ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_module_that_a_failed_fit_has_left() -> None:
     """One that stays sharded cannot be fitted again: the error names its state and the remedy, before any collective of
     the engine."""
@@ -249,7 +249,7 @@ EVERYWHERE = [(where, Boom) for where in ("training_step", "backward", "on_after
 
 @pytest.mark.parametrize("compile", [False, pytest.param("blocks", marks=pytest.mark.long)])
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_a_module_is_whole_after_an_exception(stage: int, compile: Any) -> None:
     """Wherever the ranks raise: it has the values of the last whole step, and is fitted again."""
     options = {"compile": compile, "backend": "aot_eager"}
@@ -257,7 +257,7 @@ def test_a_module_is_whole_after_an_exception(stage: int, compile: Any) -> None:
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_a_checkpoint_of_an_exception(stage: int, tmp_path: Path) -> None:
     """`ModelCheckpoint(save_on_exception=True)` saves the values and optimizers of the last whole step."""
     for number, options in enumerate((EAGER, AOT)):
@@ -284,7 +284,7 @@ def test_one_process_is_whole_after_an_exception(worlds: Any, stage: int) -> Non
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_a_module_that_stays_sharded_says_so(stage: int) -> None:
     """A rank that fails alone waits for the others for a tenth of the timeout; what is left raises by name."""
     if models.device() == "cuda":
@@ -333,7 +333,7 @@ def _late_refusal() -> None:
         failing.fit(module, failing.strategy())
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_refusal_leaves_the_module_as_it_was() -> None:
     """What is refused before anything is sharded; a later failure leaves shards under the module's own classes."""
     if models.device() == "cpu":
@@ -342,7 +342,7 @@ def test_a_refusal_leaves_the_module_as_it_was() -> None:
     _late_refusal()
 
 
-@on_ranks(2)
+@on_ranks()
 def test_another_strategy_takes_a_sharded_module() -> None:
     """What `unshard_after_fit=False` has left is fitted by other strategies, in any order."""
     module, twin = models.pair(models.Module)
@@ -371,7 +371,7 @@ class _OnDevice(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_parameters_become_whole_one_by_one() -> None:
     """Each full parameter has left the device before the next one is made: a model may be larger than a device."""
     model, events = models.ByteModel(), []
@@ -395,7 +395,7 @@ def test_parameters_become_whole_one_by_one() -> None:
 # ---- what ranks decide together ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_checkpoint_that_one_rank_does_not_see(tmp_path: Path) -> None:
     folder = str(tmp_path)
     before, here = Path.cwd(), Path(folder, str(models.rank()))

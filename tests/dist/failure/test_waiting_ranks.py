@@ -95,7 +95,7 @@ class Rate(models.Module):
         return torch.optim.SGD(self.parameters(), lr=self.lr + (self.lr == 0.5) * models.rank())
 
 
-@on_ranks(2)
+@on_ranks()
 def test_ranks_that_are_set_up_differently() -> None:
     second = models.rank() == 1
     cases: dict[str, Any] = {
@@ -118,7 +118,7 @@ def test_ranks_that_are_set_up_differently() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_requests_in_a_steady_state(stage: int) -> None:
     """One of the used flags, and at stage 3 one of the step's mark."""
     counts: list[int] = []

@@ -186,7 +186,7 @@ SCENARIOS: dict[str, tuple[Callable[[_Pair], None], type[torch.optim.SGD]]] = {
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", SCENARIOS)
-@on_ranks(2)
+@on_ranks()
 def test_a_step_that_raises(name: str, stage: int) -> None:
     _cells(stage, *SCENARIOS[name])
 
@@ -214,7 +214,7 @@ def _watched(engine: Engine, model: nn.Module) -> None:
     assert "step" not in vars(other)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_watched_optimizers_are_left_as_they_were() -> None:
     model = models.ByteModel()
     with engines.engine(model, 1, compile=False) as engine:

@@ -59,7 +59,7 @@ class SlowModel(models.ByteModel):
 
 
 @pytest.mark.parametrize(("stage", "scope"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_units_are_updated_beside_the_backward(stage: int, scope: Any) -> None:
     """When the backward comes to the embedding, the last blocks are updated, and their gradients are gone."""
     model, twin = models.pair(SlowModel)
@@ -87,7 +87,7 @@ def test_units_are_updated_beside_the_backward(stage: int, scope: Any) -> None:
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_it_trains_as_ddp(stage: int, options: dict[str, Any]) -> None:
     trained = assert_trains_like_ddp(models.ByteModel(), stage, steps=3, optimizer_in_backward=True, **options)
     assert trained.stats.reductions > 0
@@ -147,7 +147,7 @@ def _fits_equal(
 
 
 @pytest.mark.parametrize("name", list(CASES))
-@on_ranks(2)
+@on_ranks()
 def test_numbers_are_those_of_the_ordinary_step(name: str) -> None:
     """To the bit: parameters and states; hooks of the step run once for each step."""
     stage, scope, arguments = CASES[name]
@@ -156,7 +156,7 @@ def test_numbers_are_those_of_the_ordinary_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_a_window_updates_where_it_closes(stage: int) -> None:
     model, plain = models.pair(models.ByteModel)
     data = models.Batches(models.rank())
@@ -202,7 +202,7 @@ class _Toggled(_Manual):
             self.untoggle_optimizer(optimizer)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_several_optimizers_in_manual_optimization() -> None:
     _fits_equal(_Toggled, 6, {}, stage=3, **EAGER)
 
@@ -228,7 +228,7 @@ class _Windows(models.Module):
         optimizer.zero_grad()
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_window_of_the_strategy() -> None:
     """Where it closes all gradients are gone, and the parameters are written; without the option nothing has moved."""
     plain, module = _fits_equal(_Windows, 3, {}, stage=3, **EAGER)
@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
 }
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_does_not_go_together() -> None:
     for name, (kind, arguments, error, text) in REFUSED.items():
         strategy = ZeroCompileStrategy(stage=3, compile=False, optimizer_in_backward=True)
@@ -301,7 +301,7 @@ def test_options_that_contradict_it(other: dict[str, Any]) -> None:
         Config(optimizer_in_backward=True, **other)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_second_backward_raises() -> None:
     model, data = models.ByteModel(), models.Batches(models.rank())
     twin = copy.deepcopy(model)
@@ -338,7 +338,7 @@ class FailsLate(SlowModel):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_a_backward_that_raises_half_way(stage: int) -> None:
     """The model is updated in part: every further step says so, until the optimizer's state is loaded.
 
@@ -381,7 +381,7 @@ def test_a_backward_that_raises_half_way(stage: int) -> None:
         assert engine.steps.count == 2.5
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_backward_that_raises_before_any_update_changes_nothing() -> None:
     model, data = models.ByteModel(), models.Batches(models.rank())
     twin = copy.deepcopy(model)
@@ -396,7 +396,7 @@ def test_a_backward_that_raises_before_any_update_changes_nothing() -> None:
     assert models.deviation(model, twin) <= 1e-6
 
 
-@on_ranks(2)
+@on_ranks()
 def test_fabric() -> None:
     """Every second step accumulates over two backwards; the numbers are those of the loop without the option."""
     trained = []
@@ -465,7 +465,7 @@ def _architecture(name: str, stage: int, **options: Any) -> tuple[nn.Module, int
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
-@on_ranks(2)
+@on_ranks()
 def test_what_people_write(name: str, stage: int) -> None:
     """Tied, shared, unused and frozen parameters, complex ones, recurrence: to the bit as without the option."""
     plain, _ = _architecture(name, stage)
@@ -490,7 +490,7 @@ def _with_blocks_again(stage: int, in_backward: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_blocks_that_run_again_in_the_backward(stage: int) -> None:
     plain, model = (_with_blocks_again(stage, in_backward) for in_backward in (False, True))
     models.assert_equal(plain, model)
@@ -560,7 +560,7 @@ _LONG_CELLS: list[Any] = [pytest.param(*cell, marks=pytest.mark.long) for cell i
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (2, AOT), (3, AOT), *_LONG_CELLS])
-@on_ranks(2)
+@on_ranks()
 def test_units_in_host_memory_stream_beside_the_backward(stage: int, options: dict[str, Any]) -> None:
     """To the bit; the bytes are those of a step that streams after its backward, and some go out inside it."""
     plain = _offloaded(SlowModel, stage, 3, **options)
@@ -593,7 +593,7 @@ def _routes(apart: bool, model: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "apart"), [(3, False), (1, True), pytest.param(1, False, marks=pytest.mark.long)])
-@on_ranks(2)
+@on_ranks()
 def test_an_order_that_changes(stage: int, apart: bool) -> None:
     """Units that come out of turn, or not at all, are fetched when they are needed, and nothing is lost."""
     before = partial(_routes, apart)
@@ -604,7 +604,7 @@ def test_an_order_that_changes(stage: int, apart: bool) -> None:
     assert sum(ours["in"]) >= sum(ours["out"])
 
 
-@on_ranks(2)
+@on_ranks()
 def test_units_without_a_gradient_are_fetched_once() -> None:
     """By the step, as without the option; the backward and its end fetch what they update. In the first backward it is
     not known yet which units that are."""
@@ -616,7 +616,7 @@ def test_units_without_a_gradient_are_fetched_once() -> None:
     assert ours["out"] == [ours["held"]] * 3 and ours["in"][1:] == ours["out"][1:]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_any_order_is_served() -> None:
     """The expected order is a guess: whatever comes, three buffers are enough, and each unit has its own bytes."""
     model = models.ByteModel(width=16, blocks=6).to(torch.bfloat16)
@@ -666,7 +666,7 @@ BESIDE: dict[str, tuple[Any, int, Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", list(BESIDE))
-@on_ranks(2)
+@on_ranks()
 def test_what_goes_together_with_an_offload(name: str) -> None:
     make, stage, scope, arguments, options = BESIDE[name]
     _, module = _fits_equal(make, 4, arguments | BF16, stage, OFFLOAD | options, **COMPILED[scope])
@@ -679,7 +679,7 @@ def test_what_goes_together_with_an_offload(name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_in_float32_states_alone_are_in_host_memory(stage: int) -> None:
     """Gathers read the masters when the units have left, at every stage."""
     _, module = _fits_equal(Groups, 3, {}, stage, OFFLOAD, **EAGER)
@@ -688,7 +688,7 @@ def test_in_float32_states_alone_are_in_host_memory(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_a_backward_that_raises_with_units_in_host_memory(stage: int) -> None:
     """What was updated is whole there, the rest is as it was, and nothing is on its way; then it trains on."""
     torch.manual_seed(0)
@@ -740,7 +740,7 @@ def _fail(model: Any, engine: Any, optimizer: Any, batch: Tensor) -> None:
     engine.steps.restored()
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_backward_past_the_strategy_leaves_units_to_the_step() -> None:
     """Nobody says when it ends, so nothing may be on its way to host memory after it."""
     torch.manual_seed(0)
@@ -772,7 +772,7 @@ class _WritesData(SlowModel):
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
-@on_ranks(2)
+@on_ranks()
 def test_writes_without_a_version_reach_units_that_come_early(stage: int) -> None:
     plain = _offloaded(_WritesData, stage, 3, **EAGER)
     ours = _offloaded(_WritesData, stage, 3, optimizer_in_backward=True, **EAGER, **OFFLOAD)
@@ -788,7 +788,7 @@ class _SaveAtEnd(L.Callback):
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("full", 1), ("sharded", 3)])
-@on_ranks(2)
+@on_ranks()
 def test_checkpoints_with_an_offload(kind: str, stage: int, tmp_path: Path) -> None:
     """Saved with both options and read without, and the other way round."""
     beside = {"optimizer_in_backward": True, **OFFLOAD}

@@ -108,7 +108,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("stage", "mode", "kind"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_an_optimizer_of_init_is_taken_over(stage: int, mode: str, kind: str) -> None:
     """With its groups and its state, for the run; after it the parameters are the module's, and training goes on."""
     module, twin = Made(kind), Made(kind)  # with CUDA a copy of Adafactor cannot step (torch 2.11)
@@ -137,7 +137,7 @@ def _fit_epochs(module: L.LightningModule, stage: int, epochs: int, path: str | 
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.long)])
-@on_ranks(2)
+@on_ranks()
 def test_resume_with_an_optimizer_of_init(stage: int, tmp_path: Path) -> None:
     whole = Made("adamw")
     half, resumed = copy.deepcopy(whole), copy.deepcopy(whole)
@@ -150,7 +150,7 @@ def test_resume_with_an_optimizer_of_init(stage: int, tmp_path: Path) -> None:
     _is_back(resumed, whole)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_validation_before_the_fit_leaves_the_optimizer_its_parameters() -> None:
     module = Made("sgd")
     twin = copy.deepcopy(module)
@@ -163,7 +163,7 @@ def test_a_validation_before_the_fit_leaves_the_optimizer_its_parameters() -> No
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_several_optimizers_of_parts_and_what_is_not_the_models(stage: int) -> None:
     model = models.ByteModel()
     head = torch.optim.SGD(model.head.parameters(), lr=0.5)
@@ -201,7 +201,7 @@ class Raises(Made):
             raise ValueError("on purpose")
 
 
-@on_ranks(2)
+@on_ranks()
 def test_after_an_exception_the_optimizer_has_the_whole_parameters() -> None:
     module = Raises("sgd")
     twin = copy.deepcopy(module)
@@ -212,7 +212,7 @@ def test_after_an_exception_the_optimizer_has_the_whole_parameters() -> None:
     _is_back(module, twin)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_an_optimizer_that_has_states_is_taken_over_again() -> None:
     """What a fit says at its start counts them, too; counters are tensors without a shape."""
     module = Made("adamw")
@@ -262,7 +262,7 @@ class Remembers(Made):
     ("stage", "options"),
     [(3, EAGER), *(pytest.param(s, o, marks=pytest.mark.long) for s, o in ((1, EAGER), (2, AOT), (3, AOT)))],
 )
-@on_ranks(2)
+@on_ranks()
 def test_counts_of_a_step_are_taken_back(stage: int, options: dict[str, Any], at: int) -> None:
     """An optimizer whose update never ran has made no step, see [Note: settled masters]."""
     module = Remembers("adamw")

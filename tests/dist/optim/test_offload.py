@@ -111,7 +111,7 @@ def _assert_bit_equal(kind: str, stage: int, steps: int = 3, **options: Any) -> 
         ),
     ],
 )
-@on_ranks(2)
+@on_ranks()
 def test_bit_equal(kind: str, stage: int, scope: str) -> None:
     """At stage 3 in float32 gathers read the masters at each use, so the states alone are in host memory."""
     ours, _ = _assert_bit_equal(kind, stage, **(AOT if scope == "aot" else EAGER))
@@ -119,7 +119,7 @@ def test_bit_equal(kind: str, stage: int, scope: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_low_precision_clipping_and_accumulation(stage: int) -> None:
     """Masters in float32 of a model in bfloat16 are in host memory at every stage."""
     more = {"precision": "bf16-true", "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
@@ -144,7 +144,7 @@ LONG: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [("fused", 2, AOT,
 @pytest.mark.parametrize(
     ("kind", "stage", "scope", "more"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.long) for cell in LONG)]
 )
-@on_ranks(2)
+@on_ranks()
 def test_updates_on_the_cpu(kind: str, stage: int, scope: dict[str, Any], more: dict[str, Any]) -> None:
     """Bit for bit a step of the fused kernel; gradients and new rows alone are copied, and masters never leave."""
     torch.manual_seed(0)
@@ -165,7 +165,7 @@ def test_updates_on_the_cpu(kind: str, stage: int, scope: dict[str, Any], more: 
     assert stats.offload_out_bytes == 3 * 4 * rows and stats.offload_in_bytes == 3 * gathered * rows
 
 
-@on_ranks(2)
+@on_ranks()
 def test_checkpoints_of_updates_on_the_cpu(tmp_path: Path) -> None:
     """Saved with one way of offload, read with the other; a unit that stays on the device, and a default AdamW."""
     torch.manual_seed(0)
@@ -185,7 +185,7 @@ def test_checkpoints_of_updates_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_what_is_where_between_steps(stage: int) -> None:
     """In host memory nothing of a unit has storage on the device, and units that fit the budget stay there."""
     torch.manual_seed(0)
@@ -230,7 +230,7 @@ def test_what_is_where_between_steps(stage: int) -> None:
     assert all(p.device.type == "cpu" and p.dtype == torch.bfloat16 for p in model.parameters())
 
 
-@on_ranks(2)
+@on_ranks()
 def test_budget() -> None:
     """As many units as fit stay on the device."""
     torch.manual_seed(0)
@@ -244,7 +244,7 @@ def test_budget() -> None:
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("full", 1), ("sharded", 3)])
-@on_ranks(2)
+@on_ranks()
 def test_checkpoints(kind: str, stage: int, tmp_path: Path) -> None:
     """Saved with offload and read without it, and the other way round."""
     torch.manual_seed(0)
@@ -274,7 +274,7 @@ class _SaveAtEnd(L.Callback):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_users_read_and_write_masters(stage: int) -> None:
     """Norms, full values, loaded weights and states have the numbers of a run without offload."""
     torch.manual_seed(0)
@@ -309,7 +309,7 @@ def test_users_read_and_write_masters(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_copies_in_the_backward(stage: int) -> None:
     """Two units come in before the step. What user code writes after that counts, and a step without a backward, or one
     that does not come, loses nothing."""
@@ -349,7 +349,7 @@ def _full(made: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_exception_in_the_middle_of_a_step(stage: int) -> None:
     """A retry updates the units that are left: nothing was lost."""
     torch.manual_seed(0)
@@ -390,7 +390,7 @@ class _Subclass(torch.optim.AdamW):
     pass
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_cannot_be_offloaded_raises() -> None:
     """By name, with the remedy, and before anything is moved."""
     model = models.ByteModel()
@@ -438,7 +438,7 @@ class _Two(models.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_windows_and_several_optimizers(stage: int) -> None:
     """A master that two optimizers hold stays on the device."""
     torch.manual_seed(0)
@@ -452,7 +452,7 @@ def test_windows_and_several_optimizers(stage: int) -> None:
     assert "model.head.weight" not in names and {"model.layers.0.up.weight", "model.embedding.weight"} <= names
 
 
-@on_ranks(2)
+@on_ranks()
 def test_loss_scaling() -> None:
     """A step that the scaler skips moves nothing."""
     torch.manual_seed(0)
@@ -498,7 +498,7 @@ class Replaces(L.Callback):
     ("stage", "told"),
     [(1, False), pytest.param(3, True, marks=pytest.mark.long), pytest.param(1, True, marks=pytest.mark.long)],
 )
-@on_ranks(2)
+@on_ranks()
 def test_a_replaced_parameter(stage: int, told: bool) -> None:
     """Its states move on, and numbers that are read off them are of the whole state."""
     torch.manual_seed(0)

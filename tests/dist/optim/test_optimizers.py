@@ -69,7 +69,7 @@ def _fit(
     return trainer
 
 
-@on_ranks(2)
+@on_ranks()
 def test_optimizers_compute_what_they_compute_on_whole_parameters() -> None:
     """Elementwise ones on shards; Adafactor and Muon, which need all rows of a parameter, too."""
     names = list(OPTIMIZERS)
@@ -94,7 +94,7 @@ def test_optimizers_compute_what_they_compute_on_whole_parameters() -> None:
     ("name", "kind"),
     [("muon", "full"), ("rprop", "full"), ("asgd", "full"), ("adafactor", "full"), ("adafactor", "sharded")],
 )
-@on_ranks(2)
+@on_ranks()
 def test_resume(name: str, kind: str, tmp_path: Path) -> None:
     """Their states are saved and loaded into shards, at another stage; Adafactor's factors are on every rank."""
     folder = str(tmp_path)
@@ -135,7 +135,7 @@ def _updated_in_rounds(together: int, fused: bool = True) -> tuple[list[Tensor],
     return shards, list(sizes)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_nobody_places_what_nothing_was_offered_for() -> None:
     """See [Note: one pass]. On the CPU there is no kernel that could: nothing is offered, and torch updates."""
     model = models.ByteModel()
@@ -151,7 +151,7 @@ def test_nobody_places_what_nothing_was_offered_for() -> None:
             core.masters_changed(units, [10**6])
 
 
-@on_ranks(2)
+@on_ranks()
 def test_small_units_are_updated_together() -> None:
     results = [_updated_in_rounds(together) for together in (1, 100, 10**9)]
     shards = [result[0] for result in results]
@@ -163,7 +163,7 @@ def test_small_units_are_updated_together() -> None:
     assert sum(each) == sum(some) == sum(all_at_once)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_is_reduced_last_is_updated_last() -> None:
     """The forward's last quarter first; each unit is gathered as soon as it is updated."""
     # What happens to each unit in a step: "update" or "gather", in the order of the forward (unit 0 is first).
@@ -197,7 +197,7 @@ def test_what_is_reduced_last_is_updated_last() -> None:
 
 @pytest.mark.parametrize("late", ["head", "scale"])  # the latter has fewer elements than there are ranks
 @pytest.mark.parametrize("name", ["sgd fused", "adamw fused"])
-@on_ranks(2)
+@on_ranks()
 def test_a_unit_that_is_trained_later(name: str, late: str) -> None:
     """One unit is trained from the second step on, so it has a state when the other units have another one."""
     (kind, arguments), (model, twin) = OPTIMIZERS[name], models.pair(models.ByteModel)

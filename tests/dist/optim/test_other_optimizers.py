@@ -159,7 +159,7 @@ def _twin(start: Any) -> Any:
     return twin
 
 
-@on_ranks(2)
+@on_ranks()
 def test_they_compute_what_they_compute_on_whole_parameters() -> None:
     """On DTensors, where norms are read as numbers; and on whole values where the user says so."""
     cases = [("Lamb", False, 3), ("Clipping", False, 3), ("Newton", False, 3), ("OwnAdafactor", True, 3)]
@@ -174,7 +174,7 @@ def test_they_compute_what_they_compute_on_whole_parameters() -> None:
         assert all(group.get("step", 4) == 4 for group in trainer.optimizers[0].param_groups)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_does_not_work_is_named() -> None:
     """An operation that DTensor does not know, an optimizer that mixes parameters, raw pointers, a step past us."""
     for kind in ("Shampoo", "Flat", "OwnAdafactor"):
@@ -204,7 +204,7 @@ def test_what_does_not_work_is_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "through_lightning"), [(Flat, True), (torch.optim.AdamW, True), (torch.optim.AdamW, False)]
 )
-@on_ranks(2)
+@on_ranks()
 def test_a_parameter_that_is_not_the_models_raises_before_the_step(
     kind: type[torch.optim.Optimizer], through_lightning: bool
 ) -> None:
@@ -221,7 +221,7 @@ def test_a_parameter_that_is_not_the_models_raises_before_the_step(
         assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
 
 
-@on_ranks(2)
+@on_ranks()
 def test_resume(tmp_path: Any) -> None:
     """Preconditioners are on every rank, averages are sharded; both are in either kind of checkpoint."""
     folder = str(tmp_path)
@@ -235,7 +235,7 @@ def test_resume(tmp_path: Any) -> None:
         assert models.deviation(half, whole) > 1e-3 and models.deviation(resumed, whole) < 1e-6
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_step_that_a_mock_has_replaced_is_called_once() -> None:
     """As Lightning's own tests do it, and its users'."""
     model = models.ByteModel()

@@ -56,7 +56,7 @@ def _step(engine: engines.Engine, optimizer: Optimizer, number: int) -> None:
 
 @pytest.mark.parametrize("change", [_replaced, _written, _loaded, _counted_again, _forgotten, _cleared])
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_what_user_code_changes_counts(stage: int, change: Callable[[Optimizer], None]) -> None:
     torch.manual_seed(0)
     model = models.ByteModel()
@@ -77,7 +77,7 @@ def test_what_user_code_changes_counts(stage: int, change: Callable[[Optimizer],
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_states_that_are_cleared_are_freed(stage: int) -> None:
     torch.manual_seed(0)
     model = models.ByteModel()

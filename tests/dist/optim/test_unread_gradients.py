@@ -48,7 +48,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("kind", [_sgd, _adamw])
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_a_step_makes_none(stage: int, kind: Any) -> None:
     """From the backward to the end of the step no gradient becomes a DTensor; what is trained is the reference's."""
     model, twin = _twins()
@@ -73,7 +73,7 @@ def test_a_step_makes_none(stage: int, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_a_read_makes_one(stage: int) -> None:
     """Once read it is one DTensor, to which later backwards add and which the optimizer takes."""
     model, twin = _twins()
@@ -107,7 +107,7 @@ def test_a_read_makes_one(stage: int) -> None:
     assert read > 0 and results == {"unread": 0, "same": True, "kind": True, "still": True, "dropped": True}
 
 
-@on_ranks(2)
+@on_ranks()
 def test_ways_to_meet_one() -> None:
     """Replacements, hooks, clipping and inference mode see what they would see of a gradient that is bound."""
     model, twin = _twins()
@@ -161,7 +161,7 @@ def test_ways_to_meet_one() -> None:
     assert problems == [], "\n".join(problems)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_failure_leaves_them() -> None:
     """What was reduced before a failure can be looked at after it."""
     model, _ = _twins()
@@ -172,7 +172,7 @@ def test_a_failure_leaves_them() -> None:
     assert all(type(grad) is Sharded for grad in grads) and any(bool(g._local_tensor.any()) for g in grads)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_frozen_ones_is_kept() -> None:
     """A step that keeps gradients keeps the mean over ranks of a parameter that was frozen in the accumulation."""
     model, twin = _twins()
@@ -210,7 +210,7 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@on_ranks(2)
+@on_ranks()
 def test_a_unit_that_is_reduced_in_two_parts(stage: int) -> None:
     """A second backward through one graph: its first gradients seem to be all. Units reduced again, and the error."""
     torch.manual_seed(0)

@@ -78,7 +78,7 @@ def _cell(engine: Engine, twin: Any, optimizer: Any, place: str, before: bool, w
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_gradients_that_are_zeroed_in_place(stage: int, place: str) -> None:
     """They are zeros, not None: an optimizer with weight decay moves the one and not the other."""
     problems = []

@@ -66,7 +66,7 @@ class Module(models.Module):
     [pytest.param(*cell, marks=[] if cell in ALWAYS else pytest.mark.long) for cell in CELLS],
     ids=[f"{stage}-{options['compile']}" for stage, options in CELLS],
 )
-@on_ranks(2)
+@on_ranks()
 def test_it_trains_as_ddp(stage: int, options: dict[str, Any]) -> None:
     model = models.Whole(_model())
     trained = assert_trains_like_ddp(model, stage, **options)
@@ -75,7 +75,7 @@ def test_it_trains_as_ddp(stage: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-@on_ranks(2)
+@on_ranks()
 def test_other_recipes(recipe: str) -> None:
     """A scale for each row; the gradient of the weight in high precision. The numbers are not those of float32."""
     model = _model(recipe)
@@ -87,7 +87,7 @@ def test_other_recipes(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (3, AOT)], ids=["1-eager", "3-aot"])
-@on_ranks(2)
+@on_ranks()
 def test_windows(stage: int, options: dict[str, Any]) -> None:
     model, twin = _model(), _model()
     with engines.engine(model, stage, **options) as engine:
@@ -130,7 +130,7 @@ def _reference(twin: nn.Module, steps: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, AOT), (3, EAGER), (3, AOT)], ids=["1-aot", "3-eager", "3-aot"])
-@on_ranks(2)
+@on_ranks()
 def test_half_precision_with_an_island(stage: int, options: dict[str, Any]) -> None:
     """float8 products of bfloat16 values, but for one layer, whose values are float32.
 
@@ -151,7 +151,7 @@ def test_half_precision_with_an_island(stage: int, options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, AOT), (3, EAGER), (3, AOT)], ids=["1-aot", "3-eager", "3-aot"])
-@on_ranks(2)
+@on_ranks()
 def test_mixed_precision(stage: int, options: dict[str, Any]) -> None:
     """With more steps than the ranks watch before gathers move autocast's dtype; float8 layers stay float32."""
     module, twin = Module(), Module()
@@ -161,7 +161,7 @@ def test_mixed_precision(stage: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (3, AOT)], ids=["1-eager", "3-aot"])
-@on_ranks(2)
+@on_ranks()
 def test_checkpoints(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
     """They hold float32 values under the names of the plain model; training goes on from them to the bit."""
     whole, first, second = Module(), Module(), Module()
@@ -177,7 +177,7 @@ def test_checkpoints(stage: int, options: dict[str, Any], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, AOT), (3, EAGER)], ids=["1-aot", "3-eager"])
-@on_ranks(2)
+@on_ranks()
 def test_adapters(stage: int, options: dict[str, Any]) -> None:
     """LoRA by PEFT on frozen float8 layers."""
     peft = pytest.importorskip("peft")
@@ -220,7 +220,7 @@ def _weights(model: nn.Module) -> int:
     [pytest.param(*cell, marks=LONG if cell[0] == 2 else []) for cell in FLOAT8_CELLS],
     ids=[f"{stage}-{options['compile']}" for stage, options in FLOAT8_CELLS],
 )
-@on_ranks(2)
+@on_ranks()
 def test_gathers_of_float8_train_as_ddp(stage: int, options: dict[str, Any]) -> None:
     """At stage 3 compiled layers take the weights as float8: a byte for each element, not four."""
     model = _marked(_model())
@@ -336,7 +336,7 @@ def _trained(gathers: bool, scope: dict[str, Any], program: Any, **options: Any)
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__[1:])
 @pytest.mark.parametrize("scope", [AOT, pytest.param(MODEL, marks=LONG)], ids=["aot", "model"])
-@on_ranks(2)
+@on_ranks()
 def test_gathers_of_float8_change_no_bit(scope: dict[str, Any], program: Any) -> None:
     """bfloat16 values: what the runtime casts is what torchao casts."""
     _, plain, before = _trained(False, scope, program)
@@ -358,7 +358,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", [*list(MORE)[:2], *(pytest.param(name, marks=LONG) for name in list(MORE)[2:])])
-@on_ranks(2)
+@on_ranks()
 def test_what_gathers_of_float8_go_together_with(name: str) -> None:
     """torchao's option as users set it, in `configure_model`."""
     options = {**AOT, **MORE[name]}
@@ -385,7 +385,7 @@ def test_gathers_of_float8_inside_hosts(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [AOT, pytest.param(MODEL, marks=LONG)], ids=["aot", "model"])
-@on_ranks(2)
+@on_ranks()
 def test_gathers_of_float8_of_frozen_layers(options: dict[str, Any]) -> None:
     """Their weights have no gradient; a scale that is rounded down to a power of two; weights that are all zero."""
     model = _marked(_model(round_scales_to_power_of_2=True))

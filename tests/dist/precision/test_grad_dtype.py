@@ -73,7 +73,7 @@ CONTRACT: dict[tuple[torch.dtype, Any], torch.dtype] = {
 }
 
 
-@on_ranks(2, timeout=240)
+@on_ranks(timeout=240)
 def test_contract(long: bool) -> None:
     """Absent: the parameter's dtype; explicit: that; None: as produced. Values, bytes on the wire and `grad.dtype`."""
     assert torch.tensor(RAW).bfloat16().item() != RAW
@@ -106,7 +106,7 @@ def _addends(rank: int) -> list[float]:
     return [256.0 + 8 * rank, 1.0, 1.0]
 
 
-@on_ranks(2, timeout=400)
+@on_ranks(timeout=400)
 def test_accumulation(long: bool) -> None:
     """Several backwards add in the gradient's own dtype, as a plain leaf does: equal to the bit."""
     cells = CELLS + LONG * long
@@ -125,7 +125,7 @@ def test_accumulation(long: bool) -> None:
     assert problems == [], "\n".join(problems)
 
 
-@on_ranks(2, timeout=240)
+@on_ranks(timeout=240)
 def test_reduce_dtype_is_independent() -> None:
     """`reduce_dtype` is of the communication alone: the gradient has its own dtype before and after it."""
     problems = []
@@ -148,7 +148,7 @@ def test_reduce_dtype_is_independent() -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("dtype, grad_dtype", [(BF16, FP32), (FP32, None), (FP32, BF16)])
-@on_ranks(2)
+@on_ranks()
 def test_grad_dtype_is_the_masters_too(stage: int, dtype: torch.dtype, grad_dtype: Any) -> None:
     """A parameter keeps its `grad_dtype` as a master and when the model is whole again; it cannot be set meanwhile."""
     model = RawWhole(dtype, grad_dtype)
@@ -222,7 +222,7 @@ class Several(nn.Module):
 
 @pytest.mark.parametrize("how", ["one read", "two reads", "across a break"])
 @pytest.mark.parametrize("stage, scope", [(1, "blocks"), (2, False), (3, False), (3, "blocks")])
-@on_ranks(2)
+@on_ranks()
 def test_several_uses(stage: int, scope: Any, how: str) -> None:
     """Each use's gradient is cast to the leaf's dtype before it is added to the others, as in torch."""
     # 257 + 1 and 261 + 1: 256 and 260 in bfloat16, cast before they are added; 260 is the mean if that is after.

@@ -140,7 +140,7 @@ LONG = [pytest.param(*cell, marks=pytest.mark.long) for cell in ((2, False), (1,
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("stage", "scope"), [*CELLS, *LONG])
-@on_ranks(2, timeout=60)
+@on_ranks(timeout=60)
 def test_ranks_agree(name: str, stage: int, scope: Any) -> None:
     """Value, dtype and bytes on the wire, when ranks differ in who has a gradient and in which dtype."""
     plan, options, window, expected = CASES[name]
@@ -163,7 +163,7 @@ def test_ranks_agree(name: str, stage: int, scope: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2, timeout=30)
+@on_ranks(timeout=30)
 def test_a_dtype_that_was_dropped(stage: int) -> None:
     """A dtype that one rank alone has had in a backward whose gradients were dropped is no word of the ranks'."""
     model = Net()
@@ -186,7 +186,7 @@ def test_a_dtype_that_was_dropped(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_several_dtypes_in_one_backward(stage: int) -> None:
     """Gradients of several dtypes in one backward: what a plain leaf has, in dtype and to the bit."""
     problems = []

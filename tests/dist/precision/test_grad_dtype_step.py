@@ -122,7 +122,7 @@ def _step(engine: Any, parameters: list[Any], grads: list[Tensor], kind: Any, by
     return [f"{name} {'engine.step' if by_engine else 'step'}: {problem}" for problem in problems]
 
 
-@on_ranks(2, timeout=240)
+@on_ranks(timeout=240)
 def test_optimizers_take_the_gradient_or_raise(long: bool) -> None:
     """Every kind of optimizer, through `engine.step` (unit by unit where it may) and through its own `step`."""
     stages = [1, 2, 3] if long else [3]

@@ -94,7 +94,7 @@ def _step(engine: Any, model: Any, which: str) -> list[str]:
     return problems
 
 
-@on_ranks(2, timeout=240)
+@on_ranks(timeout=240)
 def test_overflow_survives_the_cast(long: bool) -> None:
     """Infinite exactly there, one verdict on all ranks, and the gradients' memory is gone after a skipped step."""
     cells = CELLS + LONG * long
@@ -114,7 +114,7 @@ def test_overflow_survives_the_cast(long: bool) -> None:
     assert problems == [], "\n".join(problems)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_mean_of_scalars_that_fits_is_finite() -> None:
     """They are divided before they are summed: 40000 on each of two ranks. (For others NCCL does so, gloo does not.)"""
     # 0-dim gradients whose sum float16 cannot hold; their mean it can.

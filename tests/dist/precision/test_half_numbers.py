@@ -95,7 +95,7 @@ def _copied(value: Any) -> Tensor:
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 1.0), (torch.float16, 1.0), (torch.float16, 40.0)])
 @pytest.mark.parametrize("scope", [False, pytest.param("blocks", marks=pytest.mark.long)])  # it is the same in both
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_numbers_are_rounded_once(stage: int, scope: Any, dtype: torch.dtype, size: float) -> None:
     model = Half(dtype, size)
     with engines.engine(model, stage, compile=scope, master_dtype=None) as engine:
@@ -107,7 +107,7 @@ def test_numbers_are_rounded_once(stage: int, scope: Any, dtype: torch.dtype, si
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 1.0), (torch.float16, 40.0)])
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_clipping_by_norm(stage: int, dtype: torch.dtype, size: float) -> None:
     """Gradients are clipped as those of one process, to the bit; and Lightning's ``grad_norm`` says the same."""
     model = Half(dtype, size)

@@ -30,7 +30,7 @@ def _precision(precision: str, **scaling: Any) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-@on_ranks(2)
+@on_ranks()
 def test_skipped_step_of_compiled_modules(precision: str) -> None:
     """An overflow in one rank's rows: all ranks skip, parameters and states stay to the bit, and training goes on."""
     for stage, options in ((1, AOT), (3, AOT), (3, EAGER)):
@@ -49,7 +49,7 @@ def test_skipped_step_of_compiled_modules(precision: str) -> None:
 # ---- the scaler in checkpoints ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_scaler_of_16_true_in_checkpoints(tmp_path: Path) -> None:
     """Scale and growth go on after a resume, to the bit, from a file and from a directory."""
     folder = str(tmp_path)
@@ -83,7 +83,7 @@ class Capturable(models.Module):
 
 
 @pytest.mark.gpu
-@on_ranks(2)
+@on_ranks()
 def test_capturable_optimizer() -> None:
     """``Adam(capturable=True)``, whose step count lives on the device; with ``--device cuda``."""
     start, twin = precisions.pair(Capturable)  # type: ignore[type-var]

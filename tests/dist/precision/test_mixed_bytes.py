@@ -35,7 +35,7 @@ LOW = {f"layers.{n}.{name}" for n in range(3) for name in ("up.weight", "up.bias
 
 
 @pytest.mark.parametrize("compile", [False, "blocks", MIXED])
-@on_ranks(2)
+@on_ranks()
 def test_bytes_of_a_step(compile: Any, tmp_path: Path) -> None:
     """From the agreement on linear weights and biases move in two bytes an element, everything else in four."""
     assert (BEFORE, AFTER) == (13024, 7320)
@@ -127,7 +127,7 @@ def _run(start: nn.Module, stage: int, cell: Any, micro: int, dtype: torch.dtype
         pytest.param("reader", 1, BF16, [False, "model"], marks=pytest.mark.long),
     ],
 )
-@on_ranks(2)
+@on_ranks()
 def test_same_numbers(kind: str, micro: int, dtype: torch.dtype, cells: list[Any]) -> None:
     """Losses, gradients, their dtypes and parameters are to the bit those of float32 gathers, compiled or not."""
     # What differs from stage 1, where every value is float32.
@@ -152,7 +152,7 @@ def test_same_numbers(kind: str, micro: int, dtype: torch.dtype, cells: list[Any
 
 
 @pytest.mark.long
-@on_ranks(2, timeout=300)
+@on_ranks(timeout=300)
 def test_same_numbers_with_inductor() -> None:
     """Inductor rounds as it fuses, so it is compared with itself, gathering float32."""
     problems, results = [], []
@@ -184,7 +184,7 @@ class Told(models.Record):
     ("precision", "stage", "count"),
     [("bf16-mixed", 3, 10), ("16-mixed", 3, 10), ("32-true", 3, 0), ("bf16-mixed", 2, 0)],
 )
-@on_ranks(2)
+@on_ranks()
 def test_it_is_on_by_itself(precision: str, stage: int, count: int) -> None:
     """Under the Trainer's mixed precisions at stage 3, without an option."""
     told = Told()
@@ -246,7 +246,7 @@ BUDGET = 528 + 2 * 1844  # `first` and two blocks, without padding: what costs m
 
 
 @pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.long)])
-@on_ranks(2)
+@on_ranks()
 def test_units_that_stay_gathered(micro: int) -> None:
     """They are whole, also if they were low before; the others are low."""
     # `memory_budget` keeps some units, in float32, when the ranks agree on what the others move, or later.

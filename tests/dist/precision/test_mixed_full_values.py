@@ -26,7 +26,7 @@ def _two_backwards(engine: Engine, tokens: Tensor) -> None:
 
 
 @pytest.mark.parametrize("cell", [False, "blocks", MIXED])
-@on_ranks(2)
+@on_ranks()
 def test_full_values_after_the_agreement(cell: Any, tmp_path: Path) -> None:
     """Reads, writes, `full_parameters`, evaluation without autocast, checkpoints and windows see exact float32."""
     # Every kind of code that needs float32 of what is gathered low; what was wrong.
@@ -97,7 +97,7 @@ def test_full_values_after_the_agreement(cell: Any, tmp_path: Path) -> None:
     assert problems == []
 
 
-@on_ranks(2)
+@on_ranks()
 def test_windows_after_the_agreement() -> None:
     """Windows train to the bit as at stage 1, whether units stay gathered or not."""
     # Windows of both kinds after the agreement, against stage 1.

@@ -41,7 +41,7 @@ MORE: dict[str, Any] = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
 @pytest.mark.parametrize(
     "precision", [pytest.param(name, marks=() if name == "bf16-mixed" else pytest.mark.long) for name in DDP]
 )
-@on_ranks(2)
+@on_ranks()
 def test_precision_is_ddps(precision: str) -> None:
     """Losses, parameters, scales of the loss and every dtype are those of DDP, with accumulation and clipping."""
     weight, grad, limit = DDP[precision]
@@ -79,7 +79,7 @@ class Island(nn.Module):
             return x + self.exact(x.float())
 
 
-@on_ranks(2)
+@on_ranks()
 def test_the_backward_of_a_float32_island_is_float32() -> None:
     """torch.compile traces the backward under the forward's autocast unless told otherwise; eager code does not."""
     start = models.Module(lambda: models.Stacked(Island), lr=0.5)
@@ -95,7 +95,7 @@ def test_the_backward_of_a_float32_island_is_float32() -> None:
 
 
 @pytest.mark.long
-@on_ranks(2)
+@on_ranks()
 def test_bf16_mixed_with_inductor() -> None:
     """Inductor may fuse casts away, so numbers are near DDP's (here 1e-7); dtypes are the same."""
     module, ddp = precisions.pair()
@@ -134,7 +134,7 @@ def _half_reference(twin: Recorded, dtype: torch.dtype, scaler: GradScaler, step
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-@on_ranks(2)
+@on_ranks()
 def test_true_half_precision(precision: str) -> None:
     """Compute in half precision on casts of fp32 masters; float16 scales its loss (both unlike DDP's plugin)."""
     dtype = FP16 if precision == "16-true" else BF16
@@ -168,7 +168,7 @@ class OverflowingFused(Overflowing):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", [Overflowing, OverflowingFused])
-@on_ranks(2)
+@on_ranks()
 def test_skipped_step_changes_nothing(kind: type[Overflowing], accumulate: int) -> None:
     """An overflow in one rank's rows: all ranks skip, parameters and states stay to the bit, training goes on as DDP's.
 
@@ -220,7 +220,7 @@ class Manual(Recorded):
     def on_train_end(self) -> None: ...
 
 
-@on_ranks(2)
+@on_ranks()
 def test_manual_optimization_under_one_scaler() -> None:
     """Each optimizer takes or skips its own step; gradients of a window are unscaled once."""
     for stage in (1, 3):
@@ -230,7 +230,7 @@ def test_manual_optimization_under_one_scaler() -> None:
         assert module.scales == [64.0, 64.0, 64.0, 32.0, 32.0, 32.0]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_scaler_in_checkpoints(tmp_path: Path) -> None:
     """Scale and growth go on after a resume, to the bit; DDP's checkpoint has them under the same key."""
     folder = str(tmp_path)
@@ -282,7 +282,7 @@ class Mine(ZeroCompilePrecision):
         return data
 
 
-@on_ranks(2)
+@on_ranks()
 def test_plugins_of_the_user() -> None:
     """They work, or raise by name with the remedy."""
     where = models.device()

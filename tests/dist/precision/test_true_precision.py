@@ -84,7 +84,7 @@ def _dtypes(forward: torch.dtype, master: torch.dtype, buffer: torch.dtype) -> d
     ],
     ids=["32", "bf16", "bf16_reduce32", "param_dtype"],
 )
-@on_ranks(2)
+@on_ranks()
 def test_precision(stage: int, precision: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
     """The dtypes are those that were asked for, and training is that of casts of fp32 masters."""
     module, twin = models.pair(Recorded)
@@ -109,7 +109,7 @@ class LowPrecision(Recorded):
 
 
 @pytest.mark.parametrize("master_dtype", [pytest.param(FP32, marks=pytest.mark.long), None], ids=["fp32", "own"])
-@on_ranks(2)
+@on_ranks()
 def test_masters_of_bfloat16_parameters(master_dtype: torch.dtype | None) -> None:
     """By default the optimizer keeps low-precision parameters in fp32; ``None`` keeps their own dtype."""
     module, before = models.pair(LowPrecision)

@@ -72,7 +72,7 @@ def _train(
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_the_same_to_the_bit(stage: int, options: dict[str, Any]) -> None:
     model = _net()
     for name, kind in KINDS.items():
@@ -93,7 +93,7 @@ def test_the_same_to_the_bit(stage: int, options: dict[str, Any]) -> None:
             assert other.activations_in_bytes == 2 * (BLOCKS - 1) * _input_bytes()
 
 
-@on_ranks(2)
+@on_ranks()
 def test_inductor() -> None:
     model = _net()
     whole, _ = _train(model, 3, **INDUCTOR)
@@ -102,7 +102,7 @@ def test_inductor() -> None:
 
 
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_memory_is_free_after_two_blocks(options: dict[str, Any]) -> None:
     """Of the blocks' inputs all but the last two leave; without the offload all stay."""
     for offload in (False, True):
@@ -135,7 +135,7 @@ def _several(engine: Engine, optimizer: Any, retain: bool) -> None:
 
 
 @pytest.mark.parametrize("retain", [False, True])
-@on_ranks(2)
+@on_ranks()
 def test_several_graphs(retain: bool) -> None:
     for options in (EAGER, AOT | KINDS["checkpointed"]):
         torch._dynamo.reset()
@@ -165,7 +165,7 @@ class Writes(Net):
 
 
 @pytest.mark.parametrize("after", [0, 3])
-@on_ranks(2)
+@on_ranks()
 def test_writes_in_place(after: int) -> None:
     """One that could reach the copy raises, as without an offload; a later one finds the copy made."""
 
@@ -205,7 +205,7 @@ class Table(Net):
         return self.head(x + table)  # type: ignore[no-any-return]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_all_blocks_take_stays() -> None:
     """Two blocks' copies of it are made in one, before it is known that it stays."""
     options = AOT | KINDS["checkpointed"]
@@ -217,7 +217,7 @@ def test_what_all_blocks_take_stays() -> None:
     assert stats.activations_out_bytes == 2 * (BLOCKS + 1) * _input_bytes()
 
 
-@on_ranks(2)
+@on_ranks()
 def test_inside_hooks_of_the_users() -> None:
     """A checkpoint around the blocks, or `save_on_cpu`: theirs decide what is kept, and nothing is offloaded."""
 
@@ -259,7 +259,7 @@ class ByName(Net):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_inputs_by_name_and_another_default_device() -> None:
     """What runs again saves inputs that it gets by name, too, and host memory is the host's."""
     torch.manual_seed(1)
@@ -286,7 +286,7 @@ class _Forgets(Block):
         return super().forward(_SavesForNothing.apply(x))  # type: ignore[no-untyped-call, no-any-return]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_no_backward_asks_for_goes_again() -> None:
     """What one block's backward has not looked at is gone when the next one's begins, and the rest at the end."""
     torch.manual_seed(1)
@@ -313,7 +313,7 @@ def test_what_no_backward_asks_for_goes_again() -> None:
     assert held[-1] == 0 and held[-2] == held[-3] == held[-4] > 0, held
 
 
-@on_ranks(2)
+@on_ranks()
 def test_inside_a_transform() -> None:
     """torch.func allows no hooks. A block inside it saves as it would without the offload."""
     torch.manual_seed(1)
@@ -333,7 +333,7 @@ def test_inside_a_transform() -> None:
     assert all(torch.equal(found[0][name], grad) for name, grad in found[1].items())
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_retained_graph_comes_again() -> None:
     """The second backward of a graph brings a whole block in at once, too, and leaves nothing."""
     asked: list[list[int]] = []
@@ -366,7 +366,7 @@ def test_a_retained_graph_comes_again() -> None:
     assert asked[1][1] > asked[0][1] > 0 and asked[1][0] == asked[0][0], asked
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_model_without_blocks() -> None:
     with pytest.raises(RuntimeError, match=r"activation_offload: Sequential has no repeated blocks.*save_on_cpu"):
         engines.make_engine(nn.Sequential(nn.Linear(3, 3)), 3, compile=False, activation_offload=True)

@@ -64,7 +64,7 @@ def _train(model: nn.Module, stage: int, **options: Any) -> tuple[nn.Module, int
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_budget(stage: int) -> None:
     model = Net()
     whole, most, stats = _train(model, stage, **AOT)
@@ -84,7 +84,7 @@ def test_budget(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("options", [EAGER, pytest.param(AOT, marks=pytest.mark.long)], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_checkpointed_blocks(stage: int, options: dict[str, Any]) -> None:
     model = Net()
     whole, most, stats = _train(model, stage, **options)
@@ -95,7 +95,7 @@ def test_checkpointed_blocks(stage: int, options: dict[str, Any]) -> None:
         assert saved < 0.5 * most
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_model_without_blocks() -> None:
     with pytest.raises(RuntimeError, match=r"Sequential has no repeated blocks.*activation_budget"):
         engines.make_engine(nn.Sequential(nn.Linear(3, 3)), 3, compile=False, activation_checkpointing="blocks")

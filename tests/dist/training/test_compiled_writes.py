@@ -122,7 +122,7 @@ class Mapped(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_vmap_in_a_compiled_region(stage: int) -> None:
     """What a transform wraps has no storage to compare; it trains as DDP trains it."""
     ours, twin = (models.Module(partial(models.Stacked, Mapped), lr=0.3) for _ in range(2))
@@ -139,7 +139,7 @@ def test_vmap_in_a_compiled_region(stage: int) -> None:
 
 @STAGES
 @pytest.mark.parametrize("how", ["data", "mul_", "clamp_", "renorm"])
-@on_ranks(2)
+@on_ranks()
 def test_rule_11_eager_write_in_forward(how: str, stage: int) -> None:
     """`weight.data.mul_` and its like in an eager forward train as in one process."""
     # Eager writes in the forward; each rank writes the same.
@@ -176,7 +176,7 @@ class MaxNorm(nn.Module):
 @STAGES
 @SCOPES
 @pytest.mark.parametrize("moment", ["after", "before"])
-@on_ranks(2)
+@on_ranks()
 def test_rule_11_eager_write_between_steps(stage: int, scope: Any, moment: str) -> None:
     """Writes outside the forward, and those of `nn.Embedding(max_norm=...)`, reach the masters on every rank."""
     # Writes to a block's and to the head's weight, after a step or between backward and step.

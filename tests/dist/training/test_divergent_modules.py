@@ -180,7 +180,7 @@ ROUTES = [[[0, 1, 2], [2, 0]], [[3], [1, 3]], [[], [0, 1, 2, 3]], [[3, 2, 1, 0],
 
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "blocks"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_ranks_may_drop_different_layers(stage: int, options: dict[str, Any]) -> None:
     """Stages 1 and 2 as they are; stage 3 keeps the layers gathered and shards the rest."""
     how = {"loss": engines.routed_loss, "data": models.routed_batches(ROUTES), "steps": len(ROUTES)}
@@ -189,7 +189,7 @@ def test_ranks_may_drop_different_layers(stage: int, options: dict[str, Any]) ->
     assert trained.stats.gathers > 0 and trained.resident == []
 
 
-@on_ranks(2)
+@on_ranks()
 def test_unknown_name() -> None:
     with pytest.raises(ValueError, match=r"`vision`.*embedding, layers, head"):
         engines.make_engine(Routed(), 3, compile=False, keep_gathered=("layers", "vision"))

@@ -46,7 +46,7 @@ def _alone(stage: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {}), (3, {"keep_gathered": ("moe.experts",)})])
-@on_ranks(2)
+@on_ranks()
 def test_experts_outside_of_blocks(stage: int, options: dict[str, Any]) -> None:
     """An expert without tokens keeps `grad=None`; one that a single rank uses is trained by it."""
     _alone(stage, **options)
@@ -58,7 +58,7 @@ def test_experts_outside_of_blocks_raise_at_stage_3(ranks: Ranks) -> None:
     assert "moe.experts.2" in message and "keep_gathered" in message
 
 
-@on_ranks(2)
+@on_ranks()
 def test_the_loop_breaks_sometimes() -> None:
     """How many loops of the frames' case ran at all, and to their end."""
     model, counts = models.Whole(graph_breaks.Net(graph_breaks.Loop)), [0, 0]
@@ -80,7 +80,7 @@ def test_the_loop_breaks_sometimes() -> None:
 
 
 @pytest.mark.parametrize("scope", ["blocks", "model"])
-@on_ranks(2)
+@on_ranks()
 def test_no_collective_while_compiling(scope: Any) -> None:
     """Ranks compile at different steps, so compiling must not communicate."""
     # How many frames were compiled, and what the compilations gathered or reduced.

@@ -69,7 +69,7 @@ def _watch(strategy: Any, start: Watched, folder: str) -> tuple[Any, ...]:
     return metrics, module.accumulated, rows.splitlines()[0], files, counted.counts, counted.layers, best, module
 
 
-@on_ranks(2)
+@on_ranks()
 def test_callbacks_that_watch(tmp_path: Path) -> None:
     """Checkpoints, early stopping, monitors, accumulation schedule, logs and (true) summaries are DDP's."""
     folder = str(tmp_path)
@@ -120,7 +120,7 @@ class Probed(models.Module):
         super().validation_step(batch, batch_idx)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_options_of_the_trainer() -> None:
     """Samplers, inference mode, time limit, and the strategy's reductions, gathers and decisions."""
     torch.manual_seed(0)
@@ -156,7 +156,7 @@ class Idle(models.Module):
         return models.Batches(models.rank())
 
 
-@on_ranks(2)
+@on_ranks()
 def test_command_line() -> None:
     """LightningCLI takes the name, and the class with arguments, as options or as one value."""
     pytest.importorskip("jsonargparse")

@@ -57,7 +57,7 @@ def _places(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@on_ranks(2)
+@on_ranks()
 def test_blocks_are_gathered_into_their_places(prefetch: int) -> None:
     """DDP's parameters, with the gathers that there are without places, and no copies."""
     places = _trained(_model(), prefetch=prefetch)
@@ -82,7 +82,7 @@ def test_blocks_are_gathered_into_their_places(prefetch: int) -> None:
     ],
     ids=str,
 )
-@on_ranks(2)
+@on_ranks()
 def test_other_options(options: dict[str, Any]) -> None:
     assert _trained(_model(), steps=6, **options).stats.place_copies == 0
 
@@ -96,7 +96,7 @@ def _pair(**options: Any) -> Iterator[tuple[Engine, models.ByteModel, models.Byt
     assert models.deviation(model, twin) <= 1e-6
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_window_holds_more_than_there_are_places() -> None:
     """A window's values have memory of their own, and are copied to the places for each use."""
     with _pair() as (engine, model, twin, optimizer):
@@ -114,7 +114,7 @@ def test_a_window_holds_more_than_there_are_places() -> None:
         engines.window_reference(twin, [[0, 1], [2, 3], [4]])
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_eager_code_reads_is_its_own() -> None:
     """A value that is kept over forwards that use its place stays what it was; a gradient comes to it."""
 
@@ -132,7 +132,7 @@ def test_what_eager_code_reads_is_its_own() -> None:
     assert trained.stats.place_copies > 0 and trained.stats.graph_uses > 0
 
 
-@on_ranks(2)
+@on_ranks()
 def test_writes_count() -> None:
     """What user code writes to a value, before or after graphs have used its place, reaches the master and graphs."""
     own = models.Batches(models.rank())
@@ -152,7 +152,7 @@ def test_writes_count() -> None:
             reference(twin, [number])
 
 
-@on_ranks(2)
+@on_ranks()
 def test_full_parameters() -> None:
     """Graphs compute with what is lent and written inside; what is written counts afterwards, or never."""
     batch = models.Batches(models.rank())[0]
@@ -193,7 +193,7 @@ class Broken(nn.Module):
         return 1 + self.up.bias.mean()
 
 
-@on_ranks(2)
+@on_ranks()
 def test_graph_breaks() -> None:
     model = models.Normed(Broken, 10, nn.LayerNorm)
     trained = _trained(model)
@@ -213,7 +213,7 @@ class Fails(nn.Module):
         return x + self.inner(x)  # type: ignore[no-any-return]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_training_goes_on_after_a_failed_forward() -> None:
     """Units of the forward that failed have places, which later ones take."""
     failed = []
@@ -234,7 +234,7 @@ def test_training_goes_on_after_a_failed_forward() -> None:
     assert len(failed) >= 4
 
 
-@on_ranks(2)
+@on_ranks()
 def test_other_layouts_have_places_of_their_own() -> None:
     """Two stacks of blocks, and one that is frozen in part."""
     torch.manual_seed(0)
@@ -244,7 +244,7 @@ def test_other_layouts_have_places_of_their_own() -> None:
     assert _trained(inner).stats.place_copies == 0
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_plan_counts_places() -> None:
     """To the byte."""
     with torch.device("meta"):
@@ -265,7 +265,7 @@ def test_a_plan_counts_places() -> None:
 
 
 @pytest.mark.long
-@on_ranks(2)
+@on_ranks()
 def test_with_code_of_inductor() -> None:
     """The mode that users choose; here nothing is recorded."""
     graphs = assert_trains_like_ddp(_model(), 3, compile="blocks", backend="inductor", mode="reduce-overhead")
@@ -287,7 +287,7 @@ class Chained(nn.Module):
 
 
 @pytest.mark.parametrize("distance", [1, 2])
-@on_ranks(2)
+@on_ranks()
 def test_what_two_blocks_read_has_no_place(distance: int) -> None:
     """Their graph would need two values in one place."""
     torch.manual_seed(0)
@@ -301,7 +301,7 @@ def test_what_two_blocks_read_has_no_place(distance: int) -> None:
     assert trained.stats.graph_uses > 0 and trained.compiled.forward > 0
 
 
-@on_ranks(2)
+@on_ranks()
 def test_one_graph_that_reads_two_units_of_a_place() -> None:
     """A block that calls another one that is no part of it: nothing tells before the graph runs."""
     torch.manual_seed(0)
@@ -341,7 +341,7 @@ class Factors(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["step", "evaluation", "window"])
-@on_ranks(2)
+@on_ranks()
 def test_a_graph_that_raises_gives_its_place_up(where: str) -> None:
     """Later graphs take the place of one that never came to its end."""
     torch.manual_seed(0)

@@ -69,7 +69,7 @@ def _train(engine: Any, unfreeze: bool) -> None:
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
 @pytest.mark.parametrize("unfreeze", [pytest.param(False, marks=pytest.mark.long), True])
-@on_ranks(2)
+@on_ranks()
 def test_own_dtype_until_unfrozen(stage: int, options: dict[str, Any], unfreeze: bool) -> None:
     model = _half()
     with engines.engine(model, stage, **options) as engine:
@@ -89,7 +89,7 @@ def test_own_dtype_until_unfrozen(stage: int, options: dict[str, Any], unfreeze:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_unfrozen_inside_a_step(stage: int) -> None:
     """Its gradient is there before the next step begins."""
     model = _half()
@@ -106,7 +106,7 @@ def test_unfrozen_inside_a_step(stage: int) -> None:
         assert {value.dtype for value in state.values()} == {torch.float32}
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_is_loaded_keeps_its_bits() -> None:
     """A value that was trained and saved in float32 comes back as it was, into a shard that is frozen now."""
     for value, dtype in ((1.0, torch.bfloat16), (1.0 + 2**-20, torch.float32)):
@@ -141,7 +141,7 @@ class _Trainable(models.Module):
         pytest.param(3, "full", marks=pytest.mark.long),
     ],
 )
-@on_ranks(2)
+@on_ranks()
 def test_finetuning_callback(tmp_path: Path, stage: int, kind: str) -> None:
     torch.manual_seed(1)
     module = _Trainable().to(torch.bfloat16)  # under "bf16-true" parameters that are float32 stay so
@@ -164,7 +164,7 @@ def test_finetuning_callback(tmp_path: Path, stage: int, kind: str) -> None:
             assert {value.dtype for name, value in state.items() if ".layers." not in name} == {torch.float32}
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_quantised_parameter_is_refused() -> None:
     """Its numbers mean nothing without what the subclass holds beside them; nothing is sharded or sent before."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -191,7 +191,7 @@ class Narrow(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize(("stage", "options"), [(1, AOT), (2, EAGER), (3, EAGER), (3, AOT)])
-@on_ranks(2)
+@on_ranks()
 def test_float8_weights(stage: int, options: dict[str, Any], dtype: torch.dtype) -> None:
     """They train what is around them as under DDP, keep their bits, and are written as they are."""
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def test_float8_weights(stage: int, options: dict[str, Any], dtype: torch.dtype)
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_what_counts_is_the_forward(stage: int, options: dict[str, Any]) -> None:
     """A block's parameter has a gradient if it is trained when the block runs, whatever it was when the step began."""
     torch.manual_seed(0)
@@ -244,7 +244,7 @@ def _frozen_meanwhile(engine: Any, wait: str) -> None:
 
 @pytest.mark.parametrize("wait", ["accumulation", "window"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_frozen_after_a_backward(stage: int, wait: str) -> None:
     """See [Note: frozen in an accumulation] in csrc/gradients.cpp: its gradient is that of one process."""
     for options in (EAGER, AOT):
@@ -268,7 +268,7 @@ def test_frozen_after_a_backward(stage: int, wait: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@on_ranks(2)
+@on_ranks()
 def test_frozen_without_a_gradient_on_any_rank(stage: int) -> None:
     """A backward that gives it none does not reduce it: a rank that is early would do what the other one does not."""
     with twins.pair(stage, defer_grad_sync=True, unit_bytes=1) as (engine, twin, optimizer):

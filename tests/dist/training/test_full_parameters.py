@@ -100,7 +100,7 @@ def _inside(stage: int, scope: Any) -> list[str]:
     return problems
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_is_written_inside() -> None:
     """Masters (so checkpoints) keep their values inside, the modules compute with what is written."""
     assert [problem for stage, scope in CELLS for problem in _inside(stage, scope)] == []
@@ -122,7 +122,7 @@ class SavesInside(L.Callback):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("writeback", [True, False])
-@on_ranks(2)
+@on_ranks()
 def test_a_checkpoint_saved_inside(stage: int, writeback: bool) -> None:
     """It holds what the parameters were when the context was entered."""
     module, twin = models.pair(models.Module)

@@ -32,7 +32,7 @@ class _Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@on_ranks(2)
+@on_ranks()
 def test_all_shards_as_one_tensor(device: str, dtype: torch.dtype) -> None:
     """Even, uneven and empty shards along every dimension; without padding, and on gloo not by torch's operator."""
     mesh, results = init_device_mesh(device, (2,)), []
@@ -53,7 +53,7 @@ def test_all_shards_as_one_tensor(device: str, dtype: torch.dtype) -> None:
             assert any("allgather_" in name for name in names) == (shape[1] is not None), names
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_travels_has_the_dtype_of_the_result(device: str) -> None:
     mesh = init_device_mesh(device, (2,))
     for shape, dim in SHAPES:

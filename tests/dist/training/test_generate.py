@@ -64,7 +64,7 @@ CASES = [(1, EAGER), (3, EAGER), (3, AOT), (1, AOT), (2, EAGER), (2, AOT), (3, {
 @pytest.mark.parametrize(
     ("stage", "options"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[2:])]
 )
-@on_ranks(2, timeout=300)
+@on_ranks(timeout=300)
 def test_generates_in_validation(stage: int, options: dict[str, Any]) -> None:
     """The plain module's tokens before and between training steps, whose losses stay those of plain torch. Rank 1
     writes twice as many: at stage 3 `generate` is told that the ranks wait for each other."""
@@ -94,7 +94,7 @@ def test_generates_in_validation(stage: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [AOT, pytest.param(EAGER, marks=pytest.mark.long)])
-@on_ranks(2, timeout=300)
+@on_ranks(timeout=300)
 def test_ranks_generate_on_their_own(options: dict[str, Any]) -> None:
     """Inside `unequal()` no rank runs a forward for another one: each runs as many as its own text needs."""
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ class InFull(Writer):
 
 
 @pytest.mark.parametrize(("stage", "options"), [(3, EAGER), pytest.param(3, AOT, marks=pytest.mark.long)])
-@on_ranks(2)
+@on_ranks()
 def test_one_rank_generates_with_full_values(stage: int, options: dict[str, Any]) -> None:
     """The remedy that the errors name."""
     torch.manual_seed(0)

@@ -238,7 +238,7 @@ RARE = (
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] if n in RARE else []) for n in CASES])
-@on_ranks(2)
+@on_ranks()
 def test_frame(name: str, long: bool) -> None:
     """Gradients of all parameters equal DDP's in every step, nothing stays gathered, nothing compiles twice."""
     # Trains the case at these stages and scopes; what was wrong.
@@ -279,7 +279,7 @@ def _train_lengths(engine: Any, model: nn.Module) -> list[int]:
 
 
 @pytest.mark.parametrize("limit", [pytest.param(8, marks=pytest.mark.long), 1])
-@on_ranks(2)
+@on_ranks()
 def test_lengths_by_rank_and_step(limit: int, long: bool) -> None:
     """Parity, no hang, few compilations; also when one rank is over its recompile limit and the other is not."""
     # ``limit``: how often rank 1 may compile a frame; after it the rank runs eagerly.
@@ -336,7 +336,7 @@ def _said(name: str) -> tuple[list[str], dict[str, EagerReads]]:
 BLOCK = 4 * 3 * (10 * 10 + 10)  # bytes of a `Disabled` block: three linear layers, whose rows 2 ranks divide
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_runs_eagerly_is_said_once() -> None:
     """One warning for a class of module (rank 0's: Lightning keeps the others quiet once a Trainer has told it their
     ranks), and a count by unit on each rank; none where all blocks are whole graphs."""

@@ -40,7 +40,7 @@ class Validates(architectures.Net):
     "architecture",
     ["attention", *(pytest.param(a, marks=pytest.mark.long) for a in ("transformer", *RARE))],
 )
-@on_ranks(2)
+@on_ranks()
 def test_inference_equals_plain_module(architecture: str, stage: int, options: dict[str, Any]) -> None:
     """Validation (the fast path of attention included) computes what the plain module computes, in either mode."""
     module = Validates(architectures.ARCHITECTURES[architecture])

@@ -311,7 +311,7 @@ def test_live_memory_after_the_optimizer_step(worlds: Worlds, stage: int) -> Non
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_a_compiled_step_leaves_no_tensor(stage: int) -> None:
     """Two ranks, compiled: a step allocates nothing that outlives it, and only stages 1 and 2 keep full values."""
     # Shapes of the tensors that a step left behind (world 2, compiled), and the runtime's own account.
@@ -384,7 +384,7 @@ class Mutation(L.Callback):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", ["none", "divisor", "rank", "unit"])
-@on_ranks(2)
+@on_ranks()
 def test_parity_notices_a_mutation(kind: str, stage: int) -> None:
     """A wrong divisor, a rank or a unit that does not contribute: the parity check fails on every rank."""
     module, twin = models.pair(models.Module)
@@ -403,7 +403,7 @@ def test_parity_notices_a_mutation(kind: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_adamw_equals_ddp(stage: int) -> None:
     """Twenty steps of AdamW, whose moments make a wrong gradient scale visible only late."""
     module, twin = models.pair(models.Module, optimizer="adamw", lr=1e-2)

@@ -47,7 +47,7 @@ class Fails(Casts):
         pytest.param("64-true", torch.float64, marks=pytest.mark.long),
     ],
 )
-@on_ranks(2)
+@on_ranks()
 def test_module_says_its_dtype(precision: str, dtype: torch.dtype) -> None:
     """``self.dtype`` and buffers are what the parameters are gathered in; after the fit, what the masters are."""
     start, ddp = models.pair(Casts)
@@ -96,7 +96,7 @@ class Frozen(Normalized):
         self.norm.eval()
 
 
-@on_ranks(2)
+@on_ranks()
 def test_layers_are_synchronized_in_a_fit(device: str) -> None:
     """``sync_batchnorm=True`` converts the layers for a fit, and reverts them after it, as under DDP."""
     if device != "cpu":
@@ -139,7 +139,7 @@ class Deep(models.Module):
 
 
 @pytest.mark.gpu
-@on_ranks(2, timeout=300)
+@on_ranks(timeout=300)
 def test_synchronized_statistics_are_ddps() -> None:
     """Values of SyncBatchNorm, which torch has for CUDA only; with ``--device cuda``."""
     start = Deep()
@@ -161,7 +161,7 @@ def test_synchronized_statistics_are_ddps() -> None:
 # ---- what compile="model" compiles ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_elements_of_a_list_are_graphs() -> None:
     """A list has no forward that could be one."""
     trained = assert_trains_like_ddp(models.ByteModel(), 3, steps=2, **MODEL)

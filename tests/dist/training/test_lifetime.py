@@ -60,7 +60,7 @@ HOW: dict[str, Callable[..., Any]] = {
 }
 
 
-@on_ranks(2, timeout=400)
+@on_ranks(timeout=400)
 def test_partition_is_gone(long: bool) -> None:
     """One exact partition after the backward, nothing of it after the step, `zero_grad` or an exception."""
     # The gradient partition and every full gradient are gone, however a step ends: one after the other.
@@ -110,7 +110,7 @@ def _plain(twin: nn.Module) -> None:
             optimizer.zero_grad(set_to_none=number == 0)
 
 
-@on_ranks(2, timeout=400)
+@on_ranks(timeout=400)
 def test_backward_backward_step(long: bool) -> None:
     """Gradients add until zero_grad, in one partition that does not grow; parameters equal DDP's."""
     # backward, backward, step; `zero_grad(set_to_none=False)`; a step that is skipped.
@@ -145,7 +145,7 @@ def test_backward_backward_step(long: bool) -> None:
 # ---- several optimizers ----
 
 
-@on_ranks(2, timeout=400)
+@on_ranks(timeout=400)
 def test_some_optimizers_step(long: bool) -> None:
     """Three optimizers, of which one or two step: the others' gradients stay and add up, as in torch."""
     cells = CELLS + LONG * long
@@ -192,7 +192,7 @@ def test_some_optimizers_step(long: bool) -> None:
 # ---- recompilation ----
 
 
-@on_ranks(2, timeout=400)
+@on_ranks(timeout=400)
 def test_recompilation_in_mid_training(long: bool) -> None:
     """New graphs in mid-training (other lengths, evaluation, thrown-away code): gradients right, memory gone."""
     cells = CELLS + LONG * long

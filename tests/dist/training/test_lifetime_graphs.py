@@ -90,7 +90,7 @@ def _plain(twin: nn.Module, steps: int) -> None:
     reference(twin, steps, lambda module, x: module(x), lambda rank: [_data(rank, n) for n in range(steps)])
 
 
-@on_ranks(2, timeout=240)
+@on_ranks(timeout=240)
 def test_buckets_are_gone(long: bool) -> None:
     """Graphs without parameters, without reductions, of frozen blocks, between breaks: no raw gradient stays."""
     cells = CELLS + LONG * long
@@ -128,7 +128,7 @@ def test_buckets_are_gone(long: bool) -> None:
     assert problems == [], "\n".join(problems)
 
 
-@on_ranks(2, timeout=240)
+@on_ranks(timeout=240)
 def test_bytes_of_an_accumulation(long: bool) -> None:
     """Backwards that are not an accumulation's last: full gradients and no partition at stage 1, else the opposite."""
     cells = [*CELLS, (2, False)] + LONG * long
@@ -158,7 +158,7 @@ def test_bytes_of_an_accumulation(long: bool) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_memory_formula(stage: int) -> None:
     """The parts of the formula that the GPU test predicts memory with, against the bytes of what one step makes of a
     stack of blocks in bfloat16."""

@@ -167,7 +167,7 @@ def _train(case: Works, model: nn.Module, stage: int, scope: Any) -> None:
 
 
 @pytest.mark.parametrize("name", list(WORKS))
-@on_ranks(2)
+@on_ranks()
 def test_works_as_under_ddp(name: str) -> None:
     """The parameters after some steps are DDP's, and would not be without what the user did."""
     case, source, problems = WORKS[name], models.ByteModel(), []
@@ -198,7 +198,7 @@ def test_works_as_under_ddp(name: str) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("early", [True, False])
-@on_ranks(2)
+@on_ranks()
 def test_post_accumulate_hooks_see_the_reduced_gradient(stage: int, early: bool) -> None:
     """They run once a backward with the mean over ranks in `grad`, whether registered before sharding or after."""
     # ``early``: registered before the model is sharded. One hook is removed after the second step.
@@ -228,7 +228,7 @@ def test_post_accumulate_hooks_see_the_reduced_gradient(stage: int, early: bool)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_optimizer_in_backward(stage: int) -> None:
     """Each parameter has an optimizer of its own, which steps in the hook."""
     model, twin = models.pair(models.ByteModel)
@@ -348,7 +348,7 @@ def _message(name: str, stage: int, scope: Any) -> str:
 
 
 @pytest.mark.parametrize("name", list(RAISES))
-@on_ranks(2)
+@on_ranks()
 def test_raises_and_names_the_way_out(name: str) -> None:
     """On every rank, at every stage, compiled or not."""
     cells = [cell for cell in CELLS if name != "create_graph" or cell[1]]
@@ -370,7 +370,7 @@ def _hook_before_sharding() -> str:
     return "nothing was raised"
 
 
-@on_ranks(2)
+@on_ranks()
 def test_hook_from_before_sharding() -> None:
     message = _hook_before_sharding()
     assert "`layers.1.up.weight`" in message and "register_post_accumulate_grad_hook" in message
@@ -381,7 +381,7 @@ def test_hook_from_before_sharding() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_create_graph_without_compilation(stage: int) -> None:
     """A gradient penalty with compile=False."""
     model, twin = models.pair(models.ByteModel)
@@ -392,7 +392,7 @@ def test_create_graph_without_compilation(stage: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "scope"), [(1, "blocks"), (3, False), (3, "blocks")])
-@on_ranks(2)
+@on_ranks()
 def test_torch_func_on_full_parameters(stage: int, scope: Any) -> None:
     """What the error names does work, also where the runtime's own hooks are on."""
     # Per-sample gradients of the sharded model by `torch.func`, inside a training step.

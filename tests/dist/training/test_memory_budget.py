@@ -70,7 +70,7 @@ def _run(scope: Any, budget: Any, recompiles: int) -> list[str]:
     return problems
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(timeout=300)
 def test_units_that_stay() -> None:
     """Parameters equal DDP's, a kept unit is gathered once a step, equal blocks are compiled once more."""
     cells = [
@@ -88,7 +88,7 @@ def test_units_that_stay() -> None:
 
 
 @pytest.mark.parametrize("budget", ["auto", 1])
-@on_ranks(2)
+@on_ranks()
 def test_in_a_trainer(budget: Any) -> None:
     module, twin = models.pair(models.Module)
     strategy = ZeroCompileStrategy(stage=3, compile=False, memory_budget=budget, unshard_after_fit=False)

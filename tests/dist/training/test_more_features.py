@@ -53,7 +53,7 @@ class Summaries(L.Callback):
 
 
 @pytest.mark.parametrize("rich", [False, True])
-@on_ranks(2)
+@on_ranks()
 def test_summaries_run_the_example(rich: bool) -> None:
     """Layers, sizes of what goes in and out, and true counts, on sharded and compiled modules."""
     if rich:
@@ -106,7 +106,7 @@ class Anomalous(models.Module):
         return loss if self.global_step < self.steps else Cube.apply(loss)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_anomalies_are_detected() -> None:
     """A NaN in a backward raises on all ranks, which can train again; without one nothing is raised."""
     for stage, options in ((1, EAGER), (3, EAGER), (3, AOT)):
@@ -136,7 +136,7 @@ class Sampled(models.Module):
         self.validations += 1
 
 
-@on_ranks(2)
+@on_ranks()
 def test_shortened_runs(tmp_path: Path) -> None:
     """``overfit_batches`` with the distributed sampler and ``fast_dev_run``: DDP's batches and losses, no files."""
     folder = str(tmp_path)
@@ -162,7 +162,7 @@ def test_shortened_runs(tmp_path: Path) -> None:
             assert models.deviation(module, results[0]) < 1e-6
 
 
-@on_ranks(2)
+@on_ranks()
 def test_device_stats(tmp_path: Path) -> None:
     """DeviceStatsMonitor logs the host's load."""
     pytest.importorskip("psutil")
@@ -191,7 +191,7 @@ class Contrastive(models.Module):
         return F.cross_entropy(features @ everyone.T / 0.2, labels)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_gathered_features_have_gradients() -> None:
     """``all_gather(sync_grads=True)`` in a contrastive loss: DDP's gradients."""
     start = Contrastive(lr=0.1)
@@ -228,7 +228,7 @@ class Lazy(models.Module):
         return self.model(F.one_hot(batch % 10, 10).float())
 
 
-@on_ranks(2)
+@on_ranks()
 def test_predicts_with_a_model_made_on_meta(tmp_path: Path) -> None:
     """``trainer.predict`` from a checkpoint, at stage 3: no rank ever holds the whole model."""
     folder = str(tmp_path)

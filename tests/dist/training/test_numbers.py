@@ -65,7 +65,7 @@ def _differences(ours: nn.Module, twin: nn.Module) -> list[str]:
 
 
 @ENDS
-@on_ranks(2)
+@on_ranks()
 def test_numbers_are_whole(stage: int) -> None:
     found = []
     for compiled in (False, "blocks"):
@@ -100,7 +100,7 @@ class Logs(models.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_logged_norms_are_those_of_ddp(stage: int) -> None:
     results = []
     for strategy in ("ddp", ZeroCompileStrategy(stage=stage, backend="aot_eager")):
@@ -120,7 +120,7 @@ def _forward(engine: Engine, model: nn.Module, number: int) -> None:
 
 
 @ENDS
-@on_ranks(2)
+@on_ranks()
 def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
     """Rank 0 asks alone, while rank 1 goes on to another backward; it raises in seconds and can go on.
 
@@ -161,7 +161,7 @@ def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_half_a_model_is_not_written(stage: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
     model = models.ByteModel()
@@ -184,7 +184,7 @@ def test_half_a_model_is_not_written(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_what_a_failed_run_leaves_says_so(stage: int) -> None:
     class Fails(models.Module):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

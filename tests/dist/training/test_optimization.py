@@ -24,7 +24,7 @@ class Clipped(models.Module):
 
 @STAGES
 @pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.3), ("value", 0.01)])
-@on_ranks(2)
+@on_ranks()
 def test_clipping_and_step_scheduler(stage: int, algorithm: str, limit: float) -> None:
     """The norm is of the whole gradient, not of a shard; the schedule moves the sharded optimizer."""
     module, twin = models.pair(Clipped)
@@ -57,7 +57,7 @@ class Plateau(Evaluated):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
-@on_ranks(2)
+@on_ranks()
 def test_plateau_scheduler() -> None:
     """A monitored metric of all ranks drives it."""
     module = Plateau()
@@ -109,7 +109,7 @@ class Manual(models.Module):
 @ENDS
 @pytest.mark.parametrize("toggle", [False, True])
 @pytest.mark.parametrize("options", [{"compile": False}, AOT], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_manual_optimization_with_two_optimizers(stage: int, toggle: bool, options: dict[str, Any]) -> None:
     """backward, backward, step equals DDP at every stage; gradients are None after the step."""
     module, twin = models.pair(Manual, toggle=toggle)
@@ -139,7 +139,7 @@ class Kept(models.Module):
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_keep_gradients(stage: int) -> None:
     """Gradients outlive the step and add up until ``zero_grad``."""
     module, twin = models.pair(Kept, lr=0.05)

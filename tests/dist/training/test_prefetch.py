@@ -30,7 +30,7 @@ def _ahead(compile: Any, prefetch: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("compile", [False, "blocks"])
-@on_ranks(2)
+@on_ranks()
 def test_a_small_unit_does_not_count(compile: Any) -> None:
     """Nothing hides behind a norm's compute, so the head's gather starts with the last block, not with the norm."""
     seen = _ahead(compile, 1)
@@ -41,7 +41,7 @@ def test_a_small_unit_does_not_count(compile: Any) -> None:
     ]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_distance() -> None:
     seen = _ahead(False, 2)
     assert seen[0] == ["layers.0", "layers.1", "layers.2"]
@@ -61,7 +61,7 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-@on_ranks(2)
+@on_ranks()
 def test_what_backward_begins_with_stays(prefetch: int) -> None:
     """The forward's last unit is the backward's first: known from the first step on, it is not gathered twice."""
     model, twin = (models.Whole(Stack()).to(models.device()) for _ in range(2))

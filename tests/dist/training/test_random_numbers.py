@@ -50,7 +50,7 @@ RANDOM: dict[str, Callable[[nn.Module], None]] = {
 
 
 @pytest.mark.parametrize("name", list(RANDOM))
-@on_ranks(2)
+@on_ranks()
 def test_random_numbers_are_those_of_ddp(name: str) -> None:
     """Equal seeds on all ranks give the whole parameter what one process draws, not every shard the same rows."""
     problems = []
@@ -72,7 +72,7 @@ def test_random_numbers_are_those_of_ddp(name: str) -> None:
     assert problems == []
 
 
-@on_ranks(2)
+@on_ranks()
 def test_random_numbers_of_a_shard_raise() -> None:
     stage = 3
     model, messages = models.ByteModel(), []

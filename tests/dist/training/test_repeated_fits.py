@@ -34,7 +34,7 @@ class Graphs(L.Callback):
 
 @pytest.mark.parametrize("scope", ["blocks", pytest.param("model", marks=pytest.mark.long)])
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_later_fits_use_the_graphs_of_the_first(stage: int, scope: str) -> None:
     """k folds: a new module, strategy and Trainer each time, with validation before and in each."""
     graphs, eager, died, deviations = [], set(), [], []
@@ -98,7 +98,7 @@ def _batches(width: int) -> Callable[[int], list[Tensor]]:
     ("stage", "scope"),
     [(1, "model"), (3, "blocks"), *(pytest.param(*c, marks=LONG) for c in [(1, "blocks"), (2, "model"), (3, "model")])],
 )
-@on_ranks(2)
+@on_ranks()
 def test_torchs_own_layers_share_no_limit(stage: int, scope: str) -> None:
     """A sweep over the width: as many graphs at each, more in all than Dynamo keeps for one code object."""
     graphs = []
@@ -140,7 +140,7 @@ class Extra(models.Block):
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_validation_cannot_use_up_the_graphs_of_training(stage: int) -> None:
     """The sanity validation meets Dynamo's limit: the warning names the limit and why, and training is compiled."""
     module, seen = Generates(growing=True), Graphs()

@@ -26,7 +26,7 @@ from tests.support.parity import SCOPES, STAGES
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_rule_02_getter_and_requires_grad(stage: int) -> None:
     """The getter is never a root frame; a `requires_grad` toggled inside a step counts from the next forward on."""
     model, data = models.ByteModel(), models.Batches(models.rank())
@@ -78,7 +78,7 @@ def _saved(stage: int, scope: Any) -> tuple[list[tuple[int, ...]], int]:
 
 @STAGES
 @pytest.mark.parametrize("scope", ["blocks", "model"])
-@on_ranks(2)
+@on_ranks()
 def test_rule_03_no_full_weight_is_saved(stage: int, scope: Any) -> None:
     """Compiled graphs save no weight of a block for backward, transposed or not; eager code would."""
     held, graph_uses = _saved(stage, scope)
@@ -116,7 +116,7 @@ def _freed(code: str) -> int:
     return len(re.findall(r"reduce_unit_\.one\((buf\d+), .*\n\s+del \1\b", code))
 
 
-@on_ranks(2, timeout=240)
+@on_ranks(timeout=240)
 def test_rule_04_generated_code_keeps_buffers() -> None:
     """What is gathered or reduced is not written to, nor freed before our last call; the numbers are right."""
     # Inductor's code for the whole model as one graph at stage 3, and the deviation after two steps.
@@ -260,7 +260,7 @@ def _backwards(x: Tensor, stage: int, retain: bool) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
-@on_ranks(2)
+@on_ranks()
 def test_rule_06_a_cached_backward_that_runs_twice(stage: int, tmp_path: Path) -> None:
     """A backward that may overwrite what is saved, since it was compiled to run once, does not run twice."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(models.device())
@@ -338,7 +338,7 @@ def _attribute_reads(reads: int) -> tuple[int, int]:
     return stats.gathers, stats.eager_reads
 
 
-@on_ranks(2)
+@on_ranks()
 def test_rule_12_reads_do_not_gather() -> None:
     """Twenty reads of a weight's attributes in a block communicate no more than one."""
     few, many = _attribute_reads(1), _attribute_reads(20)
@@ -349,7 +349,7 @@ def test_rule_12_reads_do_not_gather() -> None:
 # ---- gathers in flight together ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_gathers_in_flight_together() -> None:
     """gloo's threads race when names of collectives are long: see [Note: gloo gathers]."""
     # Starts the gathers of all units at once, again and again; the values must be the masters' at the end.
@@ -381,7 +381,7 @@ class Validated(models.Module):
 
 @STAGES
 @SCOPES
-@on_ranks(2)
+@on_ranks()
 def test_rule_14_inference_mode_before_training(stage: int, scope: Any) -> None:
     """The sanity check and validations in inference mode leave no inference tensor behind: training is right."""
     module, twin = Validated(), models.Module()

@@ -59,7 +59,7 @@ def _nested_loss(where: str, backward: Callable[[Tensor], None]) -> Callable[[nn
 @STAGES
 @SCOPES
 @pytest.mark.parametrize("kind", ["checkpoint", "backward", "forward"])
-@on_ranks(2)
+@on_ranks()
 def test_rule_08_nested_backwards(kind: str, stage: int, scope: Any) -> None:
     """Reentrant checkpoints and a backward inside a backward flush once, at the outermost end; gradients are right."""
     model, twin = models.pair(models.ByteModel)
@@ -85,7 +85,7 @@ def test_rule_08_nested_backwards(kind: str, stage: int, scope: Any) -> None:
 @STAGES
 @SCOPES
 @pytest.mark.parametrize("nested", [False, True])
-@on_ranks(2)
+@on_ranks()
 def test_rule_08_a_step_after_a_failed_backward(stage: int, scope: Any, nested: bool) -> None:
     """A backward that raises leaves nothing behind: the next step is right."""
     model, twin = models.pair(models.ByteModel)
@@ -123,7 +123,7 @@ class Replayed(torch.autograd.Function):
         return 2 * grads[0], None
 
 
-@on_ranks(2)
+@on_ranks()
 def test_results_that_are_replayed_are_watched_each_time() -> None:
     """What a backward with `create_graph=True` through what is watched raises, call by call."""
     kept: list[Tensor] = []

@@ -22,7 +22,7 @@ def _model() -> nn.Module:
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_a_write_to_an_input_raises(options: dict[str, Any], requires_grad: bool) -> None:
     model = _model()
     with engines.engine(model, 3, **options) as engine:
@@ -39,7 +39,7 @@ def test_a_write_to_an_input_raises(options: dict[str, Any], requires_grad: bool
 
 
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_nothing_keeps_itself_alive(options: dict[str, Any]) -> None:
     model = _model()
     with engines.engine(model, 3, **options) as engine:

@@ -115,14 +115,14 @@ def _error(kind: str, stage: int, scope: Any) -> float:
 
 @pytest.mark.parametrize("scope", [False, "blocks"])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_rule_15_saved_views(stage: int, scope: Any) -> None:
     """Views of another dtype, conjugated, negated, of a part, of a subclass: the gradients are torch's."""
     errors = {kind: _error(kind, stage, scope) for kind in (KINDS if not scope else TRACED)}
     assert {kind: error for kind, error in errors.items() if not error <= 1e-5} == {}
 
 
-@on_ranks(2)
+@on_ranks()
 def test_rule_15_what_cannot_be_described_raises() -> None:
     model = Net("complex")
     with engines.engine(model, 3, compile=False) as engine:

@@ -100,7 +100,7 @@ LONG = [pytest.param(*cell, marks=pytest.mark.long) for cell in ((1, "blocks"), 
 
 @pytest.mark.parametrize(("stage", "compile"), [(1, False), (3, False), (3, "blocks"), *LONG])
 @pytest.mark.parametrize("window", [False, True])
-@on_ranks(2, timeout=240)
+@on_ranks(timeout=240)
 def test_cached_losses_equal_the_plain_ones(stage: int, compile: Any, window: bool, long: bool) -> None:
     """Every gradient equals the uncached loss's, and the chunks' backwards cost one reduction."""
     for name in LOSSES if long or not compile else [*LOSSES][:1]:  # the same encoder is compiled

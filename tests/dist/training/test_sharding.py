@@ -31,7 +31,7 @@ def _apart(left: nn.Module, right: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("architecture", architectures.ARCHITECTURES)
-@on_ranks(2, timeout=200)
+@on_ranks(timeout=200)
 def test_trains_as_ddp(architecture: str, long: bool) -> None:
     """Parameters, gradients of every step and buffers equal the reference at every stage, compiled and eager."""
     twin = architectures.Net(architectures.ARCHITECTURES[architecture])
@@ -77,7 +77,7 @@ class Subclassed(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-@on_ranks(2, timeout=200)
+@on_ranks(timeout=200)
 def test_optimizers_step_on_masters(stage: int) -> None:
     """torch's optimizers, in every implementation, give the reference's parameters."""
     for name, (kind, arguments) in {**OPTIMIZERS, "subclass": (Subclassed, {"lr": 1e-2})}.items():
@@ -114,7 +114,7 @@ CLIPS: dict[str, Callable[[Any], Tensor | None]] = {
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2, timeout=200)
+@on_ranks(timeout=200)
 def test_torch_clips_masters(stage: int) -> None:
     """clip_grad_norm_ and clip_grad_value_ of torch see the norm of the whole model, scalars included."""
     for name, clip in CLIPS.items():
@@ -134,7 +134,7 @@ def test_torch_clips_masters(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.05), ("value", 0.01)])
-@on_ranks(2)
+@on_ranks()
 def test_trainer_clips(algorithm: str, value: float, stage: int) -> None:
     """Trainer(gradient_clip_val=...) equals clipping the averaged gradient, by norm and by value."""
     module, twin = models.pair(_mixed)
@@ -172,7 +172,7 @@ def _dcp_tools(trainer: L.Trainer, module: architectures.Net) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_state_dicts(stage: int) -> None:
     """torch's state-dict tools see full values under the module's own names; `state_dict` itself holds DTensors."""
     module, twin = models.pair(partial(architectures.Net, architectures.Mixed, torch.optim.Adam, lr=1e-2))
@@ -190,7 +190,7 @@ def test_state_dicts(stage: int) -> None:
 
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "blocks"])
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_load_full_state_dict_while_sharded(stage: int, options: dict[str, Any]) -> None:
     """Full tensors load at any time, partly too; the next read and the next step see them."""
     module, other = _mixed(), _mixed()
@@ -217,7 +217,7 @@ def test_load_full_state_dict_while_sharded(stage: int, options: dict[str, Any])
     assert _apart(module, other) <= 1e-6
 
 
-@on_ranks(2)
+@on_ranks()
 def test_copies_are_refused_while_sharded() -> None:
     """A sharded module is neither pickled nor copied in part; after `fit` both work again."""
     module = _mixed()

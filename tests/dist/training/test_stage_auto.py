@@ -32,7 +32,7 @@ def _peaks(batch: Any = None, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("options", [EAGER, pytest.param(AOT, marks=pytest.mark.long)], ids=["eager", "aot_eager"])
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_the_fastest_that_fits(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
     """It trains as DDP does, says why in one line, and the checkpoint has the choice; a second fit makes none."""
     options = {"unit_bytes": 1, **options}
@@ -57,7 +57,7 @@ def test_the_fastest_that_fits(stage: int, options: dict[str, Any], tmp_path: Pa
     assert strategy.choice is choice
 
 
-@on_ranks(2)
+@on_ranks()
 def test_where_none_fits() -> None:
     """Every rank raises with the numbers, before anything was sharded; the module is what it was."""
     limit = int(_peaks(unit_bytes=1, **EAGER)[2] / SHARE_WITHOUT_BATCH) - 2
@@ -69,7 +69,7 @@ def test_where_none_fits() -> None:
     assert all(p is q for p, q in zip(module.parameters(), before, strict=True)) and strategy.choice is None
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_batch_makes_activations_count() -> None:
     """The choice is of what fits with them, and a batch that the model cannot take is named."""
     peaks = _peaks(tokens(), unit_bytes=1, **EAGER)
@@ -92,7 +92,7 @@ class AsksTheTrainer(models.Module):
         return super().configure_optimizers()
 
 
-@on_ranks(2)
+@on_ranks()
 def test_optimizers_that_ask_the_trainer() -> None:
     """Their states are counted as AdamW's, and the line says so; what is free on the host is enough for stage 1."""
     strategy = ZeroCompileStrategy(stage="auto", **EAGER)

@@ -57,7 +57,7 @@ class Constant(L.LightningModule):
 
 @STAGES
 @pytest.mark.parametrize("options", [{"compile": False}, {"compile": "model", "backend": "aot_eager"}])
-@on_ranks(2)
+@on_ranks()
 def test_a_module_without_parameters_is_evaluated(stage: int, options: dict[str, Any]) -> None:
     module, data = Constant(), models.Batches(models.rank(), 2)
     trainer = models.make_trainer(ZeroCompileStrategy(stage=stage, **options))
@@ -81,7 +81,7 @@ def _mean_loss(module: models.Module, count: int) -> float:
 
 @STAGES
 @pytest.mark.parametrize("options", [{"compile": False}, AOT], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_validate_test_and_predict_without_fit(stage: int, options: dict[str, Any]) -> None:
     """They compute what a plain module computes, metrics are of all ranks, and weights stay what they were."""
     module, twin = models.pair(Evaluated)
@@ -103,7 +103,7 @@ def test_validate_test_and_predict_without_fit(stage: int, options: dict[str, An
 
 @STAGES
 @pytest.mark.parametrize("options", [{"compile": False}, AOT], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_validation_after_each_step_sees_the_new_weights(stage: int, options: dict[str, Any]) -> None:
     """Sanity check and a validation after every step: each sees the weights of exactly that many steps."""
     module, twin = models.pair(Evaluated)
@@ -125,7 +125,7 @@ def test_validation_after_each_step_sees_the_new_weights(stage: int, options: di
 
 @ENDS
 @pytest.mark.parametrize("same_trainer", [True, False])
-@on_ranks(2)
+@on_ranks()
 def test_fit_validate_fit(stage: int, same_trainer: bool) -> None:
     """A second fit goes on from the first one's weights, in the same Trainer and in another one."""
     module, twin = models.pair(Evaluated)
@@ -161,7 +161,7 @@ class Step(L.Callback):
 @pytest.mark.parametrize(
     ("outer", "inner"), [(1, 3), *(pytest.param(3, inner, marks=pytest.mark.long) for inner in (3, 2))]
 )
-@on_ranks(2)
+@on_ranks()
 def test_two_strategies_alternate_in_one_process(outer: int, inner: int) -> None:
     """Whole fits with another strategy between the steps of one: neither sees the other."""
     module, twin = models.pair()
@@ -172,7 +172,7 @@ def test_two_strategies_alternate_in_one_process(outer: int, inner: int) -> None
     assert models.deviation(step.module, step.twin) < 1e-6
 
 
-@on_ranks(2)
+@on_ranks()
 def test_detect_anomaly_overfit_batches_and_fast_dev_run() -> None:
     module, twin = models.pair()
     models.fit(module, ZeroCompileStrategy(compile=False), 2, detect_anomaly=True)
@@ -224,7 +224,7 @@ class Next(models.Module):
 
 @ENDS
 @pytest.mark.parametrize("how", ["read", "full_parameters", "state_dict", "optimizer"])
-@on_ranks(2)
+@on_ranks()
 def test_weights_right_after_the_step(stage: int, how: str) -> None:
     """A user's read, a checkpoint and another optimizer see the step's weights, at stages that gather ahead too."""
     module, twin = models.pair(Next, how=how)
@@ -244,7 +244,7 @@ def test_weights_right_after_the_step(stage: int, how: str) -> None:
 
 
 @ENDS
-@on_ranks(2)
+@on_ranks()
 def test_module_is_ordinary_after_fit(stage: int) -> None:
     """Original class, plain parameters with their attributes, copies, pickles, plain training."""
     module, twin = models.pair()
@@ -263,7 +263,7 @@ def test_module_is_ordinary_after_fit(stage: int) -> None:
 
 
 @ENDS
-@on_ranks(2)
+@on_ranks()
 def test_module_stays_sharded_on_request(stage: int) -> None:
     """``unshard_after_fit=False``: validate, state_dict and a further fit work on the shards."""
     module, twin = models.pair(Evaluated)
@@ -307,7 +307,7 @@ class Writer(models.Module):
 
 @STAGES
 @pytest.mark.parametrize("writeback", [True, False])
-@on_ranks(2)
+@on_ranks()
 def test_full_parameters(stage: int, writeback: bool) -> None:
     """What is written inside is taken over by every later use, or by none."""
     module, twin = models.pair(Writer, writeback=writeback)
@@ -326,7 +326,7 @@ def test_full_parameters(stage: int, writeback: bool) -> None:
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_checkpoint_right_after_each_step(stage: int) -> None:
     """A checkpoint between two steps holds the weights of exactly that many steps."""
     module, twin = models.pair()

@@ -10,7 +10,7 @@ from tests.support.harness import on_ranks
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_units_are_named(stage: int) -> None:
     blocks = [f"model.layers.{index}" for index in range(3)]
     torch._dynamo.reset()

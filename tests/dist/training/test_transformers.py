@@ -105,7 +105,7 @@ ALWAYS = ("llama", "llama tied", "qwen2-moe")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.long) for name in ARCHITECTURES]
 )
-@on_ranks(2, timeout=600)
+@on_ranks(timeout=600)
 def test_trains_as_plain_torch(name: str, long: bool) -> None:
     """For each stage and scope the deviation from plain torch; parameters used and gradients produced in graphs."""
     stages = (1, 2, 3) if long else (3,)

@@ -109,7 +109,7 @@ class Automatic(models.Module):
     ("kind", "options"), [(Tower, AOT), (Automatic, EAGER), pytest.param(Tower, EAGER, marks=LONG),
                           pytest.param(Automatic, AOT, marks=LONG)],
 )  # fmt: skip
-@on_ranks(2)
+@on_ranks()
 def test_training_steps_of_the_trainer(kind: type[models.Module], options: dict[str, Any]) -> None:
     """A whole step with a window, clipping, an optimizer and a logged value in `unequal()`; `unequal_work="all"`."""
     module, twin = models.pair(kind)
@@ -147,7 +147,7 @@ def _raises(match: str, act: Callable[[Engine, int], object]) -> None:
             assert torch.allclose(model(data[0][:, :-1]), twin(data[0][:, :-1]), atol=1e-5)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_rank_that_raises() -> None:
     """The others raise, and say which rank has raised what; all can go on."""
 
@@ -158,7 +158,7 @@ def test_a_rank_that_raises() -> None:
     _raises("^on purpose" if models.rank() else "rank 1 has raised ValueError: on purpose", act)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_ranks_at_different_gates() -> None:
     def act(engine: Engine, count: int) -> None:
         if count == 5:
@@ -221,7 +221,7 @@ class Uneven(models.Evaluated):
 
 
 @pytest.mark.parametrize(("stage", "options"), [(3, EAGER), (3, AOT), pytest.param(1, EAGER, marks=LONG)])
-@on_ranks(2)
+@on_ranks()
 def test_different_numbers_of_batches(stage: int, options: dict[str, Any]) -> None:
     """A fit with validations, a test and a prediction, as plain torch computes them; the logged means are those of all
     ranks."""
@@ -268,7 +268,7 @@ class Anything(models.Evaluated):
 
 
 @pytest.mark.parametrize("options", [EAGER, pytest.param(AOT, marks=LONG)])
-@on_ranks(2)
+@on_ranks()
 def test_unequal_evaluations(options: dict[str, Any]) -> None:
     """`unequal_work="evaluation"`: other layers on each rank, and datasets whose lengths nobody knows before."""
     module, twin = models.pair(Anything)
@@ -287,7 +287,7 @@ def test_unequal_evaluations(options: dict[str, Any]) -> None:
     assert logged[0]["val_loss"] == pytest.approx(sum(every) / len(every), abs=1e-5)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_rank_without_batches() -> None:
     strategy = ZeroCompileStrategy(3, timeout=timedelta(seconds=60), **EAGER)
     module = Uneven([[2, 2], [0, 2]])

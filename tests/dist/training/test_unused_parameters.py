@@ -72,7 +72,7 @@ class OnOneRank(architectures.Net):
 
 @pytest.mark.parametrize("options", [EAGER, AOT, MODEL], ids=["eager", "blocks", "model"])
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_unused_parameters(stage: int, options: dict[str, Any]) -> None:
     """Nobody's: grad None, AdamW leaves it. One rank's: averaged with zero, as DDP's find_unused_parameters."""
     if stage == 3 and options is MODEL:
@@ -137,7 +137,7 @@ class Toggled(architectures.Net):
 
 @pytest.mark.parametrize("options", [EAGER, AOT, MODEL], ids=["eager", "blocks", "model"])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_requires_grad_toggles_between_steps(stage: int, options: dict[str, Any]) -> None:
     """Adapters on a frozen base; what is trained changes between steps, in compiled regions too."""
     module, twin = models.pair(lambda: Toggled(Adapted))

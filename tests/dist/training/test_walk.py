@@ -46,7 +46,7 @@ class Walked(models.Module):
 
 
 @pytest.mark.slow
-@on_ranks(2)
+@on_ranks()
 def test_a_step_visits_few_rooms() -> None:
     """Stage 3, blocks compiled by aot_eager, AdamW."""
     module = Walked()

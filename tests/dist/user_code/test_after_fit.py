@@ -49,7 +49,7 @@ def _described(module: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "options"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_parameters_have_their_dtypes_again(stage: int, options: dict[str, Any]) -> None:
     module = Half()
     before, start = _described(module), copy.deepcopy(module)
@@ -95,7 +95,7 @@ def _data() -> Any:
 
 
 @pytest.mark.parametrize(("stage", "options"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_param_dtype_casts_what_modules_are_passed(stage: int, options: dict[str, Any]) -> None:
     """As FSDP2 does: the module, its children and blocks; not the batch, whose targets the loss reads."""
     module, options = Regression(), options | {"param_dtype": "bfloat16"}
@@ -121,7 +121,7 @@ class Fails(models.Module):
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks(2, timeout=240)
+@on_ranks(timeout=240)
 def test_statistics_outlive_the_fit(stage: int) -> None:
     strategy, callback = ZeroCompileStrategy(stage, backend="inductor"), AtTheEnd()
     assert not any(hasattr(strategy, name) for name in ("stats", "compile_stats", "eager_reads"))
@@ -152,7 +152,7 @@ class Noisy(models.Module):
 
 
 @pytest.mark.parametrize(("stage", "options"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_what_does_not_work_is_refused_with_the_remedy(stage: int, options: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)DTensor.*randn_like\(p.grad\)"):
         models.train(Noisy(right=False), ZeroCompileStrategy(stage, **options))

@@ -70,7 +70,7 @@ def _saving(path: str) -> L.Callback:
 
 
 @pytest.mark.parametrize("kind", ["ema", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("swa", "equal"))])
-@on_ranks(2)
+@on_ranks()
 def test_weight_averaging(kind: str, tmp_path: Path, long: bool) -> None:
     """SWA, EMA and the equal average: sharded, DDP's values in training, validation, either checkpoint and resume."""
     folder = str(tmp_path)
@@ -127,7 +127,7 @@ class Unfrozen(models.Module):
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@on_ranks(2)
+@on_ranks()
 def test_finetuning_callback(tmp_path: Path, checkpoint: str) -> None:
     """Unfreezing during training is training from then on, with gradients of all ranks, and can be resumed.
 
@@ -187,7 +187,7 @@ class Adapted(models.Module):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_adapters_on_frozen_weights() -> None:
     """LoRA: only the adapters move; the frozen weights stay to the bit."""
     start, twin = models.pair(Adapted)
@@ -207,7 +207,7 @@ def test_adapters_on_frozen_weights() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@on_ranks(2)
+@on_ranks()
 def test_learning_rate_finder(tmp_path: Path, checkpoint: str) -> None:
     """DDP's curve and suggestion; weights and optimizer states are those of before."""
     folder = str(tmp_path)
@@ -236,7 +236,7 @@ def test_learning_rate_finder(tmp_path: Path, checkpoint: str) -> None:
 
 @pytest.mark.parametrize("interval", ["step", pytest.param("epoch", marks=pytest.mark.long)])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@on_ranks(2)
+@on_ranks()
 def test_a_timer_that_has_run_out_stops_a_resumed_run(tmp_path: Path, checkpoint: str, interval: str) -> None:
     """Nothing is trained, as under DDP, although the timer's seconds, which are in the checkpoint, come later here."""
     path = str(tmp_path / "timer.ckpt")
@@ -262,7 +262,7 @@ class Clamped(models.Module):
             parameter.data.clamp_(-0.1, 0.1)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_parameters_are_clamped_through_data() -> None:
     """The next forward computes with what was written, also where the value had been gathered after the step."""
     start, ddp = models.pair(Clamped)

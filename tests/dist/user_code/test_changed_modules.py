@@ -142,7 +142,7 @@ CELLS = [
 
 @pytest.mark.filterwarnings("ignore:.*no optimizer has the new one")
 @pytest.mark.parametrize(("name", "stage", "options"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_a_changed_module_trains_on(name: str, stage: int, options: dict[str, Any]) -> None:
     """After each change the numbers, with momentum, are those of a plain module with DDP's gradients."""
     model, twin = models.pair(models.ByteModel)
@@ -167,7 +167,7 @@ def test_a_changed_module_trains_on(name: str, stage: int, options: dict[str, An
     assert {n: torch.equal(b, buffers[n].cpu()) for n, b in model.named_buffers()} == dict.fromkeys(buffers, True)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_a_rank_replaces_is_rank_0_s_and_its_user_s_object_again() -> None:
     model = models.ByteModel()
     with engines.engine(model, 3, **EAGER) as engine:
@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
 
 @pytest.mark.parametrize("name", list(REFUSED))
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-@on_ranks(2, timeout=60)
+@on_ranks(timeout=60)
 def test_what_cannot_be_replaced_raises_on_every_rank(stage: int, name: str) -> None:
     change, message = REFUSED[name]
     model = models.ByteModel()
@@ -284,7 +284,7 @@ class SavesInTheMiddle(models.Module):
         pytest.param(2, "eager", False, marks=pytest.mark.long),
     ],
 )
-@on_ranks(2)
+@on_ranks()
 def test_model_pruning_prunes_as_under_ddp(stage: int, mode: str, lottery: bool, tmp_path: Path) -> None:
     """The model, and the checkpoint in the middle, whose masks are applied and whose names are the first ones."""
     ours, theirs = models.pair(SavesInTheMiddle)
@@ -331,7 +331,7 @@ def _epochs(module: Any, strategy: Any, epochs: int, path: Any = None, **argumen
     ("stage", "mode"), [(3, "aot_eager"), *(pytest.param(s, m, marks=pytest.mark.long) for s, m in
                                             ((1, "eager"), (2, "aot_eager"), (3, "eager")))],
 )  # fmt: skip
-@on_ranks(2)
+@on_ranks()
 def test_changes_where_gathers_move_bfloat16(stage: int, mode: str) -> None:
     """After two epochs the ranks have agreed which parameters are gathered as their casts."""
     source, ours = models.pair(Changes)
@@ -354,7 +354,7 @@ def test_changes_where_gathers_move_bfloat16(stage: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-@on_ranks(2)
+@on_ranks()
 def test_a_changed_module_is_saved_and_resumed(kind: str, tmp_path: Path) -> None:
     """With the state of its optimizer, under the names that the module has then."""
     module, again = Changes(), Changes()
@@ -417,7 +417,7 @@ class Resizes(L.LightningModule):
         pytest.param(3, "aot_eager", "full", marks=pytest.mark.long),
     ],
 )
-@on_ranks(2)
+@on_ranks()
 def test_a_vocabulary_that_grows_in_the_middle_of_a_fit(stage: int, mode: str, kind: str, tmp_path: Path) -> None:
     """It trains on as a plain model does whose optimizer forgets the embedding's state; it is saved and resumed."""
     torch.manual_seed(0)
@@ -474,7 +474,7 @@ class Keeps(models.Module):
             self.trainer.strategy.optimizers[0].add_param_group({"params": self.model.head.parameters()})  # type: ignore[union-attr]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_another_layout_keeps_every_bit_of_the_rest() -> None:
     module = Keeps()
     models.train(module, ZeroCompileStrategy(3, **EAGER), steps=2, precision="bf16-true")
@@ -486,7 +486,7 @@ def test_another_layout_keeps_every_bit_of_the_rest() -> None:
         assert all(torch.equal(a, b) for a, b in zip(values, module.after[name], strict=True)), name
 
 
-@on_ranks(2)
+@on_ranks()
 def test_another_layout_is_refused_with_the_way_out_where_it_cannot_be_taken() -> None:
     model = models.ByteModel()
     engine = engines.make_engine(model, 3, offload="optimizer", **EAGER)

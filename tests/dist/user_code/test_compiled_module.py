@@ -26,7 +26,7 @@ class SeenConfig(L.Callback):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_it_trains_as_ddp_with_the_module_s_options(stage: int) -> None:
     """Twice: Lightning compiles the steps of the same module again for the second fit."""
     module, twin = models.pair(models.Module)
@@ -134,7 +134,7 @@ class Parts(models.Module):
      pytest.param(3, {}, marks=pytest.mark.long), pytest.param(3, MODEL, marks=pytest.mark.long)],
     ids=["3-aot_eager", "1-aot_eager", "2-aot_eager", "3-its own", "3-model"],
 )  # fmt: skip
-@on_ranks(2)
+@on_ranks()
 def test_a_compiled_part_trains_as_ddp(stage: int, options: dict[str, Any], how: str) -> None:
     """The strategy compiles it; names are those of DDP; afterwards it is the user's compiled one again."""
     plain = models.Module()

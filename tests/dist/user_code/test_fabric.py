@@ -49,7 +49,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
-@on_ranks(2)
+@on_ranks()
 def test_it_trains_as_fabric_s_ddp(stage: int, mode: str) -> None:
     """The optimizer is made before the set-up at odd stages, and after it at even ones."""
     ours, theirs = models.pair(models.ByteModel)
@@ -71,7 +71,7 @@ def test_it_trains_as_fabric_s_ddp(stage: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-@on_ranks(2)
+@on_ranks()
 def test_save_and_load(kind: str, tmp_path: Path) -> None:
     """A run that is loaded in the middle goes on as one that was not interrupted."""
     options: dict[str, Any] = {"stage": 3, "state_dict_type": kind, **EAGER}
@@ -94,7 +94,7 @@ def test_save_and_load(kind: str, tmp_path: Path) -> None:
     assert models.deviation(again, whole) == 0
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_does_not_work_says_what_to_do() -> None:
     fabric = _fabric("zerocompile_stage_1")
     with pytest.raises(RuntimeError, match=r"works after `fabric\.setup`"):
@@ -109,7 +109,7 @@ def test_what_does_not_work_says_what_to_do() -> None:
     fabric.strategy.unshard()  # type: ignore[attr-defined]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_part_that_the_user_compiled_is_compiled_by_the_strategy() -> None:
     ours, theirs = models.pair(models.ByteModel)
     ddp = _fabric("ddp")
@@ -126,7 +126,7 @@ def test_a_part_that_the_user_compiled_is_compiled_by_the_strategy() -> None:
 
 
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param("eager", marks=pytest.mark.long)])
-@on_ranks(2)
+@on_ranks()
 def test_unequal_work(mode: str) -> None:
     """Ranks run different numbers of forwards, of different layers, in training and in evaluation."""
     model, twin = models.pair(models.Routed)

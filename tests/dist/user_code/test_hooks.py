@@ -111,7 +111,7 @@ def _cell(stage: int, options: dict[str, Any], where: str, late: bool) -> str:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks()
 def test_hooks_on_and_inside_one_of_several_equal_blocks(stage: int) -> None:
     """Every kind of hook, from before the first step or registered in the middle: called once a step, and what it
     returns counts. Set-up's compilation gives way to it, and says so by the block's name."""
@@ -142,7 +142,7 @@ class Everywhere(L.Callback):
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-@on_ranks(2)
+@on_ranks()
 def test_hooks_of_all_modules(stage: int) -> None:
     module, hook = models.Module(), Everywhere()
     strategy = ZeroCompileStrategy(stage, backend="aot_eager")
@@ -160,7 +160,7 @@ class Normed(models.Block):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_blocks_with_hooks_of_torchs_own_are_compiled(stage: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

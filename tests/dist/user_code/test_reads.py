@@ -86,7 +86,7 @@ def _flags(module: Any) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_flags_and_names(stage: int, options: dict[str, Any]) -> None:
     _fit(_flags, stage, options)
 
@@ -111,7 +111,7 @@ def _compare(module: Any) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_comparisons(stage: int, options: dict[str, Any]) -> None:
     _fit(_compare, stage, options, ("on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end"))
 
@@ -137,7 +137,7 @@ def _copies(module: Any) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_a_copy_in_a_callback_is_whole(stage: int, options: dict[str, Any]) -> None:
     module = _fit(_copies, stage, options, ("on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end"))
     assert module.model.head.weight.abs().max() > 0
@@ -165,7 +165,7 @@ def _copies_of_the_trainer(module: Any) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_the_trainer_and_its_parts_are_copied(stage: int, options: dict[str, Any]) -> None:
     _fit(_copies_of_the_trainer, stage, options, ("on_train_batch_end", "on_train_epoch_end"))
 
@@ -175,7 +175,7 @@ class OnDTensors(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, OnDTensors])
-@on_ranks(2)
+@on_ranks()
 def test_numbers_of_an_optimizers_state_are_whole(optimizer: type[Optimizer], tmp_path: Path) -> None:
     """Also of a state that was loaded, and against full tensors."""
 
@@ -212,7 +212,7 @@ def _prints(module: Any) -> None:
         assert repr(weight) == f"{weight}"
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_printed_parameter_says_which_rows_it_shows() -> None:
     _fit(_prints, 3, EAGER, ("on_train_batch_end",))
 
@@ -253,13 +253,13 @@ def _histograms(module: Any) -> None:
 @pytest.mark.parametrize(
     ("stage", "options"), [*CELLS[2:], pytest.param(3, EAGER, id="3-eager", marks=pytest.mark.long)]
 )
-@on_ranks(2)
+@on_ranks()
 def test_histograms_in_every_hook(stage: int, options: dict[str, Any]) -> None:
     _fit(_histograms, stage, options)
 
 
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_parameters_and_gradients_as_wandb_watch_logs_them(options: dict[str, Any]) -> None:
     """`wandb.watch(log="parameters")` is a hook after the forward; gradients as the error of `register_hook` says."""
     seen: dict[str, list[Any]] = {"parameters": [], "gradients": []}
@@ -306,7 +306,7 @@ def _own_collectives(module: Any) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options"), CELLS[:3])
-@on_ranks(2)
+@on_ranks()
 def test_a_collective_of_ones_own_on_a_shard_raises(stage: int, options: dict[str, Any]) -> None:
     _fit(_own_collectives, stage, options, ("on_before_optimizer_step",))
 
@@ -319,7 +319,7 @@ def _alone(module: Any) -> None:
         module.message, module.seconds = str(raised.value), time.monotonic() - start
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_histogram_of_one_rank_alone_raises() -> None:
     """In seconds, when the other has come to something else; and training goes on."""
     module = _fit(_alone, 3, EAGER, ("on_before_optimizer_step",))
@@ -339,7 +339,7 @@ class Unoptimized(models.Module):
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-@on_ranks(2)
+@on_ranks()
 def test_a_fit_without_an_optimizer_is_saved_and_resumed(kind: str, tmp_path: Path) -> None:
     """Lightning's stand-in has an empty state dict."""
     module, path = Unoptimized(), f"{tmp_path}/{kind}.ckpt"
@@ -364,7 +364,7 @@ class Recording(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_plugin_gets_the_path_and_the_options(tmp_path: Path) -> None:
     """As from DDP: on rank 0 for saving, with what the user gave, of the type that the user gave."""
     recording, path = Recording(), str(tmp_path / "plugin.ckpt")

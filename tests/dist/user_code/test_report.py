@@ -65,7 +65,7 @@ def _about(report: Report) -> dict[str, str]:
     ],
     ids=["1-eager", "3-aot_eager", "2-aot_eager", "3-eager"],
 )
-@on_ranks(2)
+@on_ranks()
 def test_the_monitor_logs_what_the_run_does(stage: int, options: dict[str, Any]) -> None:
     """Every second step, on rank 0; the run communicates what it communicates without it."""
     torch._dynamo.reset()
@@ -92,7 +92,7 @@ def test_the_monitor_logs_what_the_run_does(stage: int, options: dict[str, Any])
     assert (report.host.drained is None) is (models.device() == "cpu")  # only a device can wait for its host
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_monitor_without_use_raises() -> None:
     for number in (0, True, 1.5):
         with pytest.raises(ValueError, match="`every_n_steps="):
@@ -107,7 +107,7 @@ def test_a_monitor_without_use_raises() -> None:
 # ---- the report ----
 
 
-@on_ranks(2)
+@on_ranks()
 def test_the_report() -> None:
     """While a run goes on and after it: text, and the same figures as JSON."""
     strategy = ZeroCompileStrategy(stage=3, unit_bytes=1, **AOT)
@@ -143,7 +143,7 @@ class Disabled(models.Block):
         return x + self.narrow(wide)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_block_that_ran_eagerly() -> None:
     """The warning, on rank 0 and once, and the advice say which, why and where."""
     module = models.Module(lambda: models.Stacked(lambda: Disabled(10)))
@@ -169,7 +169,7 @@ class Lengths(models.Batches):
 
 
 @LONG
-@on_ranks(2)
+@on_ranks()
 def test_many_recompilations() -> None:
     """A graph for each length; with `dynamic=True` one for all."""
     torch._dynamo.reset()
@@ -182,7 +182,7 @@ def test_many_recompilations() -> None:
     assert "recompilations" not in _about(found[1])
 
 
-@on_ranks(2)
+@on_ranks()
 def test_recompilations_are_counted() -> None:
     """Those of code that had a graph already, not the first; a few are no reason for advice."""
     torch._dynamo.reset()
@@ -213,7 +213,7 @@ class Rounds(nn.Module):
 
 
 @pytest.mark.parametrize("options", [EAGER, pytest.param(AOT, marks=pytest.mark.long)], ids=["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_a_unit_that_is_gathered_many_times(options: dict[str, Any]) -> None:
     """Named once on rank 0; not where it is used once, kept, or lives for a step, and not for validation's gathers."""
     report, warned = _reported(models.Module(Rounds), stage=3, **options)
@@ -234,7 +234,7 @@ def test_a_unit_that_is_gathered_many_times(options: dict[str, Any]) -> None:
     assert not strategy.report().often and strategy.report().gathers
 
 
-@on_ranks(2)
+@on_ranks()
 def test_memory_that_is_free() -> None:
     """At stage 3 the advice is to use it; not where a budget was given, where it is too small, or at other stages."""
     report, _ = _reported(models.Module(), 2, stage=3, **EAGER)
@@ -247,7 +247,7 @@ def test_memory_that_is_free() -> None:
         assert "memory" not in _about(other)
 
 
-@on_ranks(2)
+@on_ranks()
 def test_the_host_is_the_limit() -> None:
     """What a device that runs dry says; the figures are made up, since ranks on the CPU have none."""
     report, _ = _reported(models.Module(), 2, stage=2, **EAGER)
@@ -260,7 +260,7 @@ def test_the_host_is_the_limit() -> None:
     assert "host" not in _about(replace(dry, modes={**dry.modes, "mode": "reduce-overhead"}))
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_window_that_does_not_fit() -> None:
     """Said once, on rank 0, with the sizes; nothing is said where it fits or where `gather` was chosen."""
     for free, gather, count in ((10, "auto", 1), (2**40, "auto", 0), (10, "use", 0)):

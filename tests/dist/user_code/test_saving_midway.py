@@ -29,7 +29,7 @@ def _largest(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize(("stage", "options"), CELLS)
-@on_ranks(2)
+@on_ranks()
 def test_inside_state_dict_has_full_values(stage: int, options: dict[str, Any]) -> None:
     """Of the whole and of its parts, tied ones in one piece, in the dtypes of after the fit; it trains on as DDP."""
     model = models.ByteModel()
@@ -60,7 +60,7 @@ def test_inside_state_dict_has_full_values(stage: int, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
     """Rank 0 enters alone, while rank 1 goes on to another backward; both can go on."""
     model = models.ByteModel()
@@ -147,7 +147,7 @@ def _token_loss(model: Any, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("stage", "options"), [(3, AOT), pytest.param(1, EAGER, marks=pytest.mark.long)])
-@on_ranks(2)
+@on_ranks()
 def test_transformers(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
     """With gradient checkpointing and tied weights."""
     pytest.importorskip("transformers")
@@ -159,7 +159,7 @@ def test_transformers(stage: int, options: dict[str, Any], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("stage", "options"), [(3, AOT), pytest.param(1, EAGER, marks=pytest.mark.long)])
-@on_ranks(2)
+@on_ranks()
 def test_peft(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
     """LoRA over a checkpointed base: only the adapter is saved, and the base is as it was."""
     peft = pytest.importorskip("peft")
@@ -181,7 +181,7 @@ def test_peft(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_a_library_that_saves_on_rank_0_alone(stage: int, tmp_path: Path) -> None:
     """Outside of `full_state_dict` transformers and PEFT raise there, at once and with the lines that work, and write
     no part of a model; all can go on."""
@@ -244,7 +244,7 @@ def test_a_fit_in_which_rank_0_alone_saves(
 
 
 @pytest.mark.parametrize(("stage", "options"), [(3, EAGER), pytest.param(3, AOT, marks=pytest.mark.long)])
-@on_ranks(2)
+@on_ranks()
 def test_sentence_transformers(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
     """Its `save_pretrained` takes no state dict."""
     pytest.importorskip("sentence_transformers")

@@ -53,7 +53,7 @@ class Moved(L.Callback):
     ],
     ids=["1-eager", "3-aot_eager"],
 )
-@on_ranks(2)
+@on_ranks()
 def test_one_line(options: dict[str, Any], optimizer: str, expected: list[str]) -> None:
     """On rank 0 alone and not on stdout; the bytes of a step in it are those of the run."""
     lines, out, moved = _lines(options, optimizer)
@@ -70,7 +70,7 @@ def test_one_line(options: dict[str, Any], optimizer: str, expected: list[str]) 
     assert lines[0].endswith("and activations")
 
 
-@on_ranks(2)
+@on_ranks()
 def test_what_cannot_be_said_ends_no_run() -> None:
     """Neither the line at the start nor the report at the end: the module is trained, and whole."""
 
@@ -106,7 +106,7 @@ class WithOwn(models.Module):
         return self.own
 
 
-@on_ranks(2)
+@on_ranks()
 def test_the_users_optimizer_is_not_tried_out() -> None:
     """Its states are not counted, and the line says so."""
     module, lines = WithOwn(), []
@@ -148,7 +148,7 @@ def test_a_long_compilation_is_said() -> None:
     assert last.startswith("torch.compile has finished `layers.0` after ")
 
 
-@on_ranks(2)
+@on_ranks()
 def test_blocks_are_named() -> None:
     """What compiles is the block that runs; nothing watches after the run."""
     seen: list[str] = []
@@ -180,7 +180,7 @@ class Logged(DummyLogger):
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_lightnings_own_figures_are_of_the_whole_model(stage: int) -> None:
     """ModelSummary: names, classes, counts and sizes as of the plain module; DeviceStatsMonitor logs as ever."""
     seen: list[Any] = []

@@ -71,7 +71,7 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks()
 def test_the_picture_of_a_step(stage: int, tmp_path: Path) -> None:
     """Every unit has a row with its gathers and its reduction; what is on top is what ran."""
     torch._dynamo.reset()

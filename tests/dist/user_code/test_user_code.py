@@ -66,7 +66,7 @@ def _refused(stage: int, scope: Any) -> dict[str, str]:
     return messages
 
 
-@on_ranks(2)
+@on_ranks()
 def test_gradients_of_values_read_again_raise() -> None:
     """Torch would return None, zeros or nothing at all: the value is not the one that the forward used."""
     found = {}
@@ -79,7 +79,7 @@ def test_gradients_of_values_read_again_raise() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_gradient_of_the_value_that_was_used(stage: int) -> None:
     """A gradient with respect to the very value that was used is the local one, as under DDP."""
     model, twin = models.pair(models.ByteModel)
@@ -124,7 +124,7 @@ class IgnoringBlock(nn.Module):
         return Ignoring.apply(self.linear(x).tanh(), self.weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@on_ranks(2)
+@on_ranks()
 def test_gradient_that_ignores_the_incoming_one() -> None:
     """A compiler could compute it in the forward graph; it is handed over in the backward all the same."""
     problems = []
@@ -174,7 +174,7 @@ class Twice(models.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks()
 def test_optimizer_of_attributes(stage: int) -> None:
     """`SGD([self.head.weight])` trains the parameter; one that is given twice is refused, as torch does."""
     module, twin = models.pair(OfAttributes)
@@ -221,7 +221,7 @@ class InsideModel(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["penalty", "clamp", "functional"])
-@on_ranks(2)
+@on_ranks()
 def test_own_parameters_inside_a_region(kind: str) -> None:
     """An L2 term over `self.parameters()`, a clamp of them, `functional_call` with other values: as under DDP where the
     block runs eagerly; compiled code would not see the other values and shards are not what it is for: it raises."""
@@ -277,7 +277,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", list(CHANGES))
-@on_ranks(2)
+@on_ranks()
 def test_a_changed_model_raises_in_the_next_step(name: str) -> None:
     messages = []
     for stage, scope in CELLS:
@@ -310,7 +310,7 @@ def _jacrev_of_masters(model: nn.Module, x: Tensor) -> None:
     torch.func.jacrev(lambda values: torch.func.functional_call(model, values, (x,)))(dict(model.named_parameters()))
 
 
-@on_ranks(2)
+@on_ranks()
 def test_transforms_of_sharded_parameters_raise() -> None:
     found = []
     x = torch.randint(0, models.VOCABULARY, (1, 2), device=models.device())
@@ -335,7 +335,7 @@ def test_transforms_of_sharded_parameters_raise() -> None:
 
 
 @pytest.mark.parametrize("scope", [False, "blocks"])
-@on_ranks(2)
+@on_ranks()
 def test_a_bare_forward_between_steps(scope: Any) -> None:
     """Under `torch.no_grad()` outside of any step: at most its last units stay gathered, and none in the next step."""
     model, twin = models.pair(models.ByteModel)

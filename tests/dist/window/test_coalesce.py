@@ -77,7 +77,7 @@ def _windows(stage: int, mode: str, gather: str) -> dict[str, Any]:
 
 @STAGES
 @pytest.mark.parametrize("mode", list(MODES))
-@on_ranks(2)
+@on_ranks()
 def test_window_reduces_once(stage: int, mode: str) -> None:
     """N = 1, 2, 4, 8 backwards: DDP's parameters, and reductions and gathers that do not depend on N."""
     result = _windows(stage, mode, "window")
@@ -108,7 +108,7 @@ def _filled(engine: Engine, limit: int, units: list[int]) -> int:
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_small_units_share_collectives(stage: int) -> None:
     """A step in which up to `limit` bytes are reduced, and gathered, together, where all units are at once."""
     counts, data = [], models.Batches(models.rank())
@@ -135,7 +135,7 @@ def test_small_units_share_collectives(stage: int) -> None:
         assert UNITS == each > some > one == 1
 
 
-@on_ranks(2)
+@on_ranks()
 def test_gather_at_each_use() -> None:
     """`gather="use"` trains the same and gathers in each backward; "auto" decides for "step" where memory allows."""
     use, auto = (_windows(3, "eager", gather) for gather in ("use", "auto"))
@@ -145,7 +145,7 @@ def test_gather_at_each_use() -> None:
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_exact_sums_are_equal_to_the_bit(stage: int) -> None:
     """Gradients whose sums are exact in fp32: several backwards outside, and inside a window."""
     found = []
@@ -175,7 +175,7 @@ def test_exact_sums_are_equal_to_the_bit(stage: int) -> None:
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_ranks_may_run_different_numbers_of_backwards(stage: int) -> None:
     """Rank 0 runs three backwards in the window, the others one; two windows."""
     model, twin = models.pair(models.ByteModel)
@@ -212,7 +212,7 @@ class Sometimes(nn.Module):
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_unused_frozen_and_one_sided_parameters(stage: int) -> None:
     model, twin = models.pair(Sometimes)
     x = torch.randn(3, 4).to(models.device())
@@ -273,7 +273,7 @@ class Adversarial(models.Module):
 
 @ENDS
 @pytest.mark.parametrize("mode", ["eager", "aot_eager"])
-@on_ranks(2)
+@on_ranks()
 def test_several_optimizers_and_clipping(stage: int, mode: str) -> None:
     """Alternating optimizers, one of which steps every second time on gradients that add up, clipped by norm."""
     modules = [Adversarial(True), Adversarial(False)]
@@ -311,7 +311,7 @@ class Accumulates(models.Module):
 @STAGES
 @pytest.mark.parametrize("how", ["block", "toggle"])
 @pytest.mark.parametrize("defer_grad_sync", [False, True])
-@on_ranks(2)
+@on_ranks()
 def test_accumulation_reduces_as_rarely_as_the_stage_allows(stage: int, how: str, defer_grad_sync: bool) -> None:
     module, twin = Accumulates(how), models.ByteModel()
     twin.load_state_dict(module.model.state_dict())
@@ -323,7 +323,7 @@ def test_accumulation_reduces_as_rarely_as_the_stage_allows(stage: int, how: str
 
 
 @ENDS
-@on_ranks(2)
+@on_ranks()
 def test_several_forwards_and_one_backward(stage: int) -> None:
     """Two forwards, one backward of their product, inside and outside a window; before it a backward that stays."""
     model, twin = models.pair(models.ByteModel)

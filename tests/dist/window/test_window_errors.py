@@ -60,7 +60,7 @@ MISUSES: dict[str, tuple[Misuse, dict[str, Any], str]] = {
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_misuse_raises_and_leaves_nothing(stage: int) -> None:
     """After each misuse the next step is right."""
     model, twin = models.pair(models.ByteModel)
@@ -163,7 +163,7 @@ def test_what_only_some_ranks_do_is_an_error_on_all(ranks: Ranks, body: Any, arg
         pytest.param(3, "window", None, False, marks=LONG),
     ],
 )
-@on_ranks(2)
+@on_ranks()
 def test_ranks_train_on_after_one_failed_early_in_a_window(
     stage: int, gather: Any, max_bytes: int | None, compiled: bool
 ) -> None:
@@ -229,7 +229,7 @@ def _goes_on_apart(
 
 
 @pytest.mark.parametrize(("max_bytes", "compiled"), [(None, True), (0, False), pytest.param(None, False, marks=LONG)])
-@on_ranks(2)
+@on_ranks()
 def test_ranks_that_have_gathered_different_units_in_a_window(max_bytes: int | None, compiled: bool) -> None:
     """One fails early and all catch that: their gathers would not match any more, so all raise, now and later."""
     said, engine, _ = _goes_on_apart(max_bytes, compiled, (0,))
@@ -241,7 +241,7 @@ def test_ranks_that_have_gathered_different_units_in_a_window(max_bytes: int | N
         assert "gather='window'" in text and "ckpt_path" in text, said
 
 
-@on_ranks(2)
+@on_ranks()
 def test_ranks_that_all_fail_at_the_same_place_in_a_window() -> None:
     said, engine, twin = _goes_on_apart(None, True, (0, 1))
     engine.unshard()

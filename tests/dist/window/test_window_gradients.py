@@ -34,7 +34,7 @@ class Adversaries(nn.Module):
 
 @pytest.mark.parametrize(("stage", "where"), ((1, "window"), (2, "window"), (3, "window"), (1, "accumulation")))
 @pytest.mark.parametrize("to_none", (True, False))
-@on_ranks(2)
+@on_ranks()
 def test_zero_grad_clears_what_waits(stage: int, where: str, to_none: bool) -> None:
     with twins.pair(stage, Adversaries) as (engine, twin, _):
         critic = torch.optim.SGD(engine.model.critic.parameters(), lr=LR)  # type: ignore[union-attr, arg-type]
@@ -55,7 +55,7 @@ def test_zero_grad_clears_what_waits(stage: int, where: str, to_none: bool) -> N
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2)
+@on_ranks()
 def test_grad_inside_a_window(stage: int) -> None:
     """`p.grad` inside a window: this rank's own sum; what was bound before, where something was."""
     with twins.pair(stage) as (engine, twin, _), engine.training_step():
@@ -74,7 +74,7 @@ def test_grad_inside_a_window(stage: int) -> None:
 
 
 @pytest.mark.parametrize("how", ("step", "closure", "clip"))
-@on_ranks(2)
+@on_ranks()
 def test_a_step_reduces_an_unfinished_accumulation(how: str) -> None:
     """An optimizer steps on an accumulation that no reducing backward has ended."""
     with twins.pair(1, keep_gradients=False) as (engine, twin, optimizer):
@@ -117,7 +117,7 @@ def _clipped() -> str:
     return "no error"
 
 
-@on_ranks(2)
+@on_ranks()
 def test_clipping_inside_a_window_is_an_error() -> None:
     message = _clipped()
     assert "inside `coalesce_grad_reduction`" in message and "lip" in message
@@ -138,7 +138,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("keep", (False, True))
-@on_ranks(2)
+@on_ranks()
 def test_two_optimizers_step_on_one_gradient(keep: bool) -> None:
     """Both optimizers step from one reduction, twice."""
 
@@ -190,7 +190,7 @@ class InBuffer(nn.Module):
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-@on_ranks(2)
+@on_ranks()
 def test_a_gradient_that_its_function_keeps_is_copied(stage: int) -> None:
     """As AccumulateGrad does; an ordinary one is not."""
     with twins.pair(stage, InBuffer) as (engine, twin, _):
@@ -221,7 +221,7 @@ class Moved(nn.Module):
 
 @pytest.mark.parametrize("compile", [False, "model"])
 @pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2)
+@on_ranks()
 def test_a_gradient_that_the_graph_returns_is_copied(compile: Any, stage: int) -> None:
     """The gradient of the input is zeroed while that of the parameter waits."""
     with twins.pair(stage, lambda: nn.Sequential(Moved()), compile=compile) as (engine, twin, _):
@@ -251,7 +251,7 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2)
+@on_ranks()
 def test_accumulation_over_reentrant_checkpoints(stage: int) -> None:
     """What earlier micro-batches have left does not make a unit complete: each is reduced once."""
     with twins.pair(stage, Recomputed, defer_grad_sync=True) as (engine, twin, _):

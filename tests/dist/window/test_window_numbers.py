@@ -74,7 +74,7 @@ def _expected(twin: nn.Module, count: int) -> None:
 
 
 @pytest.mark.parametrize("compile", [False, "blocks", "model"])
-@on_ranks(2)
+@on_ranks()
 def test_windows_are_equal_to_the_bit_and_compile_nothing(compile: Any, long: bool) -> None:
     """Against plain torch's sums, for any number of backwards, bounded or not; windows share the graphs outside."""
     for stage in (1, 2, 3) if long or not compile else (3,) if compile == "blocks" else (2,):
@@ -107,7 +107,7 @@ def test_windows_are_equal_to_the_bit_and_compile_nothing(compile: Any, long: bo
 
 
 @pytest.mark.parametrize("compile", [False, "blocks"])
-@on_ranks(2)
+@on_ranks()
 def test_gathers_at_each_use(compile: Any) -> None:
     """2 N for each of the five units."""
     model = models.ByteModel()
@@ -140,7 +140,7 @@ def _decisions(free: tuple[float, float], host: str = "") -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("free", "holds"), (((1, 1), True), ((0.99, 1), False), ((1, 0.99), False)))
-@on_ranks(2)
+@on_ranks()
 def test_one_rank_without_memory_decides_for_all(free: tuple[float, float], holds: Any) -> None:
     gathers, needed = _decisions(free)
     assert (gathers == 0) is holds
@@ -148,7 +148,7 @@ def test_one_rank_without_memory_decides_for_all(free: tuple[float, float], hold
 
 
 @pytest.mark.parametrize(("free", "holds"), ((1.99, False), (2, True)))
-@on_ranks(2)
+@on_ranks()
 def test_ranks_of_one_host_share_its_memory(free: Any, holds: Any) -> None:
     gathers, _ = _decisions((free, free), "a host")
     assert (gathers == 0) is holds
@@ -174,7 +174,7 @@ class Cached(torch.autograd.Function):
 
 @pytest.mark.parametrize("stage", (1, 2, 3))
 @pytest.mark.parametrize("window", (True, False))
-@on_ranks(2)
+@on_ranks()
 def test_a_function_that_calls_backward_in_its_forward(stage: int, window: bool) -> None:
     with twins.pair(stage) as (engine, twin, _):
         anchor = torch.zeros(1, device=models.device(), requires_grad=True)
@@ -229,14 +229,14 @@ def _inductor(cpp_wrapper: bool = False) -> tuple[float, list[int], list[str]]:
 
 
 @pytest.mark.long
-@on_ranks(2, timeout=240)
+@on_ranks(timeout=240)
 def test_inductor_reuses_no_held_value() -> None:
     deviation, gathers, _ = _inductor()
     assert deviation <= 1e-5 and gathers == [0, 0]
 
 
 @pytest.mark.long
-@on_ranks(2, timeout=400)
+@on_ranks(timeout=400)
 def test_graphs_run_without_python() -> None:
     """Inductor's C++ wrapper calls our operators; from torch 2.12 on also those that return values."""
     deviation, gathers, codes = _inductor(cpp_wrapper=True)
@@ -270,7 +270,7 @@ class Scaled(models.Module):
         optimizer.zero_grad()
 
 
-@on_ranks(2)
+@on_ranks()
 def test_loss_scaling_after_a_window(long: bool) -> None:
     stages = (1, 2, 3) if long else (2,)
     start = Scaled(False)

@@ -43,7 +43,7 @@ class Layers(nn.Module):
 
 @STAGES
 @pytest.mark.parametrize("compile", [False, "blocks", "model"])
-@on_ranks(2)
+@on_ranks()
 def test_gradients_that_share_memory(stage: int, compile: Any) -> None:
     """A sum is made in place only in memory that is one parameter's."""
     model, twin = models.pair(lambda: models.Whole(Layers()))
@@ -71,7 +71,7 @@ def test_gradients_that_share_memory(stage: int, compile: Any) -> None:
 
 
 @STAGES
-@on_ranks(2)
+@on_ranks()
 def test_max_bytes_reduces_the_largest_units_early(stage: int) -> None:
     full = 2 * 4 + 2 * 520 + 3 * (40 + 40 + 840 + 84 + 840)
     found = []
@@ -116,7 +116,7 @@ def _summed(dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> floa
         engine.abandon()
 
 
-@on_ranks(2)
+@on_ranks()
 def test_accumulate_dtype() -> None:
     """256 + 7 x 1: bf16 drops each 1; fp32 keeps them, and communication in bf16 rounds the sum once."""
     fp32 = torch.float32

@@ -29,7 +29,7 @@ def _fail(grad: Tensor) -> None:
 @pytest.mark.parametrize(
     ("swallowed", "texts"), [(False, ("on rank 0", "failed inside")), (True, ("incomplete", "incomplete"))]
 )
-@on_ranks(2, timeout=40)
+@on_ranks(timeout=40)
 def test_a_window_that_fails_on_one_rank_is_dropped_on_all(swallowed: bool, texts: tuple[str, str], stage: int) -> None:
     """Rank 0 raises in it, or swallows the error of a backward: all raise, and the next step is right."""
     with twins.pair(stage) as (engine, twin, optimizer):
@@ -56,7 +56,7 @@ def test_a_window_that_fails_on_one_rank_is_dropped_on_all(swallowed: bool, text
 
 @pytest.mark.parametrize("counts", ((0, 1), (1, 0), (0, 0)))
 @pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2, timeout=40)
+@on_ranks(timeout=40)
 def test_a_rank_without_a_backward_in_the_first_window(counts: tuple[int, int], stage: int) -> None:
     """The first window ever; a rank of which the count is 0 runs no backward."""
     with twins.pair(stage) as (engine, twin, _):
@@ -68,7 +68,7 @@ def test_a_rank_without_a_backward_in_the_first_window(counts: tuple[int, int], 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2)
+@on_ranks()
 def test_a_bounded_window_that_raises_leaves_gradients_as_they_were(stage: int) -> None:
     """Gradients before a bounded window that raises, and after it; first none, then some."""
     same = []
@@ -100,7 +100,7 @@ class Weighted(nn.Module):
 
 
 @pytest.mark.parametrize(("dtype", "expected"), ((torch.float32, 264.0), (None, 256.0)))
-@on_ranks(2)
+@on_ranks()
 def test_what_is_reduced_early_is_summed_in_the_windows_dtype(dtype: torch.dtype | None, expected: Any) -> None:
     """256 + 8 x 1, each reduced at once, in bf16 throughout."""
     with twins.pair(3, Weighted, master_dtype=None) as (engine, _, _):
@@ -114,7 +114,7 @@ def test_what_is_reduced_early_is_summed_in_the_windows_dtype(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2)
+@on_ranks()
 def test_a_window_inside_an_accumulation_is_an_error_at_every_stage(stage: int) -> None:
     with (
         twins.pair(stage) as (engine, _, _),
@@ -154,7 +154,7 @@ def test_what_ranks_ran_in_a_held_window_is_no_prediction(ranks: Ranks) -> None:
     assert len(set(ranks.run(_routes, timeout=40))) == 1
 
 
-@on_ranks(2)
+@on_ranks()
 def test_a_held_window_gathers_what_was_half_released() -> None:
     """Gathers inside a held window; before it a graph has released one of a unit's two values."""
     with twins.pair(3, lambda: nn.Linear(4, 3)) as (engine, _, _):
