@@ -82,23 +82,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmark_measures import Meter, bandwidth, link, moved_bytes
-from benchmark_systems import BYTE_LM, ON_META, SHAPES, SYSTEMS, System, predicted, set_up
+from benchmark_systems import BYTE_LM, ON_META, PLANNED, SHAPES, SYSTEMS, System, predicted, set_up
 
 Row = dict[str, Any]
 COLUMNS = (
-    *(
-        "system",
-        "model",
-        "world",
-        "hosts",
-        "groups",
-        "seq",
-        "batch",
-        "accumulate",
-        "checkpointing",
-        "clip",
-        "reduce_fp32",
-    ),
+    *("system", "model", "world", "hosts", "groups", "seq", "batch", "accumulate"),
+    *("checkpointing", "clip", "reduce_fp32"),
     *("lora", "options"),
     *("seconds", "min", "max", "x_limit", "bound", "bandwidth", "crossed", "exposed"),
     *("allocated", "reserved", "device", "predicted", "host", "moved", "link", "link_bound"),
@@ -187,9 +176,9 @@ def make_meter(args: argparse.Namespace, seq: int, device: torch.device, started
 
 def describe(args: argparse.Namespace) -> Row:
     return {
-        "system": args.system, "model": args.model, "world": dist.get_world_size(), "hosts": args.hosts, "groups": args.groups,
-        "batch": args.batch, "accumulate": args.accumulate, "checkpointing": args.checkpointing, "clip": args.clip,
-        "reduce_fp32": args.reduce_fp32, "lora": args.lora,
+        "system": args.system, "model": args.model, "world": dist.get_world_size(), "hosts": args.hosts,
+        "groups": args.groups, "batch": args.batch, "accumulate": args.accumulate, "checkpointing": args.checkpointing,
+        "clip": args.clip, "reduce_fp32": args.reduce_fp32, "lora": args.lora,
         "options": args.options if args.system.startswith("stage") else {},
     }  # fmt: skip
 
@@ -311,7 +300,7 @@ def digits(number: float, count: int = 3) -> float:
 
 def predict(args: argparse.Namespace, system: str, numbers: list[int]) -> dict[tuple[int, int], float]:
     """GiB by number of micro-batches and sequence length; empty: this is no system that a plan is made for."""
-    if not args.predict or system not in ON_META or not system.startswith("stage"):
+    if not args.predict or system not in PLANNED:
         return {}
     said = {}
     for accumulate, seq in itertools.product(numbers, args.seq):
@@ -424,7 +413,7 @@ def parse() -> argparse.Namespace:
     if args.device == "cuda" and args.processes // args.hosts > torch.cuda.device_count():
         parser.error(f"{args.processes // args.hosts} ranks of a host need as many GPUs")
     args.groups = args.groups or args.hosts
-    if args.groups % args.hosts or args.processes % args.groups:
+    if args.groups < 1 or args.groups % args.hosts or args.processes % args.groups:
         parser.error(f"--groups {args.groups}: each of {args.hosts} hosts must have as many, all of one size")
     if args.groups == 1 and any({"hybrid", "inner"} & set(system.split("_")) for system in args.systems):
         parser.error("systems with `_hybrid` or `_inner` need --hosts or --groups of 2 or more")

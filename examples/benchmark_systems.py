@@ -66,6 +66,7 @@ SYSTEMS = (
     "deepspeed_3_offload_torch",
 )
 ON_META = ("stage_1", "stage_2", "stage_3", "fsdp2", "fsdp2_keep")  # these can shard a model that is built on meta
+PLANNED = (*(f"stage_{stage}{kind}" for stage in (1, 2, 3) for kind in ("", "_fp8")), "stage_3_fp8_gathers")
 ADAPTED = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]  # linear layers with a LoRA adapter
 
 Step = Callable[[list[Tensor]], Tensor]  # micro-batches, each [batch, seq] -> the last one's loss
@@ -459,6 +460,8 @@ def predicted(args: argparse.Namespace, seq: int) -> int:
 
     config = Config(**our_options(args))
     model = to_shard(argparse.Namespace(**{**vars(args), "meta": True}), torch.device("meta"))
+    if wants_fp8(args):
+        to_float8(model, torch.device(args.device), gathers="gathers" in args.system.split("_"))
     plan = make_plan(
         model,
         torch.zeros(args.batch, seq, dtype=torch.int64),  # their numbers may choose what is computed

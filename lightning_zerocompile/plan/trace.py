@@ -4,9 +4,10 @@
 traced on any machine, without a device. The step's forward and backward are run on the copy. A dispatch mode below
 them counts the bytes of every storage that an operator makes until it is freed; parameters and their gradients are left
 out, since how long these live is the stage's choice and not the model's. A compiled block is partitioned as
-torch.compile does it (the min-cut partitioner), so what it saves for its backward is what the run saves. Its
-temporaries are those of a graph that runs operator by operator, which Inductor's fused kernels partly avoid. Integers
-and booleans of the batch keep their data, see [Note: known numbers]; for attention see [Note: attention of devices].
+torch.compile does it (the min-cut partitioner), and what follows from parameters alone (a cast to float8) is computed
+again in the backward as in a run, so what it saves for its backward is what the run saves. Its temporaries are those of
+a graph that runs operator by operator, which Inductor's fused kernels partly avoid. Integers and booleans of the batch
+keep their data, see [Note: known numbers]; for attention see [Note: attention of devices].
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import gc
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from typing import Any, Literal
 import torch
 import torch._functorch.config as functorch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -36,6 +37,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zerocompile.compile.backend import boxed
+from lightning_zerocompile.compile.passes.recompute import tag_what_follows
 from lightning_zerocompile.plan.attention import AttentionOfDevices, to_count
 from lightning_zerocompile.plan.known_numbers import KnownNumbers, Pausable, is_knowable
 from lightning_zerocompile.runtime.activation_offload import ActivationOffload, run_again, without_hooks
@@ -472,7 +474,8 @@ class _Recorder:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or name in self.eager:
                 return forward(*args, **kwargs)
-            held = dict(block.named_parameters()) | dict(block.named_buffers())
+            parameters = dict(block.named_parameters())
+            held = parameters | dict(block.named_buffers())
             leaves, spec = tree_flatten((args, kwargs))
             shapes = tuple(_shape(leaf) for leaf in leaves)
             key = (signature(block), spec, shapes, torch.is_autocast_enabled("cpu"))
@@ -487,7 +490,7 @@ class _Recorder:
                     return torch.func.functional_call(_Forward(block, forward), named, args, kwargs)
 
                 try:
-                    self._graphs[key] = self._partitioned(called, held, given)
+                    self._graphs[key] = self._partitioned(called, held, parameters, given)
                 except Exception as error:  # torch's, of code that it cannot trace: the run would break the graph there
                     self.eager[name] = said(error)
                     return forward(*args, **kwargs)
@@ -496,16 +499,27 @@ class _Recorder:
         block.forward = run
 
     def _partitioned(
-        self, function: Callable[..., Any], held: dict[str, Tensor], given: list[Tensor]
+        self,
+        function: Callable[..., Any],
+        held: dict[str, Tensor],
+        parameters: Collection[str],
+        given: list[Tensor],
     ) -> Callable[..., Any]:
         """All that ``function`` takes are tensors: the partitioner asks each input of a graph for its size.
 
         A graph keeps what it was traced with, so it is traced with tensors that stand for ``given``.
         """
+
+        def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            values = joint.graph.find_nodes(op="placeholder")[: len(held)]
+            tag_what_follows(joint.graph, [node for node, name in zip(values, held, strict=True) if name in parameters])
+            pair: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
+            return pair
+
         graph: Callable[..., Any] = aot_function(
             function,
             lambda graph, _: boxed(graph),
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=partition,
             decompositions=self._decompositions,
         )
         # its first call makes it

@@ -119,7 +119,7 @@ def raw_row(system: str, seq: int, seconds: float, accumulate: int = 1) -> dict[
     return {
         "system": system, "model": "tiny", "world": 2, "batch": 1, "accumulate": accumulate, "checkpointing": False,
         "clip": 0.0, "reduce_fp32": False, "lora": 0, "options": {}, "numel": 10**9, "trained": None, "seq": seq,
-        "exposed": None, "allocated": None, "reserved": None, "device": None, "hosts": 1, "crossed": None,
+        "exposed": None, "allocated": None, "reserved": None, "device": None, "hosts": 1, "groups": 1, "crossed": None,
         "seconds": seconds, "min": seconds, "max": seconds, "first": 9.0, "losses": [1.0],
     }  # fmt: skip
 
@@ -134,7 +134,7 @@ def test_rows_are_completed(examples: Any) -> None:
     assert [(row["first"], row["first_warm"]) for row in rows] == [(20, 9.0), (9.0, 9.0)]
     (interrupted,) = benchmark.complete([raw_row("stage_3", 64, 0.3)], {})
     assert interrupted["bound"] is None and interrupted["first"] == 9.0 and interrupted["first_warm"] is None
-    (played,) = benchmark.complete([raw_row("stage_3", 64, 0.3) | {"hosts": 2}, {"bandwidth": 5e10}], {})
+    (played,) = benchmark.complete([raw_row("stage_3", 64, 0.3) | {"hosts": 2, "groups": 2}, {"bandwidth": 5e10}], {})
     assert played["bandwidth"] == 50.0 and played["bound"] is None  # not all links are as fast as that
 
 
@@ -162,7 +162,8 @@ def test_what_is_measured_in_one_process(examples: Any) -> None:
         (["--meta", "--systems", "stage_3_trainer"], "--meta does not work with stage_3_trainer; choose from"),
         (["--meta", "--systems", "fsdp2", "--model=byte-lm"], "--meta does not work with --model byte-lm"),
         (["--hosts=2", "--gpus=3"], "the 3 ranks cannot be split"),
-        (["--systems", "limit", "stage_1_hybrid"], "need --hosts of 2 or more"),
+        (["--systems", "limit", "stage_1_hybrid"], "need --hosts or --groups of 2 or more"),
+        (["--processes", "4", "--groups", "3"], "--groups 3: each of 1 hosts must have as many"),
     ],
 )
 def test_what_cannot_be_run(

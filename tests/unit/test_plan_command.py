@@ -282,6 +282,24 @@ def test_compiled_blocks_are_partitioned() -> None:
     assert kept["blocks"] < 0.6 * kept[False], kept
 
 
+def test_what_follows_from_weights_is_not_saved() -> None:
+    """As in a run, see passes/recompute.py: each backward computes it again."""
+
+    class Squashed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.relu(nn.functional.linear(x, torch.tanh(self.up.weight)))
+            return x + nn.functional.linear(hidden, torch.tanh(self.down.weight))
+
+    kept = []
+    for layer in (Block, Squashed):
+        module = Stack()
+        module.layers = nn.ModuleList(layer() for _ in range(BLOCKS))
+        plan = make_plan(module, torch.zeros(ROWS, WIDTH), world_size=2, config=Config(), stages=[3])
+        assert not any("eager code" in note for note in plan.notes), plan.notes
+        kept.append(plan.stages[0].memory.activations)
+    assert kept[1] < kept[0] + 2 * WIDTH * WIDTH * 4, kept  # at most one block's, while it is computed
+
+
 def test_nothing_is_changed() -> None:
     """The module, its gradients and its random numbers are as before; a module on meta is planned alike."""
     module = Stack()

@@ -8,6 +8,8 @@ handed over in the backward.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -18,7 +20,7 @@ TRAINING = "zerocompile_training"  # in node.meta: this gather comes from a grap
 
 def tag_recompute(graph: fx.Graph) -> int:
     """Tags in place; returns how many nodes were tagged."""
-    recomputed: set[fx.Node] = set()
+    sources: list[fx.Node] = []
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -28,12 +30,27 @@ def tag_recompute(graph: fx.Graph) -> int:
             node.meta[TRAINING] = True
         elif node.target is torch.ops.zerocompile.reduce_grad.default:
             node.meta["partitioner_tag"] = "must_be_in_backward"
+        if is_gather or is_scale:
+            sources.append(node)
+    return tag_what_follows(graph, sources)
+
+
+def tag_what_follows(graph: fx.Graph, sources: Collection[fx.Node]) -> int:
+    """Tags, in place, the sources and what is computed from nothing but these; returns how many nodes were tagged.
+
+    An input of the graph is a source that needs no tag.
+    """
+    recomputed, tagged = set(sources), 0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
         inputs = node.all_input_nodes
-        if is_gather or is_scale or (inputs and all(i in recomputed for i in inputs)):
+        if node in recomputed or (inputs and all(i in recomputed for i in inputs)):
             recomputed.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta.setdefault("ac_graph_id", 0)
-    return len(recomputed)
+            tagged += 1
+    return tagged
 
 
 def save_random(graph: fx.Graph) -> int:
