@@ -127,25 +127,25 @@ class Offload:
         candidates = [(optimizer, slab) for optimizer, planned in wanted.items() for slab in planned.values()]
         stay = which_stay([slab.most for _, slab in candidates], config.offload_budget)
         slabs: dict[Optimizer, dict[int, Slab]] = {}
+        away: list[Slab] = []  # all of them
         for (optimizer, slab), stays in zip(candidates, stay, strict=True):
             if slab.slots and not stays:
                 slabs.setdefault(optimizer, {})[slab.unit] = slab
-        pins = self._allocate([slab for units in slabs.values() for slab in units.values()])
+                away.append(slab)
+        pins = self._allocate(away)
         before = {master for units in self._slabs.values() for slab in units.values() for master in slab.slots}
         self._forget()
         self._pins = pins
         with torch.inference_mode(False), torch.no_grad():
-            for units in slabs.values():
-                for slab in units.values():
-                    self._fill(slab)
-            for master in before.difference(*(slab.slots for units in slabs.values() for slab in units.values())):
+            for slab in away:
+                self._fill(slab)
+            for master in before.difference(*(slab.slots for slab in away)):
                 self._bring_back(record_of(master))
-        if slabs and self._runtime.device.type == "cuda":
+        if away and self._runtime.device.type == "cuda":
             torch.cuda.empty_cache()  # of what was moved: a step needs memory in other sizes
         self._slabs = slabs
-        all_slabs = [slab for units in slabs.values() for slab in units.values()]
-        shown = [slot.shown for slab in all_slabs for slot in slab.slots.values() if slot.shown is not None]
-        self._runtime.host_traffic.held = sum(slab.nbytes for slab in all_slabs)
+        shown = [slot.shown for slab in away for slot in slab.slots.values() if slot.shown is not None]
+        self._runtime.host_traffic.held = sum(slab.nbytes for slab in away)
         self._runtime.host_traffic.copies = sum(copy.nbytes for copy in shown)
         for optimizer in slabs:
             self.adopt(optimizer)
