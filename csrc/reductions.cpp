@@ -292,7 +292,8 @@ void Reductions::reduce_group(const std::vector<int64_t>& group, Reduction& redu
     auto raw = gradients_.give_away(p);
     if (!raw.defined()) raw = at::zeros(p.size, options.dtype(communicated));
     reduction.inputs.push_back(raw);
-    auto grad = raw.to(communicated).contiguous();
+    // what moves is memory, of which torch's bits of a lazy conjugation and negation are no part
+    auto grad = raw.to(communicated).contiguous().resolve_conj().resolve_neg();
     if (p.rows * registry_.world() != p.size[0]) {
       auto padded = at::zeros(registry_.padded_size(p), grad.options());
       padded.narrow(0, 0, p.size[0]).copy_(grad);
