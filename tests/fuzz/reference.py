@@ -1,4 +1,4 @@
-"""The side that is right by construction: one plain model, both ranks' gradients, and their mean by hand."""
+"""The side that is right by construction: one plain model, all ranks' gradients, and their mean by hand."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from tests.fuzz.nets import Boom
 from tests.fuzz.play import Note, Side, make_optimizers
 from tests.fuzz.program import Clip, Program, Step, Window
 
-WORLD = 2
 _WIDTH_OF = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 
 
 class Reference(Side):
     """``mean``: what ``p.grad`` is; ``local``: of each rank, what is not reduced yet."""
 
-    def __init__(self, program: Program, device: str) -> None:
+    def __init__(self, program: Program, device: str, world: int) -> None:
         super().__init__(program, nets.build(program.model).to(device))
-        self.device = device
+        self.device, self.world = device, world
         self._optimizers = make_optimizers(self.net, program.options)
         self.names = {parameter: name for name, parameter in self.net.named_parameters()}
         self.mean: dict[Tensor, Tensor] = {}
-        self.local: list[dict[Tensor, Tensor]] = [{} for _ in range(WORLD)]
+        self.local: list[dict[Tensor, Tensor]] = [{} for _ in range(self.world)]
         self.defers = False
         self.in_fp32 = False  # a window sums in float32
-        self.raw: list[dict[Tensor, torch.dtype]] = [{} for _ in range(WORLD)]  # dtypes of what is summed in float32
+        # dtypes of what is summed in float32
+        self.raw: list[dict[Tensor, torch.dtype]] = [{} for _ in range(self.world)]
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
 
     def forward(self, number: int, trip: tuple[str, int] | None, penalty: str) -> Any:
         losses = []
-        for rank in range(WORLD):
+        for rank in range(self.world):
             nets.set_rank(self.net, rank)
             nets.set_calls(self.net, number)
             self.net.trip = trip
@@ -85,12 +85,12 @@ class Reference(Side):
             if not there:
                 continue
             dtype = parameter.grad_dtype or max((part.dtype for part in there), key=lambda d: _WIDTH_OF[d])
-            total = sum((part.to(dtype) for part in there[1:]), there[0].to(dtype)) / WORLD
+            total = sum((part.to(dtype) for part in there[1:]), there[0].to(dtype)) / self.world
             if parameter in self.mean:  # as torch does: in place, in the dtype that is there
                 self.mean[parameter] = (self.mean[parameter] + total).to(self.mean[parameter].dtype)
             else:
                 self.mean[parameter] = total
-        self.local = [{} for _ in range(WORLD)]
+        self.local = [{} for _ in range(self.world)]
 
     def evaluate(self, number: int, how: str) -> None:
         pass
@@ -104,11 +104,11 @@ class Reference(Side):
                 own.update({p: grad.to(raw[p]) for p, grad in own.items() if p in raw})
             self.reduce()
         except Boom:
-            self.local = [{} for _ in range(WORLD)]
+            self.local = [{} for _ in range(self.world)]
             raise
         finally:
             self.defers, self.in_fp32 = False, False
-            self.raw = [{} for _ in range(WORLD)]
+            self.raw = [{} for _ in range(self.world)]
 
     def fail_at_end(self, who: str) -> None:
         raise Boom("in a window")
@@ -221,9 +221,15 @@ def penalty_of(net: Any, penalty: str) -> Tensor | float:
     return 0.0
 
 
-def play(program: Program, device: str = "cpu") -> list[Note]:
-    """What is right."""
-    side = Reference(program, device)
+def play(program: Program, device: str = "cpu", world: int = 2, nudge: int | None = None) -> list[Note]:
+    """What is right on ``world`` ranks. ``nudge``: a seed; float32 parameters start an ulp apart, or as they are."""
+    side = Reference(program, device, world)
+    if nudge is not None:
+        random = torch.Generator().manual_seed(nudge)
+        with torch.no_grad():
+            for parameter in side.names:
+                if parameter.dtype == torch.float32:
+                    parameter.mul_(1 + 2**-23 * torch.randint(-1, 2, parameter.shape, generator=random).to(device))
     for step in range(len(program.steps)):
         side.play(step)
     side.where = "in the end"

@@ -70,7 +70,7 @@ class Sharded(Side):
                 yield
         except RuntimeError as error:
             if op.fails in ("0", "1") and "failed inside window" in str(error):
-                raise Boom("on the other rank") from error
+                raise Boom("on another rank") from error
             raise
         if op.fails:
             self.note(f"the window of rank {self.rank} ended well although rank {op.fails} failed", {})
@@ -203,16 +203,22 @@ def body(program: Program, folder: str) -> list[str]:
     assert module.side is not None
     state = {name: value.clone() for name, value in module.net.state_dict().items()}
     notes: list[Note] = [*module.side.notes, ("in the end: the state", state)]
-    return differences(reference.play(program, models.device()), notes)
+    right = reference.play(program, models.device(), models.world())
+    wrong = differences(right, notes)
+    if wrong and models.world() > 2:  # who sums first rounds otherwise, and some models make much of that
+        nudged = [reference.play(program, models.device(), models.world(), seed) for seed in range(5)]
+        wrong = differences(right, notes, nudged)
+    return wrong
 
 
-def differences(right: list[Note], notes: list[Note]) -> list[str]:
+def differences(right: list[Note], notes: list[Note], nudged: Sequence[list[Note]] = ()) -> list[str]:
+    """What is wrong in ``notes``. Numbers may be off by as much as those of ``nudged`` are."""
     said = [what for what, _ in notes]
     expected = [what for what, _ in right]
     if said != expected:
         return [f"noted {said}, not {expected}"]
     wrong = []
-    for (what, theirs), (_, mine) in zip(right, notes, strict=True):
+    for number, ((what, theirs), (_, mine)) in enumerate(zip(right, notes, strict=True)):
         if theirs.keys() != mine.keys():
             wrong.append(f"{what}: of {sorted(mine)}, not of {sorted(theirs)}")
             continue
@@ -226,7 +232,9 @@ def differences(right: list[Note], notes: list[Note]) -> list[str]:
                 wrong.append(f"{what}: `{name}` is {other.dtype}, not {value.dtype}")
             elif value is not None and other is not None and value.numel():
                 off = (value.cpu().double() - other.cpu().double()).abs().max().item()  # Lightning moves a module back
-                if not off <= TOLERANCE * max(1.0, value.double().abs().max().item()):
+                allowed = TOLERANCE * max(1.0, value.double().abs().max().item())
+                apart = [(value.cpu().double() - one[number][1][name].cpu().double()).abs().max() for one in nudged]  # type: ignore[union-attr]
+                if not off <= max([allowed, *map(float, apart)]):
                     wrong.append(f"{what}: `{name}` is off by {off:.1e}: {_few(other)}, not {_few(value)}")
     return wrong
 

@@ -134,7 +134,7 @@ class Collections(nn.Module):
         for key in self.nested:
             inner = self.nested[key]
             x = inner(x) if isinstance(inner, nn.Linear) else inner[0](x)
-        total = self.list[1].sum() + sum(v.sum() for v in self.dict.values())
+        total = self.list[1].mean() + sum(v.mean() for v in self.dict.values())
         return x * self.dict["scale"] + self.dict["shift"] + total
 
 

@@ -57,6 +57,16 @@ def token_loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:  # b
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
+def anchored_loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:  # batch: [batch, length]
+    """A next-token loss that depends on ``ByteModel.shift``, too.
+
+    Of :func:`token_loss` that parameter's gradient is the rounding of a zero: its sign depends on the order in which
+    the ranks' parts are summed, and AdamW makes steps of it as long as any.
+    """
+    logits = model(batch[:, :-1]).flatten(0, 1).float()
+    return F.cross_entropy(logits, batch[:, 1:].flatten()) + 0.1 * logits.square().mean()
+
+
 def routed_loss(model: Any, part: tuple[list[int], Tensor]) -> Tensor:
     """:func:`token_loss` of a ``models.Routed``. ``part``: its route, and the batch."""
     model.route, batch = part

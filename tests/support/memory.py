@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support import models
+
 
 class Wide(nn.Module):
     """A residual block of two square matrices; ``hold`` keeps the gradients of its weights, in the order they come."""
@@ -51,6 +53,14 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def gathered_bytes(parameter: Tensor) -> int:
+    """Of a parameter's full value; its rows are padded to a multiple of the number of ranks."""
+    if parameter.dim() == 0:
+        return parameter.nbytes
+    rows, world = parameter.shape[0], models.world()
+    return parameter.element_size() * -(-rows // world) * world * parameter.shape[1:].numel()
 
 
 @dataclass(frozen=True)

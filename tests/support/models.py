@@ -277,8 +277,9 @@ class Routed(nn.Module):
 
 
 def routed_batches(routes: Sequence[Sequence[list[int]]]) -> Callable[[int], list[tuple[list[int], Tensor]]]:
-    """What ranks run: by rank, for each step a route and its batch. ``routes``: by step and rank."""
-    return lambda rank: [(at[rank], batch) for at, batch in zip(routes, Batches(rank), strict=False)]
+    """What ranks run: by rank, for each step a route and its batch. ``routes``: by step and rank; further ranks take
+    them in turn."""
+    return lambda rank: [(at[rank % len(at)], batch) for at, batch in zip(routes, Batches(rank), strict=False)]
 
 
 def fit(module: L.LightningModule, strategy: ZeroCompileStrategy, steps: int, **arguments: Any) -> L.Trainer:

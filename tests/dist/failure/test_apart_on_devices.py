@@ -3,6 +3,7 @@ is the same code on the CPU, so it runs here, on every machine."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -90,14 +91,14 @@ def test_one_rank_alone(ranks: Ranks, what: str, rank: int, stage: int, options:
         ranks.close(kill=True)
     for text, seconds in found:
         assert f"rank {rank} {PLACES[what]}" in text and "in `on_train_batch_start`" in text, text
-        assert f"rank {1 - rank} has come to a training step" in text or "has ended another backward" in text, text
+        assert re.search(r"; rank \d has come to a training step", text) or "has ended another backward" in text, text
         assert "Do it on all ranks" in text and "strategy.full_parameters" in text, text
         assert seconds < 30, text
 
 
 def _elsewhere(asks: str) -> str:
-    """Rank 1 starts a collective of the default group, and stands there, as where it looks at the result on a device;
-    rank 0 asks for something else."""
+    """The others start a collective of the default group, and stand there, as where they look at the result on a
+    device; rank 0 asks for something else."""
 
     def act(trainer: L.Trainer, module: Any) -> None:
         if models.rank() == 0:
@@ -123,7 +124,8 @@ def test_a_rank_that_stands_in_another_collective(ranks: Ranks, asks: str) -> No
         ranks.close(kill=True)
     for text in found:
         assert f"rank 0 {PLACES[asks]}" in text, text
-        assert "rank 1 has gone on to another collective, and stands in " in text and f"{__file__}:" in text, text
+        assert re.search(r"; rank [1-9] has gone on to another collective, and stands in ", text), text
+        assert f"{__file__}:" in text, text
 
 
 class Late(models.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,7 +29,7 @@ class Alone(L.Callback):
         self.what, self.folder = what, folder
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx != 1 or models.rank() == 0:
+        if batch_idx != 1 or models.rank() != 1:
             return
         alone: dict[str, Callable[[], object]] = {
             "saves": lambda: trainer.save_checkpoint(f"{self.folder}/alone.ckpt"),
@@ -63,10 +64,11 @@ def test_work_of_one_rank_alone(
 ) -> None:
     for text, seconds in ranks.run(_alone, what, str(tmp_path), stage, options, timeout=60):
         if ranks.device == "cpu":
-            assert "ranks wait for each other: rank 0 waits in " in text and "rank 1 waits in " in text, text
+            assert re.search(r"ranks wait for each other: ranks? 0[\d, ]* waits? in ", text), text
+            assert "rank 1 waits in " in text, text
             assert place in text[text.index("rank 1 waits in ") :], text
         else:  # there the host of rank 0 does not wait, so that it is seen to go on
-            assert f"rank 1 is in {place}" in text and "different things: rank 0 has " in text, text
+            assert f"rank 1 is in {place}" in text and re.search(r"different things: .*rank [02-9] has ", text), text
         assert "Do it on all ranks" in text and "strategy.full_parameters" in text, text
         assert seconds < 30
 

@@ -672,7 +672,8 @@ def test_what_goes_together_with_an_offload(name: str) -> None:
     _, module = _fits_equal(make, 4, arguments | BF16, stage, OFFLOAD | options, **COMPILED[scope])
     stats = module.stats
     steps = 2 if make is _Toggled else 4  # of each optimizer
-    assert 0 < steps * stats.offload_bytes == stats.offload_out_bytes
+    assert steps * stats.offload_bytes == stats.offload_out_bytes
+    assert stats.offload_bytes > 0 or (make is _Toggled and models.rank() > 1)  # few rows: these ranks have none
     if name == "a budget":
         _, everything = _fits_equal(make, 4, arguments | BF16, stage, OFFLOAD, **COMPILED[scope])
         assert 0 < everything.stats.offload_bytes - stats.offload_bytes <= options["offload_budget"]

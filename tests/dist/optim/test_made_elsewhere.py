@@ -23,7 +23,7 @@ KINDS: dict[str, Any] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.2, momentum=0.9),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, eps=1e-3),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01, eps=1e-3),
-    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.05),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.05, eps=(1e-3, 1e-3)),
 }
 
 

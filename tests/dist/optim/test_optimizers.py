@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-3, "centered": True}),
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
     "asgd": (torch.optim.ASGD, {"lr": 0.1}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.05, "eps": (1e-3, 1e-3)}),
     "muon": (torch.optim.Muon, {"lr": 0.05}),
 }
 

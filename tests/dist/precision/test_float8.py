@@ -130,7 +130,7 @@ def _reference(twin: nn.Module, steps: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, AOT), (3, EAGER), (3, AOT)], ids=["1-aot", "3-eager", "3-aot"])
-@on_ranks()
+@on_ranks(2)  # a sum of halves over more ranks depends on their order
 def test_half_precision_with_an_island(stage: int, options: dict[str, Any]) -> None:
     """float8 products of bfloat16 values, but for one layer, whose values are float32.
 
@@ -151,7 +151,7 @@ def test_half_precision_with_an_island(stage: int, options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, AOT), (3, EAGER), (3, AOT)], ids=["1-aot", "3-eager", "3-aot"])
-@on_ranks()
+@on_ranks(2)  # a sum of halves over more ranks depends on their order
 def test_mixed_precision(stage: int, options: dict[str, Any]) -> None:
     """With more steps than the ranks watch before gathers move autocast's dtype; float8 layers stay float32."""
     module, twin = Module(), Module()
@@ -187,7 +187,8 @@ def test_adapters(stage: int, options: dict[str, Any]) -> None:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(trained) == 12 and _converted(model) == 6
     before = copy.deepcopy(model)
-    assert_trains_like_ddp(model, stage, **options)
+    # a sum over more ranks depends on their order, and the next step's casts to float8 may show its last bit
+    assert_trains_like_ddp(model, stage, steps=3 if models.world() == 2 else 1, **options)
     moved = {
         n for (n, p), q in zip(model.named_parameters(), before.parameters(), strict=True) if not torch.equal(p, q)
     }
@@ -283,7 +284,7 @@ def _evaluated(engine: Any, model: Any, number: int) -> None:
 
 
 def _alone(engine: Any, model: Any, optimizer: Any, number: int) -> None:
-    """After an update one rank alone runs a forward, and more of them than the other."""
+    """After an update one rank alone runs a forward, and more of them than the ones before it."""
     _step(engine, model, optimizer, number)
     with engine.runtime.unequal():
         for _ in range(3 * models.rank()):
@@ -344,7 +345,7 @@ def test_gathers_of_float8_change_no_bit(scope: dict[str, Any], program: Any) ->
     if models.device() == "cpu":
         assert low == 6 or program in (_written, _lent, _read_alone, _written_late)  # these read weights in full, too
         assert low > 0 and (stats.gather_bytes < before.gather_bytes or program not in (_step, _loaded, _alone))
-    assert program is not _alone or stats.served > 0 or models.rank() == 1
+    assert program is not _alone or stats.served > 0 or models.rank() == models.world() - 1
     for name, value in plain.items():
         assert torch.equal(value, state[name]), name
 

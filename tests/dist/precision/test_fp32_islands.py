@@ -115,7 +115,7 @@ class Trained(models.Module):
     [(1, AOT), pytest.param(2, EAGER, marks=pytest.mark.long), (3, EAGER), (3, AOT)],
     ids=["1-aot", "2-eager", "3-eager", "3-aot"],
 )
-@on_ranks()
+@on_ranks(2)  # a sum of halves over more ranks depends on their order
 def test_norms_compute_in_float32(stage: int, options: dict[str, Any]) -> None:
     """Bit for bit what the same casts by hand give, which is not what half precision gives."""
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def test_norms_compute_in_float32(stage: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("stage", "options"), [(3, AOT), pytest.param(1, EAGER, marks=pytest.mark.long)], ids=["3-aot", "1-eager"]
 )
-@on_ranks()
+@on_ranks(2)  # a sum of halves over more ranks depends on their order
 def test_islands_in_windows_and_checkpoints(stage: int, options: dict[str, Any]) -> None:
     """Blocks that run again in the backward; two backwards with one reduction; modules by class and by name. Of two
     equal blocks one has an island and the other has none, so one graph cannot serve both."""

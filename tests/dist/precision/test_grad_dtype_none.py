@@ -140,7 +140,7 @@ LONG = [pytest.param(*cell, marks=pytest.mark.long) for cell in ((2, False), (1,
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("stage", "scope"), [*CELLS, *LONG])
-@on_ranks(timeout=60)
+@on_ranks(2, timeout=60)
 def test_ranks_agree(name: str, stage: int, scope: Any) -> None:
     """Value, dtype and bytes on the wire, when ranks differ in who has a gradient and in which dtype."""
     plan, options, window, expected = CASES[name]

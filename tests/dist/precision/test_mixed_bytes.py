@@ -19,7 +19,7 @@ from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.sharding.autocast import STEPS
 from tests.support import engines, mixed, models
 from tests.support.harness import Ranks, on_ranks
-from tests.support.mixed import AFTER, BEFORE, MIXED
+from tests.support.mixed import MIXED
 from tests.support.precisions import BF16, FP16, FP32
 
 WIDTH = 10
@@ -38,14 +38,15 @@ LOW = {f"layers.{n}.{name}" for n in range(3) for name in ("up.weight", "up.bias
 @on_ranks()
 def test_bytes_of_a_step(compile: Any, tmp_path: Path) -> None:
     """From the agreement on linear weights and biases move in two bytes an element, everything else in four."""
-    assert (BEFORE, AFTER) == (13024, 7320)
+    before, after = mixed.bytes_of_a_step(low=False), mixed.bytes_of_a_step(low=True)
+    assert models.world() != 2 or (before, after) == (13024, 7320)
     path = str(tmp_path)
     with mixed.engine(models.ByteModel(), compile=compile) as engine:
         moved = []
         for number in range(STEPS + 2):
             moved.append(mixed.gathered(engine, lambda first=number: mixed.train(engine, 1, first=first), path))
         low = _low(engine)
-    assert moved[1:] == [BEFORE] * (STEPS - 1) + [AFTER] * 2
+    assert moved[1:] == [before] * (STEPS - 1) + [after] * 2
     assert low == LOW
 
 
@@ -219,9 +220,9 @@ def _falls_back(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["plain", pytest.param("reader", marks=pytest.mark.long)])
 def test_a_rank_that_stops_compiling(ranks: Ranks, kind: str) -> None:
     """It reads weights, and dtypes of weights, where the other rank's graphs do not; they gather the same."""
-    one, two = ranks.run(_falls_back, kind)
-    assert one["problems"] == two["problems"] == []
-    assert one["gathers"] == two["gathers"]
+    found = ranks.run(_falls_back, kind)
+    assert [one["problems"] for one in found] == [[]] * ranks.world
+    assert len({one["gathers"] for one in found}) == 1
 
 
 def _parts(cell: Any) -> None:

@@ -134,7 +134,7 @@ def _half_reference(twin: Recorded, dtype: torch.dtype, scaler: GradScaler, step
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-@on_ranks()
+@on_ranks(2)  # a sum of halves over more ranks depends on their order
 def test_true_half_precision(precision: str) -> None:
     """Compute in half precision on casts of fp32 masters; float16 scales its loss (both unlike DDP's plugin)."""
     dtype = FP16 if precision == "16-true" else BF16
@@ -257,7 +257,9 @@ def test_scaler_in_checkpoints(tmp_path: Path) -> None:
     assert states[0].keys() == states[1].keys() and states[0]["MixedPrecision"] == states[1]["MixedPrecision"]
     from_ddp = precisions.pair()[0]
     fit(from_ddp, ours(), 2, f"{folder}/ddp.ckpt")
-    assert from_ddp.scales == resumed.scales and models.deviation(from_ddp, whole) < 1e-6
+    # DDP divides before it sums: that is the same for halves and fourths, and for thirds but for the last bit
+    tolerance = 1e-5 if models.world() == 3 else 1e-6
+    assert from_ddp.scales == resumed.scales and models.deviation(from_ddp, whole) < tolerance
 
 
 # ---- plugins of the user ----

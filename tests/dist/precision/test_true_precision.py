@@ -84,7 +84,7 @@ def _dtypes(forward: torch.dtype, master: torch.dtype, buffer: torch.dtype) -> d
     ],
     ids=["32", "bf16", "bf16_reduce32", "param_dtype"],
 )
-@on_ranks()
+@on_ranks(2)  # a sum of halves over more ranks depends on their order
 def test_precision(stage: int, precision: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
     """The dtypes are those that were asked for, and training is that of casts of fp32 masters."""
     module, twin = models.pair(Recorded)

@@ -135,7 +135,7 @@ def test_options_of_the_trainer() -> None:
             strategy, max_epochs=1, use_distributed_sampler=True, inference_mode=inference_mode, num_sanity_val_steps=1
         )
         trainer.fit(module, everyone, models.Batches(models.rank(), 1))
-        assert len(module.batches) == 8 // models.world()
+        assert len(module.batches) == -(-8 // models.world())  # the sampler repeats some
         assert not module.inference  # Lightning: validations of a fit are under no_grad
         modules.append(module)
         values.append(trainer.callback_metrics["metric"].item())

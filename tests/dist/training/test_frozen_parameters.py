@@ -270,17 +270,18 @@ def test_frozen_after_a_backward(stage: int, wait: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 @on_ranks()
 def test_frozen_without_a_gradient_on_any_rank(stage: int) -> None:
-    """A backward that gives it none does not reduce it: a rank that is early would do what the other one does not."""
+    """A backward that gives it none does not reduce it: a rank that is early would do what the others do not."""
     with twins.pair(stage, defer_grad_sync=True, unit_bytes=1) as (engine, twin, optimizer):
         model = engine.model
         with engine.accumulation(), engine.training_step():
             engines.backward(engine, twins.loss(model, twins.mine(0)))
         model[0].weight.requires_grad_(False)  # type: ignore[index]
         optimizer.zero_grad()
-        with engine.training_step():  # rank 1 leaves the last layer out, so its reductions wait for the backward's end
+        with engine.training_step():  # others leave the last layer out, so their reductions wait for the backward's end
             used = model if models.rank() == 0 else model[:2]  # type: ignore[index]
             engines.backward(engine, twins.loss(used, twins.mine(1)))
         twin[0].weight.requires_grad_(False)  # type: ignore[index]
-        for rank, own in ((0, twin), (1, twin[:2])):  # type: ignore[index]
-            (twins.loss(own, twins.batch(rank, 1)) / 2).backward()
+        for rank in range(models.world()):
+            own = twin if rank == 0 else twin[:2]  # type: ignore[index]
+            (twins.loss(own, twins.batch(rank, 1)) / models.world()).backward()
         assert twins.grad_deviation(engine, twin) <= 1e-6

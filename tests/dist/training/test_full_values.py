@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zerocompile.sharding.full_values import full_value
+from tests.support import models
 from tests.support.harness import on_ranks
 
 SHAPES = [((6, 4), 0), ((5, 3), 0), ((1, 3), 0), ((0, 3), 0), ((7,), 0), ((3, 5), 1), ((2, 1, 3), -1), ((), None)]
@@ -35,7 +36,7 @@ class _Operators(TorchDispatchMode):
 @on_ranks()
 def test_all_shards_as_one_tensor(device: str, dtype: torch.dtype) -> None:
     """Even, uneven and empty shards along every dimension; without padding, and on gloo not by torch's operator."""
-    mesh, results = init_device_mesh(device, (2,)), []
+    mesh, results = init_device_mesh(device, (models.world(),)), []
     for shape, dim in SHAPES:
         full = torch.arange(torch.Size(shape).numel(), device=device).reshape(shape).to(dtype)
         value = distribute_tensor(full, mesh, [Replicate() if dim is None else Shard(dim)])
@@ -55,7 +56,7 @@ def test_all_shards_as_one_tensor(device: str, dtype: torch.dtype) -> None:
 
 @on_ranks()
 def test_what_travels_has_the_dtype_of_the_result(device: str) -> None:
-    mesh = init_device_mesh(device, (2,))
+    mesh = init_device_mesh(device, (models.world(),))
     for shape, dim in SHAPES:
         full = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
         value = distribute_tensor(full, mesh, [Replicate() if dim is None else Shard(dim)])

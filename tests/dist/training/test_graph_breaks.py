@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from lightning_zerocompile.runtime.runtime import EagerReads
 from tests.support import architectures, engines, graph_breaks, models
 from tests.support.harness import on_ranks
+from tests.support.memory import gathered_bytes
 from tests.support.parity import CELLS, reference
 
 STEPS, LR = 3, 0.5
@@ -179,7 +180,7 @@ def _train(case: Case, model: nn.Module, stage: int, scope: Any) -> Watched:
         seen.reads = sum(core.eager_reads_of(unit) for name, unit in engine.runtime.unit_of.items() if "layers" in name)
         seen.breaks = dict(counters["graph_break"])
         seen.peak = engine.runtime.stats().peak_resident_bytes
-        seen.units = sorted(4 * sum(p.numel() for p in masters) for _, masters in engine.runtime.units_in_order())
+        seen.units = sorted(sum(gathered_bytes(p) for p in masters) for _, masters in engine.runtime.units_in_order())
     return seen
 
 
@@ -206,7 +207,7 @@ def _problems(case: Case, seen: Watched, expected: list[architectures.Gradients]
         found.append(f"compiled after step 2: {seen.graphs} {seen.compiled}")
     if seen.after_backward or seen.after_forward > 2:
         found.append(f"gathered after backward {seen.after_backward}, after forward {seen.after_forward} units")
-    if stage == 3 and seen.peak > 1.1 * sum(seen.units[-2 - case.held :]):  # one in use, one ahead; rows are padded
+    if stage == 3 and seen.peak > sum(seen.units[-2 - case.held :]):  # one in use, one ahead
         found.append(f"peak {seen.peak}, units {seen.units}")
     eager, whole = scope in case.eager, scope not in case.breaks
     if scope and (eager != (seen.reads > 0) or not (whole or seen.breaks) or seen.graphs[-1] < case.graphs):
@@ -264,7 +265,8 @@ def test_frame(name: str, long: bool) -> None:
 
 # ---- lengths that differ by rank and step ----
 
-LENGTHS = ((5, 3), (2, 5), (4, 4), (3, 1), (5, 2), (1, 5), (2, 2), (4, 3))  # of each step, by rank
+# Of each step, by rank; further ranks take them in turn.
+LENGTHS = ((5, 3), (2, 5), (4, 4), (3, 1), (5, 2), (1, 5), (2, 2), (4, 3))
 
 
 def _train_lengths(engine: Any, model: nn.Module) -> list[int]:
@@ -272,7 +274,7 @@ def _train_lengths(engine: Any, model: nn.Module) -> list[int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     engine.attach_optimizers([optimizer])
     for number, lengths in enumerate(LENGTHS):
-        batch = data[number][:, : lengths[models.rank()] + 1]
+        batch = data[number][:, : lengths[models.rank() % 2] + 1]
         engines.step(engine, optimizer, lambda batch=batch: engines.token_loss(model, batch))
         graphs.append(engine.regions.stats.dynamo_graphs)
     return graphs
@@ -291,7 +293,7 @@ def test_lengths_by_rank_and_step(limit: int, long: bool) -> None:
     twin.load_state_dict(source.state_dict())
 
     def data(rank: int) -> list[Tensor]:
-        return [models.Batches(rank)[number][:, : lengths[rank] + 1] for number, lengths in enumerate(LENGTHS)]
+        return [models.Batches(rank)[number][:, : lengths[rank % 2] + 1] for number, lengths in enumerate(LENGTHS)]
 
     reference(twin, len(LENGTHS), data=data, lr=LR)
     problems = []
@@ -333,9 +335,6 @@ def _said(name: str) -> tuple[list[str], dict[str, EagerReads]]:
     return [str(w.message) for w in caught if "runs eagerly" in str(w.message)], reads
 
 
-BLOCK = 4 * 3 * (10 * 10 + 10)  # bytes of a `Disabled` block: three linear layers, whose rows 2 ranks divide
-
-
 @on_ranks()
 def test_what_runs_eagerly_is_said_once() -> None:
     """One warning for a class of module (rank 0's: Lightning keeps the others quiet once a Trainer has told it their
@@ -345,8 +344,9 @@ def test_what_runs_eagerly_is_said_once() -> None:
     assert all("`model" in text and "broke its graph (" in text and "disable" in text for text in warned)
     assert any("layers" in unit for unit in reads) and min(seen.reads for seen in reads.values()) >= 3
     blocks = [seen for unit, seen in reads.items() if "layers" in unit]
+    block = sum(gathered_bytes(p) for p in graph_breaks.Disabled().parameters())
     # 3 steps, forward and backward; what the last block had gathered is still there for its backward
-    assert all(3 <= seen.gathers <= 6 and seen.gather_bytes == seen.gathers * BLOCK for seen in blocks)
+    assert all(3 <= seen.gathers <= 6 and seen.gather_bytes == seen.gathers * block for seen in blocks)
     torch._dynamo.reset()
     warned, reads = _said("plain")
     assert warned == [] and not any("layers" in unit for unit in reads)

@@ -162,8 +162,9 @@ def test_bytes_of_an_accumulation(long: bool) -> None:
 def test_memory_formula(stage: int) -> None:
     """The parts of the formula that the GPU test predicts memory with, against the bytes of what one step makes of a
     stack of blocks in bfloat16."""
-    formula = Formula(stage, models.world(), 8, 4)
-    held = Stack(8, 4, held=(0, 1))
+    width = 4 * models.world()
+    formula = Formula(stage, models.world(), width, 4)
+    held = Stack(width, 4, held=(0, 1))
     config = Config(stage=stage, compile=False)
     made = Engine(held, engines.place(), config, torch.bfloat16, torch.distributed.get_backend())
     with engines.closing(made) as engine:
@@ -171,7 +172,7 @@ def test_memory_formula(stage: int) -> None:
         optimizer = torch.optim.AdamW(parameters)
         engine.attach_optimizers([optimizer])
         with engine.training_step():
-            loss = held(torch.randn(4, 8, dtype=torch.bfloat16, device=models.device())).float().sum()
+            loss = held(torch.randn(4, width, dtype=torch.bfloat16, device=models.device())).float().sum()
             engines.backward(engine, loss)
         partition = Partitions(parameters).note()
         engine.step(optimizer, lambda: None)

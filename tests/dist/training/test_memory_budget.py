@@ -26,14 +26,14 @@ def _sizes(engine: Any) -> dict[int, int]:
 
 
 def _run(scope: Any, budget: Any, recompiles: int) -> list[str]:
-    """Trains at stage 3; `budget`: None, "auto", a number of bytes, or by rank."""
+    """Trains at stage 3; `budget`: None, "auto", a number of bytes, or by rank; further ranks take them in turn."""
     torch._dynamo.reset()
     counters.clear()
     twin, problems = models.Whole(models.ByteModel()), []
     model = models.Whole(models.ByteModel())
     model.load_state_dict(twin.state_dict())
     _plain(twin.to(models.device()))
-    data, mine = models.Batches(models.rank()), budget[models.rank()] if isinstance(budget, tuple) else budget
+    data, mine = models.Batches(models.rank()), budget[models.rank() % 2] if isinstance(budget, tuple) else budget
     with engines.engine(model, 3, compile=scope, memory_budget=mine) as engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
         engine.attach_optimizers([optimizer])

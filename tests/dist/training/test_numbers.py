@@ -20,7 +20,7 @@ from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.engine import Engine
 from tests.support import engines, models
 from tests.support.harness import on_ranks
-from tests.support.parity import ENDS
+from tests.support.parity import ENDS, mean_backward
 
 NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda x: x.norm().item(),
@@ -73,8 +73,8 @@ def test_numbers_are_whole(stage: int) -> None:
         model, twin = models.pair(models.ByteModel)
         with engines.engine(model, stage, compile=compiled) as engine:
             with engine.training_step():
-                engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[0]))
-            engines.mean_backward(twin, 0)
+                engines.backward(engine, engines.anchored_loss(model, models.Batches(models.rank())[0]))
+            mean_backward(lambda rank, twin=twin: engines.anchored_loss(twin, models.Batches(rank)[0]))  # type: ignore[misc]
             found += _differences(model, twin)
             full, wanted = engine.full_gradients(model), {n: p.grad for n, p in twin.named_parameters()}
             assert full.keys() == wanted.keys()
@@ -122,9 +122,9 @@ def _forward(engine: Engine, model: nn.Module, number: int) -> None:
 @ENDS
 @on_ranks()
 def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
-    """Rank 0 asks alone, while rank 1 goes on to another backward; it raises in seconds and can go on.
+    """Rank 0 asks alone, while the others go on to another backward; it raises in seconds and can go on.
 
-    Also if rank 1 asks for the same by then, but of its other gradients.
+    Also if they ask for the same by then, but of their other gradients.
     """
     model, rank = models.ByteModel(), models.rank()
     with engines.engine(model, stage, compile=False, timeout=timedelta(minutes=2)) as engine:
@@ -143,7 +143,7 @@ def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
             if rank == 0:
                 start = time.monotonic()
                 with pytest.raises(
-                    RuntimeError, match=r"rank 0 asks for .*rank 1 (has|asks for).*full_parameters.*full_gradients"
+                    RuntimeError, match=r"rank 0 asks for .*rank [1-9] (has|asks for).*full_parameters.*full_gradients"
                 ):
                     ask()
                 assert time.monotonic() - start < 20
@@ -151,7 +151,7 @@ def test_one_rank_alone_raises_in_seconds(stage: int) -> None:
             try:
                 norm = weight.grad.norm().item()
             except RuntimeError as error:  # a device, where this host waits for no collective
-                assert rank == 1 and "after other backwards" in str(error), error
+                assert rank > 0 and "after other backwards" in str(error), error
                 norm = weight.grad.norm().item()
             assert norm > 0
         other = weight.grad.norm() if rank else weight.grad.sum()

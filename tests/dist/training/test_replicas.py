@@ -243,7 +243,7 @@ def _refused(**options: Any) -> str:
     return str(raised.value)
 
 
-@on_ranks()
+@on_ranks(2)
 def test_ranks_that_cannot_be_divided() -> None:
     assert re.search(r"`replicas=3`: 2 ranks cannot be divided by 3.*choose a divisor", _refused(replicas=3))
     assert re.search(r"has 2 x 2 ranks .*and there are 2. Pass a mesh of all ranks", _refused(device_mesh=(2, 2)))

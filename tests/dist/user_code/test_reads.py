@@ -207,8 +207,10 @@ def _prints(module: Any) -> None:
     """Which rows of it these are; without a collective, so one rank may print alone."""
     weight = dict(module.named_parameters())["model.head.weight"]
     if models.rank() == 1:
-        text = repr(weight)
-        assert "of shape (13, 10): rank 1 of 2 holds [7:13] of it" in text and "full_tensor()" in text
+        text, world = repr(weight), models.world()
+        rows = -(-13 // world)
+        held = f"rank 1 of {world} holds [{rows}:{min(2 * rows, 13)}] of it"
+        assert f"of shape (13, 10): {held}" in text and "full_tensor()" in text
         assert repr(weight) == f"{weight}"
 
 

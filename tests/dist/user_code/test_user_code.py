@@ -134,11 +134,12 @@ def test_gradient_that_ignores_the_incoming_one() -> None:
         model.forward = lambda x, blocks=model[0]: blocks[1](blocks[0](x)).square().mean()  # type: ignore[assignment]
         twin = nn.ModuleList(IgnoringBlock() for _ in range(2)).to(models.device())
         twin.load_state_dict(model[0].state_dict())
-        data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(n)).to(models.device()) for n in range(6)]
+        world, seeded = models.world(), torch.Generator().manual_seed
+        data = [torch.randn(3, 4, generator=seeded(n)).to(models.device()) for n in range(3 * world)]
         plain = torch.optim.SGD(twin.parameters(), lr=0.01)
         for number in range(3):
             for rank in range(models.world()):
-                loss = twin[1](twin[0](data[2 * number + rank])).square().mean()
+                loss = twin[1](twin[0](data[world * number + rank])).square().mean()
                 (loss / models.world()).backward()
             # the loss's divisor does not reach these
             for block in twin:
@@ -149,7 +150,7 @@ def test_gradient_that_ignores_the_incoming_one() -> None:
             optimizer = engines.sgd(engine, model, lr=0.01)
             for number in range(3):
                 with engine.training_step():
-                    engines.backward(engine, model(data[2 * number + models.rank()]))
+                    engines.backward(engine, model(data[world * number + models.rank()]))
                 optimizer.step()
             if bool(scope) != (engine.runtime.stats().graph_reductions > 0):
                 problems.append(f"stage {stage} {scope}: {engine.runtime.stats()}")

@@ -243,7 +243,7 @@ def test_ranks_that_have_gathered_different_units_in_a_window(max_bytes: int | N
 
 @on_ranks()
 def test_ranks_that_all_fail_at_the_same_place_in_a_window() -> None:
-    said, engine, twin = _goes_on_apart(None, True, (0, 1))
+    said, engine, twin = _goes_on_apart(None, True, tuple(range(models.world())))
     engine.unshard()
     parity.reference(twin, 3, _sum_of_losses, _pairs(0, 5, 7))
     assert said == ["early"] and models.deviation(engine.model, twin) < 1e-6
