@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lightning_zerocompile.ranks.relay import by_message, by_rank
-from lightning_zerocompile.ranks.waits import Jury, explain_knot
+from lightning_zerocompile.ranks.waits import Jury, explain_knot, meetings_left
 
 DIED = "its process has died"
 CLOSED = "it has ended its part of this run"
@@ -49,11 +49,13 @@ class _Heard:
         left: why a rank has ended, in its own words.
         knot: the report of this rank with which it was found in a knot, and the message about that knot; None: it was
             found in none, or has raised since.
+        meetings: what is known of meetings that ranks have left, by number: the message about their knot.
     """
 
     gone: dict[int, str] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
     knot: tuple[str, str] | None = None
+    meetings: dict[int, str] = field(default_factory=dict)
 
 
 class Liveness:
@@ -134,6 +136,10 @@ class Liveness:
     def last_knot(self) -> str | None:
         """The message about the knot in which this rank was found, if :meth:`waits` has not returned it; else None."""
         return None if self._heard.knot is None else self._heard.knot[1]
+
+    def left_meeting(self, number: int) -> str | None:
+        """Why another rank has left the meeting of this number, see [Note: meetings that were left]; else None."""
+        return self._heard.meetings.get(number)
 
     def close(self) -> None:
         """Tells the others that this rank has ended its part, and ends the thread and the connections."""
@@ -307,11 +313,12 @@ def _serve(
                 jury.hear(first, own)
             stuck = jury.verdict()
             text = explain_knot(stuck) if stuck else ""
-            if first in stuck:
-                heard.knot = stuck[first], text
+            numbers = meetings_left(stuck)
+            if stuck:
+                _hear_knot(heard, stuck.get(first), text, numbers)
             for connection, theirs in connections.rank_of.items():
-                if theirs is not None and theirs in stuck:
-                    _send(connection, f"knot {json.dumps([stuck[theirs], text])}\n")
+                if theirs is not None and (theirs in stuck or numbers):
+                    _send(connection, f"knot {json.dumps([stuck.get(theirs), text, numbers])}\n")
         closed = False
         for one in ready:
             if one is woken:
@@ -363,6 +370,13 @@ def _serve(
             connections.tell("closed\n")
             _hang_up(list(connections.rank_of))
             return
+
+
+def _hear_knot(heard: _Heard, mine: str | None, text: str, meetings: Sequence[int]) -> None:
+    """``mine``: this rank's report; None: it is not in the knot. ``text``: about it. ``meetings``: that were left."""
+    heard.meetings |= dict.fromkeys(meetings, text)  # before this rank can raise
+    if mine is not None:
+        heard.knot = mine, text
 
 
 def _send(connection: socket.socket, text: str) -> None:
@@ -446,8 +460,7 @@ def _follow(
                 heard.left |= news.left
                 gone |= news.gone
             if line.startswith("knot "):
-                mine, text = json.loads(line.removeprefix("knot "))
-                heard.knot = mine, text
+                _hear_knot(heard, *json.loads(line.removeprefix("knot ")))
         if said is None:
             gone.setdefault(first, DIED)
             watched.unwatch(connection)

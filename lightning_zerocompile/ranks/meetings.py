@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from lightning_zerocompile.ranks.consistency import Consistency
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
-from lightning_zerocompile.ranks.waits import REMEDY
+from lightning_zerocompile.ranks.waits import MEETING, REMEDY
 
-STREAM = "meeting"
 _LOOK = 1.0  # seconds between two looks at the other ranks
 _PAUSE = 2e-3  # seconds that a rank first waits without sleep, and then sleeps between two questions
 
@@ -58,7 +57,7 @@ class Meetings:
             self.before(what)
         self.count += 1
         if self._group is None:
-            return self._comparisons.meet(STREAM, what)
+            return self._comparisons.meet(MEETING, what)
         number = self.count
         kind = zlib.crc32(what.encode())
         largest = torch.tensor([kind, -kind])
@@ -69,10 +68,11 @@ class Meetings:
             now = time.monotonic()
             if now - looked >= _LOOK:
                 looked = now
-                self._messages.look(what, STREAM, number)
+                self._messages.look(what, MEETING, number)
             if now - start > _PAUSE:
                 time.sleep(_PAUSE)
         work.wait()
+        self._messages.raise_if_left(number)
         self._open = None
         if largest.tolist() != [kind, -kind]:
             raise self._apart(number, what)
@@ -93,7 +93,7 @@ class Meetings:
         self._open = None
 
     def _apart(self, number: int, what: str) -> CommunicationError:
-        heard = self._messages.exchange_numbered(STREAM, number, what + self._messages.where())
+        heard = self._messages.exchange_numbered(MEETING, number, what + self._messages.where())
         places = "; ".join(f"rank {rank} is in {theirs or 'something else'}" for rank, theirs in heard.items())
         error = CommunicationError(f"zerocompile: the ranks have come to different things: {places}. {REMEDY}")
         error.explained = True  # nobody is gone

@@ -236,6 +236,18 @@ class Messages:
             error.explained = True
             raise error
 
+    def raise_if_left(self, meeting: int) -> None:
+        """Called in a meeting of this number, when the ranks seem to be there.
+
+        Raises:
+            CommunicationError: another rank has left it, see [Note: meetings that were left] in waits.py.
+        """
+        reason = None if self._liveness is None else self._liveness.left_meeting(meeting)
+        if reason is not None:
+            error = CommunicationError(reason)
+            error.explained = True
+            raise error
+
     def _standing(self) -> str | None:
         """Called about once a second by the thread that watches, since torch's own collectives do not :meth:`look`.
 

@@ -9,6 +9,10 @@ go on, and so may a rank that waits only for ranks that may go on. The ranks tha
 every rank in it has repeated the same report often enough. Then all of them were waiting at one moment, so nothing that
 is still to come could have ended a wait. Each of them then raises, and says where all of them stand. In a normal run,
 where waits are short, no reports are sent.
+
+[Note: meetings that were left] A rank of a knot that waited in a meeting has left it, and its all-reduce is still under
+way. So all ranks are told the meeting's number. A rank that comes to it later raises, too. Otherwise its all-reduce
+would be answered by the one that was left, and it would stand alone in what follows.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from types import CodeType, FrameType
 import torch.distributed as dist
 
 DIRECT = "direct"  # the stream of torch.distributed's collectives that others run; their order is not known here
+MEETING = "meeting"  # the stream of meetings
 _STALE = 5.0  # seconds after which a report that was not repeated no longer counts
 _REPEATS = 2  # how often each report of a knot must be repeated
 _REPEATS_DIRECT = 10  # the same if the knot has direct collectives in it, which may take long
@@ -157,6 +162,12 @@ def explain_knot(lines: Mapping[int, str]) -> str:
     places = [f"{_names(ranks)} in {what}" for what, ranks in ranks_at.items()]
     more = ["..."] if len(places) > _NAMED else []
     return f"zerocompile: ranks wait for each other: {'; '.join(places[:_NAMED] + more)}. {REMEDY}"
+
+
+def meetings_left(lines: Mapping[int, str]) -> list[int]:
+    """The numbers of the meetings in which ranks of a knot have waited, from their reports (:meth:`Wait.line`)."""
+    waits = [Wait(**json.loads(line)) for line in lines.values()]
+    return sorted({wait.number for wait in waits if wait.stream == MEETING})
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -20,10 +20,11 @@ from torch.utils.weak import TensorWeakRef
 from lightning_zerocompile.config import Config, Lifetime, Policy
 from lightning_zerocompile.ranks.consistency import Consistency, Reads
 from lightning_zerocompile.ranks.groups import Groups, default_group_position
-from lightning_zerocompile.ranks.meetings import STREAM, Meetings
+from lightning_zerocompile.ranks.meetings import Meetings
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 from lightning_zerocompile.ranks.turns import END, Turns
 from lightning_zerocompile.ranks.turns import STREAM as GATES
+from lightning_zerocompile.ranks.waits import MEETING
 from lightning_zerocompile.runtime import build, ops
 from lightning_zerocompile.runtime.activation_offload import ActivationOffload, Pack, without_hooks
 from lightning_zerocompile.runtime.peer_memory import (
@@ -232,7 +233,7 @@ class Runtime:
             owner = this()
             gathers, reductions = (0, 0) if owner is None else owner.core.started()
             meetings = 0 if owner is None else owner.meetings.count
-            return {"gather": gathers, "reduction": reductions, STREAM: meetings, GATES: turns.gates}
+            return {"gather": gathers, "reduction": reductions, MEETING: meetings, GATES: turns.gates}
 
         self.messages.started = started
         self.messages.watch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_zerocompile.ranks.waits import DIRECT, Jury, Wait, explain_knot, knot
+from lightning_zerocompile.ranks.waits import DIRECT, Jury, Wait, explain_knot, knot, meetings_left
 
 
 def _wait(stream: str, number: int = 1, on: Any = (), **started: int) -> Wait:
@@ -73,3 +73,9 @@ def test_the_message() -> None:
     text = explain_knot(said)
     assert "rank 0 waits in message 2; ranks 1, 2, 3, 4, 5, 6, 7, 8 wait in gather 5." in text
     assert "strategy.full_parameters" in text and "`synced_gpus`" in text
+
+
+def test_meetings_that_were_left() -> None:
+    said = {0: _wait("meeting", 4), 1: _wait("gather", 5), 2: _wait("meeting", 4), 3: _wait("meeting", 3)}
+    assert meetings_left({rank: wait.line() for rank, wait in said.items()}) == [3, 4]
+    assert meetings_left({1: said[1].line()}) == []

@@ -280,6 +280,23 @@ def test_a_checkpoint_of_an_exception(stage: int, tmp_path: Path) -> None:
                 assert torch.allclose(saved["state_dict"][name], value.cpu(), atol=1e-6), name
 
 
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
+@on_ranks()
+def test_no_checkpoint_of_one_rank_s_exception(stage: int, tmp_path: Path, device: str) -> None:
+    """The rank waits in a checkpoint, and the others in a backward. They then come to the meeting that it has left, and
+    do not go on from there: see [Note: meetings that were left]."""
+    if device != "cpu":
+        pytest.skip("on devices ranks meet in the store")
+    module, start = FailsLate(), time.monotonic()
+    module.failing = (0,)
+    callback = ModelCheckpoint(tmp_path, save_on_exception=True, save_top_k=0)
+    with pytest.raises(CommunicationError, match=r"rank 0 waits in a checkpoint, in `on_exception`.*in `backward`"):
+        failing.fit(
+            module, failing.strategy(stage, seconds=60, **EAGER), 3, callbacks=[callback], enable_checkpointing=True
+        )
+    assert time.monotonic() - start < 20 and not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_process_is_whole_after_an_exception(worlds: Any, stage: int) -> None:
     worlds(1).run(_whole_again, stage, {"compile": "blocks", "backend": "aot_eager"}, EVERYWHERE)
