@@ -40,7 +40,7 @@ def _continued(state: dict[str, Any]) -> list[float]:
     """This rank's losses of another epoch from a state of :class:`Look`, in plain torch."""
     module = Saved().to(models.device())
     module.load_state_dict(state["weights"])
-    optimizer = torch.optim.AdamW(module.parameters(), lr=state["rates"][0])
+    optimizer = torch.optim.AdamW(module.parameters(), lr=state["rates"][0], eps=1e-3)  # as Saved's
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state["optimizers"][0], "param_groups": groups})
     losses = []

@@ -39,8 +39,14 @@ class Layer(nn.Module):
         return (x.to(torch.complex64) @ self.weight.mH).abs() + x @ Negated.apply(self.scale).mT
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(1, EAGER), (2, EAGER), (3, EAGER), pytest.param(1, AOT, marks=LONG), pytest.param(2, AOT, marks=LONG), (3, AOT)],
+    ids=str,
+)
 @on_ranks()
 def test_lazy_gradients_are_reduced(stage: int, options: dict[str, Any]) -> None:
     with twins.pair(stage, lambda: nn.Sequential(Layer()), **options) as (engine, twin, optimizer):

@@ -64,7 +64,7 @@ def _differences(ours: nn.Module, twin: nn.Module) -> list[str]:
     return found
 
 
-@ENDS
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
 @on_ranks()
 def test_numbers_are_whole(stage: int) -> None:
     found = []

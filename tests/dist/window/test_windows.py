@@ -138,7 +138,7 @@ def _routes() -> int:
             model.route = route
             engines.step(engine, optimizer, lambda: engines.token_loss(model, data[0]))
         with engine.training_step(), engine.windows.open("window", None, None):
-            for route in ([0, 1 + models.rank()], [3 - models.rank(), 0]):
+            for route in ([0, 1 + models.rank() % 3], [3 - models.rank() % 3, 0]):
                 model.route = route
                 engines.token_loss(model, data[1]).backward()
         optimizer.step()
