@@ -125,6 +125,7 @@ SCRIPT = """
 import sys, torch, lightning as L
 from datetime import timedelta
 from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.ranks import waits
 from tests.support import models
 
 hook, what, stage = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -141,6 +142,7 @@ class Alone(L.Callback):
                 trainer.save_checkpoint("never.ckpt")
 
 torch.set_num_threads(1)
+waits._REPEATS_DIRECT = 3  # seven seconds less
 strategy = ZeroCompileStrategy(stage=stage, compile=False, timeout=timedelta(minutes=5))
 trainer = models.make_trainer(strategy, max_epochs=2, callbacks=[Alone()], num_sanity_val_steps=0)
 trainer.fit(models.Module(), models.Batches(models.rank(), 2 if "epoch" in hook else 4))
