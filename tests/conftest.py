@@ -70,11 +70,6 @@ def ranks(worlds: harness.Worlds) -> harness.Ranks:
     return worlds()
 
 
-@pytest.fixture
-def two_ranks(worlds: harness.Worlds) -> harness.Ranks:
-    return worlds(2)
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """In this process, so that the test that left it fails, not a later one that makes its own process group.

@@ -17,7 +17,7 @@ import gc
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -475,7 +475,7 @@ class _Recorder:
             if not torch.is_grad_enabled() or name in self.eager:
                 return forward(*args, **kwargs)
             parameters = dict(block.named_parameters())
-            held = parameters | dict(block.named_buffers())
+            held = parameters | dict(block.named_buffers())  # in this order, see _partitioned
             leaves, spec = tree_flatten((args, kwargs))
             shapes = tuple(_shape(leaf) for leaf in leaves)
             key = (signature(block), spec, shapes, torch.is_autocast_enabled("cpu"))
@@ -490,7 +490,7 @@ class _Recorder:
                     return torch.func.functional_call(_Forward(block, forward), named, args, kwargs)
 
                 try:
-                    self._graphs[key] = self._partitioned(called, held, parameters, given)
+                    self._graphs[key] = self._partitioned(called, held, given, len(parameters))
                 except Exception as error:  # torch's, of code that it cannot trace: the run would break the graph there
                     self.eager[name] = said(error)
                     return forward(*args, **kwargs)
@@ -499,20 +499,16 @@ class _Recorder:
         block.forward = run
 
     def _partitioned(
-        self,
-        function: Callable[..., Any],
-        held: dict[str, Tensor],
-        parameters: Collection[str],
-        given: list[Tensor],
+        self, function: Callable[..., Any], held: dict[str, Tensor], given: list[Tensor], parameters: int
     ) -> Callable[..., Any]:
         """All that ``function`` takes are tensors: the partitioner asks each input of a graph for its size.
 
-        A graph keeps what it was traced with, so it is traced with tensors that stand for ``given``.
+        A graph keeps what it was traced with, so it is traced with tensors that stand for ``given``. The first ones of
+        ``held``, as many as ``parameters`` says, are what a run gathers.
         """
 
         def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            values = joint.graph.find_nodes(op="placeholder")[: len(held)]
-            tag_what_follows(joint.graph, [node for node, name in zip(values, held, strict=True) if name in parameters])
+            tag_what_follows(joint.graph, joint.graph.find_nodes(op="placeholder")[:parameters])
             pair: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
             return pair
 

@@ -312,13 +312,12 @@ def _serve(
             if own is not None:
                 jury.hear(first, own)
             stuck = jury.verdict()
-            text = explain_knot(stuck) if stuck else ""
-            numbers = meetings_left(stuck)
             if stuck:
-                _hear_knot(heard, stuck.get(first), text, numbers)
-            for connection, theirs in connections.rank_of.items():
-                if theirs is not None and (theirs in stuck or numbers):
-                    _send(connection, f"knot {json.dumps([stuck.get(theirs), text, numbers])}\n")
+                text, meetings = explain_knot(stuck), meetings_left(stuck)
+                _hear_knot(heard, stuck.get(first), text, meetings)
+                for connection, theirs in connections.rank_of.items():
+                    if theirs is not None and (theirs in stuck or meetings):
+                        _send(connection, f"knot {json.dumps([stuck.get(theirs), text, meetings])}\n")
         closed = False
         for one in ready:
             if one is woken:

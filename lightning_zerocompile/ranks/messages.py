@@ -232,9 +232,7 @@ class Messages:
         among = self.among.get(stream, ())
         knot = self._liveness.waits(Wait(stream, number, what + self.where(), on, self.started(), among).line())
         if knot is not None:
-            error = CommunicationError(knot)
-            error.explained = True
-            raise error
+            raise _explained(knot)
 
     def raise_if_left(self, meeting: int) -> None:
         """Called in a meeting of this number, when the ranks seem to be there.
@@ -244,9 +242,7 @@ class Messages:
         """
         reason = None if self._liveness is None else self._liveness.left_meeting(meeting)
         if reason is not None:
-            error = CommunicationError(reason)
-            error.explained = True
-            raise error
+            raise _explained(reason)
 
     def _standing(self) -> str | None:
         """Called about once a second by the thread that watches, since torch's own collectives do not :meth:`look`.
@@ -351,9 +347,7 @@ class Messages:
             CommunicationError: this rank's process groups have ended; what the last collectives gave is not valid.
         """
         if self.ended is not None:
-            error = CommunicationError(self.ended)
-            error.explained = True
-            raise error
+            raise _explained(self.ended)
 
     @property
     def last_knot(self) -> str | None:
@@ -721,6 +715,13 @@ class Messages:
     @staticmethod
     def _store() -> Any:
         return dist.distributed_c10d._get_default_store()
+
+
+def _explained(text: str) -> CommunicationError:
+    """An error that says by itself why ranks cannot go on."""
+    error = CommunicationError(text)
+    error.explained = True
+    return error
 
 
 def _sent(number: int, answers: Mapping[int, str]) -> dict[int, str]:

@@ -55,12 +55,16 @@ class Stack(nn.Module):
         return x
 
 
+def padded(rows: int) -> int:
+    """To a multiple of the number of ranks."""
+    return -(-rows // models.world()) * models.world()
+
+
 def gathered_bytes(parameter: Tensor) -> int:
-    """Of a parameter's full value; its rows are padded to a multiple of the number of ranks."""
+    """Of a parameter's full value with padded rows."""
     if parameter.dim() == 0:
         return parameter.nbytes
-    rows, world = parameter.shape[0], models.world()
-    return parameter.element_size() * -(-rows // world) * world * parameter.shape[1:].numel()
+    return parameter.element_size() * padded(parameter.shape[0]) * parameter.shape[1:].numel()
 
 
 @dataclass(frozen=True)

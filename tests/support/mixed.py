@@ -17,6 +17,7 @@ from lightning_zerocompile.sharding.autocast import forward_of
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.module_swap import REGION
 from tests.support import engines, models
+from tests.support.memory import padded
 from tests.support.precisions import BF16
 
 MIXED = "rank 0 compiled, rank 1 eager"
@@ -102,11 +103,7 @@ def gathered(engine: Engine, run: Callable[[], Any], path: str) -> int:
 #   head:  560 B                                                                     560 B, low:  280 B
 # A step: `first` twice (see there), the head once (its cast is kept for the backward), the blocks twice.
 def bytes_of_a_step(low: bool) -> int:
-    first, head = 4 * (_padded(1) + 10 * _padded(models.VOCABULARY)), 10 * _padded(models.VOCABULARY)
-    linear = 10 * _padded(21) + _padded(21) + _padded(10) * 21
+    first, head = 4 * (padded(1) + 10 * padded(models.VOCABULARY)), 10 * padded(models.VOCABULARY)
+    linear = 10 * padded(21) + padded(21) + padded(10) * 21
     width = 2 if low else 4
-    return 2 * first + width * head + 6 * (4 * 2 * _padded(10) + width * linear)
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // models.world()) * models.world()
+    return 2 * first + width * head + 6 * (4 * 2 * padded(10) + width * linear)

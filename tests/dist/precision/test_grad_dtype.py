@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.support import engines, models
 from tests.support.harness import on_ranks
+from tests.support.memory import padded
 from tests.support.parity import CELLS
 from tests.support.precisions import BF16, FP32, RAW, RawWhole
 
@@ -24,11 +25,6 @@ LONG: list[tuple[int, Any]] = [(1, False), (2, "blocks"), (3, "model"), (3, "ind
 
 def _raw(rank: int) -> float:
     return RAW + 4 * rank
-
-
-def _padded() -> int:
-    """Elements of [3, 2] with the rows that a reduction pads it by: [4, 2] on two ranks."""
-    return -(-3 // models.world()) * models.world() * 2
 
 
 def _eager(dtype: torch.dtype, grad_dtype: Any, values: list[float]) -> dict[str, Tensor]:
@@ -84,6 +80,7 @@ def test_contract(long: bool) -> None:
     assert torch.tensor(RAW).bfloat16().item() != RAW
     cells = CELLS + LONG * long
     problems = []
+    raw = 2 * padded(3)  # elements of [3, 2] as they are reduced
     for (dtype, grad_dtype), wire in CONTRACT.items():
         for stage, scope in cells:
             cell = f"{dtype} grad_dtype={grad_dtype} stage {stage} {scope}"
@@ -96,7 +93,7 @@ def test_contract(long: bool) -> None:
                 if "inner" in name and (grad != RAW + 2 * (models.world() - 1)).any():
                     problems.append(f"{cell}: {name} is {grad}")
             # per block: raw and scalar in the wire's dtype, inner in float32
-            wanted = 2 * ((_padded() + 1) * wire.itemsize + _padded() * 4)
+            wanted = 2 * ((raw + 1) * wire.itemsize + raw * 4)
             if reduced != [wanted]:
                 problems.append(f"{cell}: reduced {reduced} bytes, not {wanted}")
             leaf = _eager(dtype, grad_dtype, [RAW])
@@ -135,12 +132,13 @@ def test_accumulation(long: bool) -> None:
 def test_reduce_dtype_is_independent() -> None:
     """`reduce_dtype` is of the communication alone: the gradient has its own dtype before and after it."""
     problems = []
+    raw = 2 * padded(3)  # elements of [3, 2] as they are reduced
     for dtype, grad_dtype, reduce_dtype in ((FP32, "absent", BF16), (BF16, "absent", FP32), (BF16, FP32, BF16)):
         for stage, scope in CELLS:
             whole, dtypes, reduced = _gradients(dtype, grad_dtype, stage, scope, reduce_dtype=reduce_dtype)
             cell = f"{dtype} {grad_dtype} {reduce_dtype} stage {stage} {scope}"
             own = dtype if grad_dtype == "absent" else grad_dtype
-            if reduced != [2 * (_padded() + 1 + _padded()) * reduce_dtype.itemsize]:
+            if reduced != [2 * (raw + 1 + raw) * reduce_dtype.itemsize]:
                 problems.append(f"{cell}: {reduced} bytes")
             values = [torch.tensor(_raw(r)).to(own).to(reduce_dtype) for r in range(models.world())]
             expected = torch.stack(values).float().mean().to(reduce_dtype).to(own)

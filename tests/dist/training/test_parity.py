@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import models
 from tests.support.harness import on_ranks
+from tests.support.memory import gathered_bytes
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
@@ -45,14 +46,6 @@ def _check_whole(record: Any, frames: dict[str, dict[str, int]], mode: str) -> N
     assert record.stats.graph_uses > 0 and record.stats.graph_reductions > 0
 
 
-def _gradient_bytes(module: torch.nn.Module, world: int) -> int:
-    """Of all full gradients, with their rows padded for the ranks."""
-    sizes = [
-        torch.Size([-(-p.shape[0] // world) * world, *p.shape[1:]]) if p.dim() else p.shape for p in module.parameters()
-    ]
-    return sum(4 * size.numel() for size in sizes)
-
-
 # stages 1 and 2 differ in when an accumulation reduces
 SHORT = [(1, 2, 1), (1, 2, 4), (2, 2, 1), (2, 2, 4), (3, 1, 1), (3, 2, 1), (3, 3, 1), (3, 2, 4)]
 FEW = [(1, 2, 1), (3, 2, 1), (3, 2, 4)]
@@ -80,7 +73,7 @@ def test_sgd_equals_ddp(mode: str, stage: int, world: int, accumulate: int) -> N
     assert max(abs(a - b) for a, b in zip(module.losses, losses, strict=True)) <= 10 * tolerance
     assert record.stats.gathers > 0 and record.stats.reductions > 0
     passes = 5 if stage == 1 else 5 * accumulate  # an accumulation is reduced once at stage 1
-    assert record.stats.reduce_bytes == passes * _gradient_bytes(module, world)
+    assert record.stats.reduce_bytes == passes * sum(map(gathered_bytes, module.parameters()))
     assert world == 1 or record.local_numel < record.full_numel
     if mode == "eager":
         assert record.compiled.forward == 0 and record.stats.graph_uses == 0
