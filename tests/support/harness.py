@@ -186,6 +186,8 @@ def _serve(
         except BaseException:
             answer = ("error", traceback.format_exc())
         gc.collect()
+        if answer[0] == "ok" and device == "cuda":
+            torch.cuda.empty_cache()  # ranks of other tests share the GPU
         pipe.send((*answer, _has_ended_group()))
     dist.destroy_process_group()
     os._exit(0)
