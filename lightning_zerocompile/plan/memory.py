@@ -10,7 +10,7 @@ torch's allocator (NCCL's buffers, the CUDA context, the mapped buffers of copie
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -399,6 +399,7 @@ class _Run:
         self.resident = sum(self._units[name].gathered for name in self._resident)
         self._placed = {name: kind for name, kind in placed.items() if name not in self._resident}
         self.places = self._bytes_of_places()
+        self._staged = set(self._resident) if schedule.gloo else set()  # gathered since the step, not used yet
         self._gathered: list[str] = []  # of those that live for one use
         self._kept_part: set[str] = set()  # those with secondary shards
         self.secondary = 0
@@ -422,7 +423,8 @@ class _Run:
         accumulated = sum(u.gradient for u in self._units.values()) if self._schedule.accumulates else 0
         back = False
         for position, event in enumerate(self._events):
-            held, updates = self._held(accumulated) + self._passing, self._schedule.gloo or bool(self._order)
+            held = self._held(accumulated) + self._passing + self._copies_of(self._staged)
+            updates = self._schedule.gloo or bool(self._order)
             if self._schedule.flat:  # it is packed and unpacked within one event
                 self._passing = 0
             if event.kind == "use":
@@ -440,6 +442,7 @@ class _Run:
                 self.forward_peak = max(self.forward_peak, most)
             if event.kind == "loss":
                 back = True
+                self._staged.clear()
                 self.after_forward = self._held(accumulated) + event.now
         for unit in self._units.values():  # zeros, or another rank's gradients
             if self._waiting[unit.name] and self._schedule.gloo:
@@ -463,6 +466,7 @@ class _Run:
         return gathered + gradients + self._reduced + self.secondary
 
     def _use(self, name: str, back: bool, position: int) -> None:
+        self._staged.discard(name)
         if name in self._resident:
             return
         later = [(at, other) for at, other in self._uses if at > position and other != name]
@@ -520,7 +524,11 @@ class _Run:
         """Gloo's copies of what is gathered while the optimizer steps (results, and this rank's part of them), and the
         gradients of the unit that is updated."""
         largest = max((self._units[name].gradient for name in self._resident), default=0)
-        return largest + sum(self._units[name].gathered + self._units[name].masters for name in self._resident)
+        return largest + self._copies_of(self._resident)
+
+    def _copies_of(self, names: Collection[str]) -> int:
+        """What gloo holds of these units until somebody waits for their gathers."""
+        return sum(self._units[name].gathered + self._units[name].masters for name in names)
 
     def traffic(self) -> Traffic:
         reductions = sum(unit.gradient for unit in self._units.values())
