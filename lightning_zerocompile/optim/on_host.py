@@ -130,9 +130,7 @@ class HostUpdates:
             for master, slot in slab.slots.items():
                 value = slot.sharded.local
                 states = {name: local_of(kept) for name, kept in slot.states.items()}
-                gradient = gradients.get(slot)
-                gradient = None if gradient is None else gradient.to(value.dtype)
-                staged[master] = Staged(value, states, slot.states, slot, value._version, gradient, True)
+                staged[master] = Staged(value, states, slot.states, slot, value._version, gradients.get(slot), True)
         return staged
 
     @contextmanager

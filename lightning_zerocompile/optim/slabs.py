@@ -103,7 +103,7 @@ class Staged:
         kept: the DTensors over host memory that stand for ``states`` in the optimizer, by name.
         slot: of the master.
         version: of ``value`` before the update.
-        gradient: of the rows, in host memory and in the dtype of ``value``, if the CPU updates.
+        gradient: of the rows, in host memory and in the dtype in which it was reduced, if the CPU updates.
         on_host: whether the CPU updates.
         written: whether the update has a gradient for ``value``, and so writes to ``value``.
     """
@@ -120,6 +120,8 @@ class Staged:
     def take_gradient(self) -> None:
         """Called when ``value`` has a gradient on the device; if the CPU updates, puts the one in host memory there."""
         if self.on_host:
+            if self.gradient is not None:
+                self.value.grad_dtype = self.gradient.dtype
             self.value.grad = self.gradient
         self.written = self.value.grad is not None
 

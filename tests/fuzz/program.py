@@ -43,6 +43,13 @@ class Options:
     optimizers: Literal["one", "halves", "alternate"] = "one"
     momentum: float = 0.0
     weight_decay: float = 0.0
+    offload: Literal["", "device", "cpu"] = ""  # where the optimizers' masters and states are updated
+    offload_budget: int = 0
+    activations: Literal["", "again", "host", "again_host"] = ""  # blocks run again; what a forward saves is on the host
+    activation_budget: float | None = None
+    inner: bool = False  # of four ranks two gather in the backward, from secondary shards
+    unequal: bool = False  # ranks may do other things, which no program does
+    in_backward: bool = False  # each backward updates, and the step after it only counts
 
 
 @dataclass(frozen=True)
@@ -278,6 +285,13 @@ def _options(modes: tuple[str, ...]) -> st.SearchStrategy[Options]:
         optimizers=st.sampled_from(("one", "one", "halves", "alternate")),
         momentum=st.sampled_from((0.0, 0.0, 0.9)),
         weight_decay=st.sampled_from((0.0, 0.0, 0.1)),
+        offload=st.sampled_from(("", "", "device", "cpu")),
+        offload_budget=st.sampled_from((0, 0, 300)),
+        activations=st.sampled_from(("", "", "again", "host", "again_host")),
+        activation_budget=st.sampled_from((None, None, 0.0, 0.5)),
+        inner=st.sampled_from((False, False, True)),
+        unequal=st.sampled_from((False, False, True)),
+        in_backward=st.sampled_from((False, False, False, True)),
     )
 
 
@@ -286,18 +300,43 @@ def _allowed(program: Program) -> Program:
 
     And without what rounds gradients of half precision elsewhere than the reference does.
     """
-    model, options = program.model, program.options
-    steps = program.steps
+    model, options, steps = program.model, program.options, program.steps
+    if options.in_backward:
+        offload: Literal["", "device"] = "device" if options.offload else ""
+        options = replace(options, keep_gradients=False, optimizers="one", offload=offload)
+        model = replace(model, block=tuple("plain" if kind.startswith("raw") else kind for kind in model.block))
+        steps = tuple(tuple(made for op in ops for made in _updated_at_once(op)) for ops in steps)
     if any(kind.startswith("raw") for kind in model.block):
         waits = any(_waits(op) for ops in steps for op in ops)
         steps = tuple(tuple(_rounded_alike(op, waits) for op in ops) for ops in steps)
         if waits:
             model = replace(model, block=tuple("raw_same" if k == "raw_two_reads" else k for k in model.block))
     if options.stage < 3:
-        options = replace(options, keep_gathered=(), memory_budget=None)
+        options = replace(options, keep_gathered=(), memory_budget=None, inner=False, unequal=False)
     elif "by_rank" in model.block:
         options = replace(options, keep_gathered=("net.layers",))
+    if not options.offload:
+        options = replace(options, offload_budget=0)
+    if options.mode == "eager":
+        options = replace(options, activation_budget=None)
+    elif options.mode == "model":
+        options = replace(options, activations="")
+    if options.unequal:
+        options = replace(options, inner=False)
     return Program(model, options, tuple(tuple(_allowed_op(op, model, options) for op in ops) for ops in steps))
+
+
+def _updated_at_once(op: Op) -> tuple[Op, ...]:
+    """What backwards that update allow: a step follows each, and nothing is done to gradients between the two."""
+    if isinstance(op, Backward):
+        return Backward("sum" if op.kind == "sum" else "plain"), Step()
+    if isinstance(op, (Accumulate, Window)):
+        kept = (inner for inner in op.body if isinstance(inner, (Backward, Evaluate)))
+        body = tuple(Backward() if isinstance(inner, Backward) else inner for inner in kept)
+        if isinstance(op, Window):
+            return replace(op, body=body, fails=""), Step()
+        return replace(op, body=body, fails=False), Backward(), Step()
+    return (op,) if isinstance(op, (Evaluate, Freeze, Load, Read, Save, Write, Zero)) else ()
 
 
 def _waits(op: Op) -> bool:
@@ -322,13 +361,17 @@ def _rounded_alike(op: Op, waits: bool) -> Op:
 def _allowed_op(op: Op, model: Model, options: Options) -> Op:
     """Without what is not defined.
 
-    A rank that fails alone in a window must not leave the others in communication. Torch's donated buffers forbid two
+    What is offloaded cannot be updated past Lightning. A rank that fails alone in a window must not leave the others in communication. Torch's donated buffers forbid two
     backwards through a compiled graph. And a layer of "raw_none" reads from its module which dtype a gradient has: in
     eager code a reentrant checkpoint reads it again in the backward, after a later forward has changed it, while the
     graph of a whole model, of plain torch's too, keeps what its own forward has read.
     """
     if isinstance(op, (Accumulate, Toggle, Window)):
         op = replace(op, body=tuple(_allowed_op(inner, model, options) for inner in op.body))
+    if isinstance(op, Step) and options.offload:
+        return replace(op, raw=False)
+    if isinstance(op, Window) and op.fails in ("0", "1") and options.unequal:
+        op = replace(op, fails="all")
     if isinstance(op, Window) and op.fails in ("0", "1"):
         return replace(op, max_bytes=None, gather="window" if options.stage == 3 else op.gather)
     if isinstance(op, Backward) and op.kind == "twice" and options.mode != "eager":

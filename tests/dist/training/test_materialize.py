@@ -67,9 +67,10 @@ def test_peak_while_building() -> None:
     full = sum(p.nbytes for p in model.parameters())
     engine.unshard()
     assert full >= 4 * 50e6 and units == UNITS and moved
-    unit = full // UNITS  # a thread of the process group may still hold the last one that it broadcast
-    assert local <= live <= local + unit + 2**20  # the measurement sees the shards
-    assert local < memory.peak < local + 3 * unit + 2**20
+    unit = full // UNITS
+    held = 1 if models.world() == 2 else 3  # threads of the process group may still hold what they have broadcast
+    assert local <= live <= local + held * unit + 2**20  # the measurement sees the shards
+    assert local < memory.peak < local + (held + 2) * unit + 2**20
 
 
 class OnMeta(architectures.Net):
