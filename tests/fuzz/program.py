@@ -45,7 +45,7 @@ class Options:
     weight_decay: float = 0.0
     offload: Literal["", "device", "cpu"] = ""  # where the optimizers' masters and states are updated
     offload_budget: int = 0
-    activations: Literal["", "again", "host", "again_host"] = ""  # blocks run again; what a forward saves is on the host
+    activations: Literal["", "again", "host", "again_host"] = ""  # blocks run again; what they save is on the host
     activation_budget: float | None = None
     inner: bool = False  # of four ranks two gather in the backward, from secondary shards
     unequal: bool = False  # ranks may do other things, which no program does
@@ -361,10 +361,11 @@ def _rounded_alike(op: Op, waits: bool) -> Op:
 def _allowed_op(op: Op, model: Model, options: Options) -> Op:
     """Without what is not defined.
 
-    What is offloaded cannot be updated past Lightning. A rank that fails alone in a window must not leave the others in communication. Torch's donated buffers forbid two
-    backwards through a compiled graph. And a layer of "raw_none" reads from its module which dtype a gradient has: in
-    eager code a reentrant checkpoint reads it again in the backward, after a later forward has changed it, while the
-    graph of a whole model, of plain torch's too, keeps what its own forward has read.
+    What is offloaded cannot be updated past Lightning. A rank that fails alone in a window must not leave the others in
+    communication, and where ranks serve each other its exception must not be caught inside. Torch's donated buffers
+    forbid two backwards through a compiled graph. And a layer of "raw_none" reads from its module which dtype a
+    gradient has: in eager code a reentrant checkpoint reads it again in the backward, after a later forward has changed
+    it, while the graph of a whole model, of plain torch's too, keeps what its own forward has read.
     """
     if isinstance(op, (Accumulate, Toggle, Window)):
         op = replace(op, body=tuple(_allowed_op(inner, model, options) for inner in op.body))

@@ -216,7 +216,8 @@ def test_a_unit_that_is_reduced_in_two_parts(stage: int) -> None:
     torch.manual_seed(0)
     model, again, worst = Doubled(), 0, 0.0
     twin = copy.deepcopy(model).to(models.device())
-    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(r)).to(models.device()) for r in range(3 * models.world())]
+    seeds = range(3 * models.world())
+    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(r)).to(models.device()) for r in seeds]
     with engines.engine(model, stage, **EAGER) as engine:
         for step in range(3):
             with engine.training_step():
