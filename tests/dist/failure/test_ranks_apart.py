@@ -53,7 +53,7 @@ def _alone(what: str, folder: str, stage: int, options: dict[str, Any]) -> tuple
 @pytest.mark.parametrize(
     ("what", "stage", "options", "place"),
     [
-        ("saves", 1, EAGER, "a checkpoint, in `on_train_batch_start`"),
+        pytest.param("saves", 1, EAGER, "a checkpoint, in `on_train_batch_start`", marks=RARE),
         ("saves", 3, AOT, "a checkpoint, in `on_train_batch_start`"),
         pytest.param("state", 2, AOT, "a checkpoint, in `on_train_batch_start`", marks=RARE),
         pytest.param("reduces", 2, EAGER, "the reduction of a logged value or of a decision", marks=RARE),

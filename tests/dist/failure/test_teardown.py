@@ -459,7 +459,7 @@ if sys.argv[2] == "raises":
     ("front", "end", "groups"),
     [
         ("Trainer", "ends", "destroyed"),
-        ("Fabric", "ends", "destroyed"),
+        pytest.param("Fabric", "ends", "destroyed", marks=pytest.mark.long),
         pytest.param("Trainer", "raises", "left", marks=pytest.mark.long),
         ("Fabric", "raises", "left"),
     ],

@@ -96,7 +96,7 @@ def _batches(width: int) -> Callable[[int], list[Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "scope"),
-    [(1, "model"), (3, "blocks"), *(pytest.param(*c, marks=LONG) for c in [(1, "blocks"), (2, "model"), (3, "model")])],
+    [(3, "blocks"), *(pytest.param(*c, marks=LONG) for c in [(1, "model"), (1, "blocks"), (2, "model"), (3, "model")])],
 )
 @on_ranks()
 def test_torchs_own_layers_share_no_limit(stage: int, scope: str) -> None:
