@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 __all__ = [
     "Accumulate", "Backward", "Clip", "Evaluate", "Freeze", "Load", "Model", "Op", "Options", "Program", "Read", "Save",
-    "Scale", "Snap", "Step", "Toggle", "Window", "Write", "Zero", "brief", "programs",
+    "Scale", "Snap", "Step", "Toggle", "Window", "Write", "Zero", "brief", "programs", "sums_early",
 ]  # fmt: skip
 
 
@@ -381,6 +381,16 @@ def _allowed_op(op: Op, model: Model, options: Options) -> Op:
     if isinstance(op, Backward) and op.kind in ("sum", "late") and reads_again:
         return replace(op, kind="plain")
     return op
+
+
+def sums_early(program: Program) -> bool:
+    """Whether a window sums over the ranks before all of its backwards have run."""
+    return any(_sums_early(op) for ops in program.steps for op in ops)
+
+
+def _sums_early(op: Op) -> bool:
+    early = isinstance(op, Window) and op.max_bytes is not None
+    return early or any(_sums_early(inner) for inner in getattr(op, "body", ()))
 
 
 def without_halves(program: Program) -> Program:
