@@ -6,8 +6,9 @@ argument: then the program is replayed as a test, and random programs like it ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 from tests.fuzz.program import (
     Accumulate,
@@ -23,6 +24,7 @@ from tests.fuzz.program import (
     Window,
     Write,
     Zero,
+    operations,
 )
 
 
@@ -35,15 +37,8 @@ class Found:
     excluded: Callable[[Program], bool] | None = None
 
 
-def _ops(ops: Iterable[Op], around: Op | None = None) -> Iterator[tuple[Op, Op | None]]:
-    """Every operation, with the one that it is in the body of."""
-    for op in ops:
-        yield op, around
-        yield from _ops(getattr(op, "body", ()), op)
-
-
 def _has(program: Program, wanted: Callable[[Op, Op | None], bool]) -> bool:
-    return any(wanted(op, around) for ops in program.steps for op, around in _ops(ops))
+    return any(wanted(op, around) for op, around in operations(chain.from_iterable(program.steps)))
 
 
 _DEFER = (Window, Accumulate)

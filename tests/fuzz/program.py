@@ -6,14 +6,16 @@ code that makes it again: with ``from tests.fuzz.program import *`` it can be re
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from hypothesis import strategies as st
 
 __all__ = [
     "Accumulate", "Backward", "Clip", "Evaluate", "Freeze", "Load", "Model", "Op", "Options", "Program", "Read", "Save",
-    "Scale", "Snap", "Step", "Toggle", "Window", "Write", "Zero", "brief", "programs", "sums_early",
+    "Scale", "Snap", "Step", "Toggle", "Window", "Write", "Zero", "brief", "programs",
 ]  # fmt: skip
 
 
@@ -186,6 +188,19 @@ class Program:
     steps: tuple[tuple[Op, ...], ...] = ()
 
 
+def operations(ops: Iterable[Op], around: Op | None = None) -> Iterator[tuple[Op, Op | None]]:
+    """Every operation, with the one that it is in the body of."""
+    for op in ops:
+        yield op, around
+        yield from operations(getattr(op, "body", ()), op)
+
+
+def sums_early(program: Program) -> bool:
+    """Whether a window sums over the ranks before all of its backwards have run."""
+    ops = operations(chain.from_iterable(program.steps))
+    return any(isinstance(op, Window) and op.max_bytes is not None for op, _ in ops)
+
+
 # ---- strategies; what is simplest comes first, as Hypothesis shrinks towards it ----
 
 _LAYERS = (
@@ -304,10 +319,11 @@ def _allowed(program: Program) -> Program:
     if options.in_backward:
         offload: Literal["", "device"] = "device" if options.offload else ""
         options = replace(options, keep_gradients=False, optimizers="one", offload=offload)
-        model = replace(model, block=tuple("plain" if kind.startswith("raw") else kind for kind in model.block))
+        model = without_halves(program).model
         steps = tuple(tuple(made for op in ops for made in _updated_at_once(op)) for ops in steps)
     if any(kind.startswith("raw") for kind in model.block):
-        waits = any(_waits(op) for ops in steps for op in ops)
+        # gradients of one backward may wait for those of another
+        waits = any(isinstance(op, (Accumulate, Window)) for op, _ in operations(chain.from_iterable(steps)))
         steps = tuple(tuple(_rounded_alike(op, waits) for op in ops) for ops in steps)
         if waits:
             model = replace(model, block=tuple("raw_same" if k == "raw_two_reads" else k for k in model.block))
@@ -339,11 +355,6 @@ def _updated_at_once(op: Op) -> tuple[Op, ...]:
     return (op,) if isinstance(op, (Evaluate, Freeze, Load, Read, Save, Write, Zero)) else ()
 
 
-def _waits(op: Op) -> bool:
-    """Whether gradients of one backward may wait for those of another."""
-    return isinstance(op, (Accumulate, Window)) or any(_waits(inner) for inner in getattr(op, "body", ()))
-
-
 def _rounded_alike(op: Op, waits: bool) -> Op:
     """Without what rounds gradients of half precision elsewhere than torch does.
 
@@ -371,9 +382,9 @@ def _allowed_op(op: Op, model: Model, options: Options) -> Op:
         op = replace(op, body=tuple(_allowed_op(inner, model, options) for inner in op.body))
     if isinstance(op, Step) and options.offload:
         return replace(op, raw=False)
-    if isinstance(op, Window) and op.fails in ("0", "1") and options.unequal:
-        op = replace(op, fails="all")
     if isinstance(op, Window) and op.fails in ("0", "1"):
+        if options.unequal:
+            return replace(op, fails="all")
         return replace(op, max_bytes=None, gather="window" if options.stage == 3 else op.gather)
     if isinstance(op, Backward) and op.kind == "twice" and options.mode != "eager":
         return replace(op, kind="plain")
@@ -383,18 +394,12 @@ def _allowed_op(op: Op, model: Model, options: Options) -> Op:
     return op
 
 
-def sums_early(program: Program) -> bool:
-    """Whether a window sums over the ranks before all of its backwards have run."""
-    return any(_sums_early(op) for ops in program.steps for op in ops)
-
-
-def _sums_early(op: Op) -> bool:
-    early = isinstance(op, Window) and op.max_bytes is not None
-    return early or any(_sums_early(inner) for inner in getattr(op, "body", ()))
-
-
 def without_halves(program: Program) -> Program:
-    """For more than two ranks: a sum of three in half precision depends on the order, which the backend chooses."""
+    """Without parameters and gradients of half precision.
+
+    For more than two ranks: a sum of three depends on the order there, which the backend chooses. And for backwards
+    that update, which take no gradient of another dtype than its parameter's.
+    """
     block = tuple("plain" if kind.startswith("raw") else kind for kind in program.model.block)
     return replace(program, model=replace(program.model, block=block))
 

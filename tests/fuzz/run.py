@@ -210,7 +210,7 @@ def body(program: Program, folder: str) -> list[str]:
     notes: list[Note] = [*module.side.notes, ("in the end: the state", state)]
     right = reference.play(program, models.device(), models.world())
     wrong = differences(right, notes)
-    # in which order is summed rounds otherwise, and some models make much of that
+    # another order of sums rounds otherwise, and some models make much of that
     if wrong and (models.world() > 2 or sums_early(program)):
         nudged = [reference.play(program, models.device(), models.world(), seed) for seed in range(5)]
         wrong = differences(right, notes, nudged)
