@@ -1,12 +1,11 @@
 #include "kernels.h"
 
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "text.h"
 
@@ -54,27 +53,10 @@ struct BarrierArguments {
   int rank, world;
 };
 
-template <typename Function>
-Function* in_driver(void* driver, const char* name) {
-  auto* function = reinterpret_cast<Function*>(dlsym(driver, name));
-  TORCH_CHECK(function != nullptr, text("zerocompile: the CUDA driver has no ", name));
-  return function;
-}
-
 // The driver's functions have had these types since CUDA 4 (cuda.h: CUresult is an enum, the handles are pointers).
-using GetErrorName = int(int, const char**);
 using LoadData = int(void**, const void*);
 using Unload = int(void*);
 using GetFunction = int(void**, void*, const char*);
-using LaunchKernel = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
-                         void**);
-
-void check(void* driver, int result, const char* what) {
-  if (result == 0) return;
-  const char* name = nullptr;
-  in_driver<GetErrorName>(driver, "cuGetErrorName")(result, &name);
-  TORCH_CHECK(false, text("zerocompile: ", what, " failed: ", name == nullptr ? "unknown error" : name));
-}
 
 bool fits(const at::Tensor& array, at::ScalarType dtype, int64_t numel) {
   return array.is_cuda() && array.scalar_type() == dtype && array.is_contiguous() && array.numel() == numel &&
@@ -85,36 +67,32 @@ int64_t blocks_of(int64_t numel) { return (numel + kPerBlock - 1) / kPerBlock; }
 
 }  // namespace
 
-void Kernels::CloseDriver::operator()(void* driver) const { (void)dlclose(driver); }
-
 void Kernels::UnloadModule::operator()(void* module) const {
   try {
-    const c10::DeviceGuard guard(device);
-    (void)in_driver<Unload>(driver, "cuModuleUnload")(module);
+    const c10::DeviceGuard guard(driver->device());
+    (void)driver->function<Unload>("cuModuleUnload")(module);
   } catch (...) {  // the device has failed: nothing is left to be freed
   }
 }
 
-Kernels::Kernels(const std::string& code, c10::Device device)
-    : device_(device), module_(nullptr, UnloadModule{device, nullptr}) {
-  TORCH_CHECK(device_.is_cuda(), text("zerocompile: kernels are for CUDA devices, not for ", device_));
-  const c10::DeviceGuard guard(device_);
-  driver_.reset(dlopen("libcuda.so.1", RTLD_NOW));
-  TORCH_CHECK(driver_ != nullptr, "zerocompile: there is no CUDA driver (libcuda.so.1)");
-  auto* const driver = driver_.get();
+Kernels::Kernels(const std::string& code, std::shared_ptr<const Driver> driver)
+    : driver_(std::move(driver)), module_(nullptr, UnloadModule{nullptr}) {
+  TORCH_CHECK(driver_ != nullptr, "zerocompile: kernels need a driver");
+  const auto device = driver_->device();
+  const c10::DeviceGuard guard(device);
   void* module = nullptr;
-  check(driver, in_driver<LoadData>(driver, "cuModuleLoadData")(&module, code.c_str()), "loading the kernels");
-  module_ = {module, UnloadModule{device_, driver}};
-  const auto get = in_driver<GetFunction>(driver, "cuModuleGetFunction");
-  check(driver, get(&cast_, module, "zerocompile_cast"), "finding the kernel of casts");
-  check(driver, get(&float8_, module, "zerocompile_float8"), "finding the kernel of casts to float8");
-  check(driver, get(&sum_, module, "zerocompile_sum"), "finding the kernel of sums");
-  check(driver, get(&barrier_, module, "zerocompile_barrier"), "finding the kernel of barriers");
+  driver_->check(driver_->function<LoadData>("cuModuleLoadData")(&module, code.c_str()), "loading the kernels");
+  module_ = {module, UnloadModule{driver_.get()}};
+  auto* const get = driver_->function<GetFunction>("cuModuleGetFunction");
+  driver_->check(get(&cast_, module, "zerocompile_cast"), "finding the kernel of casts");
+  driver_->check(get(&float8_, module, "zerocompile_float8"), "finding the kernel of casts to float8");
+  driver_->check(get(&sum_, module, "zerocompile_sum"), "finding the kernel of sums");
+  driver_->check(get(&barrier_, module, "zerocompile_barrier"), "finding the kernel of barriers");
   // The driver loads a kernel when it is first launched, and may wait for the device then: so now, with no elements.
   CastArguments no_casts{};
   Float8Arguments no_float8{};
   SumArguments no_sums{};
-  const auto scale = at::ones({}, at::TensorOptions(at::kFloat).device(device_));
+  const auto scale = at::ones({}, at::TensorOptions(at::kFloat).device(device));
   no_float8.scale[0] = scale.const_data_ptr();
   no_casts.count = no_float8.count = no_sums.count = 1;
   const auto words = at::zeros({4}, at::TensorOptions(at::kLong).pinned_memory(true));
@@ -123,7 +101,7 @@ Kernels::Kernels(const std::string& code, c10::Device device)
   launch(float8_, 1, &no_float8);
   launch(sum_, 1, &no_sums);
   launch(barrier_, 1, &alone);
-  c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());  // it writes to `words`
+  c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());  // it writes to `words`
 }
 
 bool Kernels::takes(const Cast& cast) {
@@ -147,13 +125,7 @@ bool Kernels::takes(const Sum& sum) {
 }
 
 void Kernels::launch(void* function, int64_t blocks, void* argument) const {
-  const auto stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  void* arguments[] = {argument};
-  const auto launch = in_driver<LaunchKernel>(driver_.get(), "cuLaunchKernel");
-  check(driver_.get(),
-        launch(function, static_cast<unsigned>(blocks), 1, 1, kThreads, 1, 1, 0, stream.native_handle(), arguments,
-               nullptr),
-        "launching a kernel");
+  driver_->launch(function, blocks, kThreads, argument);
 }
 
 void Kernels::barrier(const Barrier& barrier) const {

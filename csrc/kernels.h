@@ -1,5 +1,4 @@
-// Device kernels of our own, launched through the CUDA driver, which comes with every GPU: nothing else of CUDA is
-// needed to build or to run them (see kernels.cu).
+// Device kernels of our own (see kernels.cu), launched through the CUDA driver.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -7,6 +6,8 @@
 #include <memory>
 #include <string>
 #include <vector>
+
+#include "driver.h"
 
 namespace zerocompile {
 
@@ -37,8 +38,8 @@ class Kernels {
     int64_t timeout_ms, rank, world;
   };
 
-  // `code`: the text of kernels.ptx. Raises where there is no CUDA driver, or one that cannot read it.
-  Kernels(const std::string& code, c10::Device device);
+  // `code`: the text of kernels.ptx. Raises if the driver cannot read it.
+  Kernels(const std::string& code, std::shared_ptr<const Driver> driver);
   // Whether the arrays have the dtypes, the layout and the alignment that the kernels ask for.
   static bool takes(const Cast& cast);
   static bool takes(const Float8Cast& cast);
@@ -59,17 +60,12 @@ class Kernels {
  private:
   void launch(void* function, int64_t blocks, void* argument) const;
 
-  struct CloseDriver {
-    void operator()(void* driver) const;
-  };
   struct UnloadModule {
-    c10::Device device;
-    void* driver;
+    const Driver* driver;
     void operator()(void* module) const;
   };
 
-  c10::Device device_;
-  std::unique_ptr<void, CloseDriver> driver_;   // closed after the module, also where the constructor raises
+  std::shared_ptr<const Driver> driver_;
   std::unique_ptr<void, UnloadModule> module_;
   void *cast_ = nullptr, *float8_ = nullptr, *sum_ = nullptr, *barrier_ = nullptr;  // of the module
 };

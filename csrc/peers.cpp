@@ -19,34 +19,36 @@ int64_t aligned(int64_t numel, at::ScalarType dtype) {
   return (numel + step - 1) / step * step;
 }
 
-// Copies that are too small for a copy engine are made by one kernel.
+// What copy engines move, and what is too small for them: that is moved by one kernel.
 class Copies {
  public:
-  void add(at::Tensor target, at::Tensor source) {
-    if (static_cast<int64_t>(source.nbytes()) >= kSmallCopy) {
-      target.copy_(source, /*non_blocking=*/true);
+  void add(const Driver::Copy& copy) {
+    if (copy.numel * static_cast<int64_t>(copy.to.element_size()) >= kSmallCopy) {
+      large_.add(copy);
     } else {
-      targets_.push_back(std::move(target));
-      sources_.push_back(std::move(source));
+      targets_.push_back(view_of(copy.to, {copy.numel}, copy.to_begin));
+      sources_.push_back(view_of(copy.from, {copy.numel}, copy.from_begin));
     }
   }
 
-  void finish() {
+  void start(const Driver& driver) const {
+    driver.copy(large_);
     if (!targets_.empty()) at::_foreach_copy_(targets_, sources_);
   }
 
  private:
+  Driver::Copies large_;
   std::vector<at::Tensor> targets_, sources_;
 };
 
 }  // namespace
 
-PeerMemory::PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group, std::shared_ptr<Kernels> kernels,
+PeerMemory::PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group, PeerTools tools,
                        int64_t timeout_ms)
     : buffer_(std::move(buffer)),
       words_(std::move(words)),
       memory_(c10d::symmetric_memory::rendezvous(buffer_, group)),
-      kernels_(std::move(kernels)),
+      tools_(std::move(tools)),
       rank_(memory_->get_rank()),
       world_(memory_->get_world_size()),
       timeout_ms_(timeout_ms),
@@ -56,7 +58,8 @@ PeerMemory::PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& g
   TORCH_CHECK(words_.scalar_type() == at::kLong && words_.numel() == 4 && words_.is_contiguous() && words_.is_pinned(),
               text("zerocompile: the words of barriers are 4 of int64 in pinned memory, got sizes ", words_.sizes()));
   TORCH_CHECK(world_ > 1, "zerocompile: a buffer of peers is for two ranks or more");
-  TORCH_CHECK(kernels_ != nullptr, "zerocompile: peers meet by a kernel, and there are none");
+  TORCH_CHECK(tools_.driver != nullptr && tools_.kernels != nullptr,
+              "zerocompile: peers meet by a kernel, and there are none");
 }
 
 int64_t PeerMemory::slot_bytes() const { return half_bytes_ / (world_ - 1) / kAlignment * kAlignment; }
@@ -117,7 +120,7 @@ std::vector<at::Tensor> PeerMemory::places(const std::vector<Rows>& parameters) 
 }
 
 void PeerMemory::barrier(int64_t unit) {
-  kernels_->barrier({memory_->get_signal_pad_ptrs_dev(), words_, ++barriers_, unit, timeout_ms_, rank_, world_});
+  tools_.kernels->barrier({memory_->get_signal_pad_ptrs_dev(), words_, ++barriers_, unit, timeout_ms_, rank_, world_});
 }
 
 void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
@@ -136,10 +139,10 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
     const auto peer = (rank_ + step) % world_;  // each rank reads from another one at a time
     for (size_t i = 0; i < parameters.size(); ++i) {
       const auto numel = parameters[i].rows.numel();
-      copies.add(view_of(parameters[i].full, {numel}, peer * numel), view_of(buffers[peer], {numel}, starts[i]));
+      copies.add({parameters[i].full, peer * numel, buffers[peer], starts[i], numel});
     }
   }
-  copies.finish();
+  copies.start(*tools_.driver);
 }
 
 void fill_rows(const std::vector<PeerMemory::Rows>& parameters) {
@@ -183,8 +186,8 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
   if (!targets.empty()) at::_foreach_copy_(targets, sources);
   fill_rows(padded);
   if (!padded.empty()) at::_foreach_copy_(padded_targets, padded_rows);
-  if (!casts.empty()) kernels_->cast(casts);
-  if (!float8_casts.empty()) kernels_->cast(float8_casts);
+  if (!casts.empty()) tools_.kernels->cast(casts);
+  if (!float8_casts.empty()) tools_.kernels->cast(float8_casts);
 }
 
 void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit) {
@@ -202,11 +205,10 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
     const auto begin = half + (step - 1) * slot;
     for (size_t i = 0; i < gradients.size(); ++i) {
       const auto numel = gradients[i].full.numel() / world_;
-      copies.add(view_of(buffers[peer], {numel}, begin + places[i]),
-                 view_of(gradients[i].full, {numel}, peer * numel));
+      copies.add({buffers[peer], begin + places[i], gradients[i].full, peer * numel, numel});
     }
   }
-  copies.finish();
+  copies.start(*tools_.driver);
   barrier(unit);
   std::vector<at::Tensor> received;
   for (int64_t step = 1; step < world_; ++step) {
@@ -228,7 +230,7 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
     if (adds) mean.add_(total);
     else mean.copy_(total);
   }
-  if (!sums.empty()) kernels_->sum(sums, received, divisor);
+  if (!sums.empty()) tools_.kernels->sum(sums, received, divisor);
 }
 
 }  // namespace zerocompile

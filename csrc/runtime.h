@@ -83,7 +83,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_evaluates(bool evaluates);
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms);
-  void set_kernels(const std::string& code);
+  void set_kernels(const std::string& code, bool batches);
   int64_t summing_peer_bytes() const;
   void set_summing_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms);
   void shutdown(bool wait);
@@ -189,8 +189,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void end_of_task();
 
   mutable std::recursive_mutex mutex_;
-  std::string group_name_;            // of the shard group, for memory that its ranks map
-  std::shared_ptr<Kernels> kernels_;  // null: no peers
+  std::string group_name_;  // of the shard group, for memory that its ranks map
+  PeerTools peer_tools_;    // empty: no peers
   // Each uses only those before it.
   Registry registry_;
   Questions questions_;

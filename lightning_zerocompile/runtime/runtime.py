@@ -331,11 +331,14 @@ class Runtime:
         module.__dict__[ISLAND] = island
         self.classes.swap(module, frozenset(module.__dict__.get(PARAMETERS, ())), island)
 
-    def _map_peers(self) -> None:
-        """Lets gathers and reductions be copies between the devices' memories, as far as the devices allow it."""
+    def _map_peers(self, batches: bool = True) -> None:
+        """Lets gathers and reductions be copies between the devices' memories, as far as the devices allow it.
+
+        ``batches``: see [Note: batched copies] in csrc/driver.cpp.
+        """
         mesh, messages, wanted = self.mesh, self.messages, self.config.copy_engine
         code = (build.source_directory() / "kernels.ptx").read_text()
-        if not has_kernels(messages, lambda: self.core.set_kernels(code), wanted):
+        if not has_kernels(messages, lambda: self.core.set_kernels(code, batches), wanted):
             return
         timeout = int((self.config.timeout + BARRIER_GRACE).total_seconds() * 1000)
         names = list(self.unit_of)

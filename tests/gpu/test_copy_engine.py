@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from tests.support import engines, models
 from tests.support.harness import Worlds
@@ -41,10 +42,12 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def _trained(stage: int, scope: Any, copy_engine: bool) -> tuple[nn.Module, int, int]:
+def _trained(stage: int, scope: Any, copy_engine: bool, batches: bool = True) -> tuple[nn.Module, int, int]:
     torch.manual_seed(0)
     model, data = Net(), models.Batches(models.rank())
     with engines.engine(model, stage, compile=scope, copy_engine=copy_engine) as engine:
+        if not batches:
+            engine.runtime._map_peers(batches=False)
         optimizer = engines.sgd(engine, model, lr=0.1)
         for number in range(40):  # many gathers and reductions in flight, without a pause of the host
             engine.model.zero_grad()
@@ -68,3 +71,26 @@ def test_copies_equal_collectives(worlds: Worlds, world: int, stage: int, scope:
     for deviation, copies, gathers, none in worlds(world).run(_compare, stage, scope, timeout=180):
         assert deviation <= 1e-6 and none == 0
         assert copies > gathers / 2 > 0
+
+
+def _in_batches(batches: bool) -> tuple[nn.Module, float]:
+    """The trained model, and how many copies there were for each gather and each reduction."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        model, gathers, _ = _trained(3, False, True, batches)
+        torch.cuda.synchronize()
+    between = [event for event in profiled.events() if "PtoP" in event.name or "DtoD" in event.name]
+    return model, len(between) / gathers
+
+
+def _compare_batches() -> tuple[float, float, float]:
+    batched, few = _in_batches(True)
+    single, many = _in_batches(False)
+    return models.deviation(batched, single), few, many
+
+
+@pytest.mark.usefixtures("a_gpu_a_rank")
+def test_a_driver_without_batches_copies_one_by_one(worlds: Worlds) -> None:
+    """Two large parameters a block: one batch, or two copies."""
+    for deviation, few, many in worlds(2).run(_compare_batches, timeout=180):
+        assert deviation == 0
+        assert many > 1.4 * few > 0
