@@ -50,8 +50,9 @@ in bfloat16). --meta builds the model without data, so that no rank ever holds i
 Qwen3's shapes, and for stage_1|2|3, fsdp2 and fsdp2_keep. --options gives the strategy further options, such as
 '{"offload": "optimizer"}' or '{"activation_budget": 0.5}'.
 
-With --trace FOLDER a profiler's trace of one step is written for each row, and what it says of communication printed;
-this strategy's phases are in it by name ("zerocompile: gather model.layers.0 in backward", "... reduce ...").
+With --trace FOLDER profilers' traces of one step, one of each rank, are written for each row, and what that of rank 0
+says of communication is printed; this strategy's phases are in it by name ("zerocompile: gather model.layers.0 in
+backward", "... reduce ..."). To record the host slows it down by half: --trace-device leaves it, and the names, out.
 
 --with-monitor lets ZeroCompileMonitor log each step to a CSV file, and prints the seconds of a step that the host
 spends in it (fastest and median of all steps), for systems with `_trainer`.
@@ -171,7 +172,7 @@ def make_meter(args: argparse.Namespace, seq: int, device: torch.device, started
     if args.system.startswith("deepspeed") and args.system.endswith("_compile"):
         warm_up = max(warm_up, DEEPCOMPILE_WARM_UP)
     trace = Path(args.trace) / f"{args.system}-{seq}-{args.accumulate}.json" if args.trace else None
-    return Meter(seq, warm_up, args.steps, device, started, trace)
+    return Meter(seq, warm_up, args.steps, device, started, trace, host=not args.trace_device)
 
 
 def describe(args: argparse.Namespace) -> Row:
@@ -400,6 +401,7 @@ def parse() -> argparse.Namespace:
     add("--out", default=str(Path(tempfile.gettempdir()) / "benchmark.jsonl"), help="file for the rows")
     add("--plot", default="", help="file for a picture of the rows (needs matplotlib)")
     add("--trace", default="", help="folder for profiler traces of one step")
+    add("--trace-device", action="store_true", help="traces of what the GPUs do alone, which slow the host less")
     add("--limit-seconds", type=int, default=240, help="time that one process group gets for all that it measures")
     add("--system", default="", help=argparse.SUPPRESS)  # these two are for a worker
     add("--first-only", action="store_true", help=argparse.SUPPRESS)

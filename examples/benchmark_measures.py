@@ -63,16 +63,24 @@ class Meter:
         warm_up, timed: numbers of steps; 0 timed ones: only `first` is measured.
         device: of this rank.
         started: when the system's set-up began; `None`: the first step counts from its own begin.
-        trace: file for the profiler's trace, or `None`.
+        trace: file for the profiler's trace of rank 0, or `None`; the other ranks write theirs beside it.
+        host: whether what the host does is in it, too.
     """
 
     def __init__(
-        self, seq: int, warm_up: int, timed: int, device: torch.device, started: float | None, trace: Path | None
+        self,
+        seq: int,
+        warm_up: int,
+        timed: int,
+        device: torch.device,
+        started: float | None,
+        trace: Path | None,
+        host: bool = True,
     ) -> None:
         self.seq, self.warm_up, self.timed, self.device = seq, warm_up, timed, device
         self.result: dict[str, Any] = {}
         self.steps = warm_up + timed + (timed > 0 and (device.type == "cuda" or trace is not None))
-        self._started, self._trace = started, trace
+        self._started, self._trace, self._host = started, trace, host
         self._number = 0
         self._clock = Clock(device)
         self._losses: list[Any] = []  # numbers, and the last as a tensor
@@ -91,7 +99,7 @@ class Meter:
             self._clock.mark()
         if self._number == self.warm_up + self.timed:  # the profiled one
             self._read()
-            self._profiler = profile(activities=activities(self.device, self._trace is not None))
+            self._profiler = profile(activities=activities(self.device, self._trace is not None and self._host))
             self._profiler.start()
 
     def end(self, loss: Tensor) -> None:
@@ -126,7 +134,11 @@ class Meter:
         }  # fmt: skip
 
     def _read_trace(self, profiler: profile) -> None:
-        if dist.get_rank() != 0:
+        rank = dist.get_rank()
+        if rank != 0:
+            if self._trace is not None:
+                self._trace.parent.mkdir(parents=True, exist_ok=True)
+                profiler.export_chrome_trace(str(self._trace.with_stem(f"{self._trace.stem}-rank{rank}")))
             return
         with tempfile.TemporaryDirectory() as folder:
             path = self._trace or Path(folder, "trace.json")

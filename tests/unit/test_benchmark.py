@@ -262,11 +262,12 @@ def test_systems_train_alike(examples: Any, tmp_path: Path) -> None:
         assert row["x_limit"] == pytest.approx(row["seconds"] / rows[0]["seconds"], rel=1e-2)
         assert (row["bound"] > 0) is (row["system"] != "limit") and row["bandwidth"] > 0
         assert row["allocated"] is row["exposed"] is row["first_warm"] is None
-        trace = json.loads((tmp_path / "traces" / f"{row['system']}-32-2.json").read_text())
-        names = " ".join(str(event.get("name")) for event in trace["traceEvents"])
-        assert "AdamW" in names
-        for phase in ("gather", "reduce"):
-            assert (f"zerocompile: {phase} " in names) is row["system"].startswith("stage")
+        for of_rank in ("", "-rank1"):
+            trace = json.loads((tmp_path / "traces" / f"{row['system']}-32-2{of_rank}.json").read_text())
+            names = " ".join(str(event.get("name")) for event in trace["traceEvents"])
+            assert "AdamW" in names
+            for phase in ("gather", "reduce"):
+                assert (f"zerocompile: {phase} " in names) is row["system"].startswith("stage")
     reference = rows[-1]["losses"]
     assert len(reference) == 4 and reference[-1] < reference[0] - 0.1  # it has trained
     for row in rows[1:]:
