@@ -67,9 +67,10 @@ void Driver::Copies::add(const Copy& copy) {
   bytes_.push_back(static_cast<size_t>(copy.numel) * copy.to.element_size());
 }
 
-// [Note: batched copies] Each copy that the driver is asked for costs the host 2 to 7 us, and a block is 7 of them for
-// each other rank. The driver takes a batch in 3 us and one for each copy, and the copies of a batch begin without
-// waiting for the end of those before. They run in any order, so none may read or write what another one writes.
+// [Note: batched copies] A block of seven large parameters is 21 copies on four ranks. To ask for them costs the host
+// 0.3 ms by torch's `copy_`, 0.11 by the driver one at a time, and 0.05 as one batch (timed from Python). The copies of
+// a batch begin without waiting for the end of those before: 0.81 ms instead of 0.89 on 4 x H100. They run in any
+// order, so none may read or write what another one writes.
 void Driver::copy(const Copies& copies) const {
   auto* const stream = current_stream_of(device_);
   const auto count = copies.to_.size();

@@ -16,15 +16,15 @@ namespace zerocompile {
 
 class Driver {
  public:
-  // `numel` elements of a tensor, from `from_begin` on, go to another one, from `to_begin` on. Both are contiguous, of one
-  // dtype, and in memory that the device reaches, be it its own or mapped.
+  // `numel` elements of `from`, from `from_begin` on, go to `to`, from `to_begin` on. Both are contiguous, of one dtype
+  // and in memory that the device reaches, be it its own or mapped.
   struct Copy {
     const at::Tensor& to;
     int64_t to_begin;
     const at::Tensor& from;
     int64_t from_begin, numel;
   };
-  // The same as addresses.
+  // The same as addresses: who adds them keeps the tensors.
   class Copies {
    public:
     void add(const Copy& copy);  // checked
@@ -39,7 +39,6 @@ class Driver {
   Driver(c10::Device device, bool batches);
 
   c10::Device device() const { return device_; }
-  bool batches() const { return batch_ != nullptr; }
 
   template <typename Function>
   Function* function(const char* name) const {
