@@ -293,6 +293,7 @@ class InBackward:
         for optimizer in self._begun:
             done = self.done(optimizer)
             self._update(optimizer, lambda unit, done=done: unit not in done)  # type: ignore[misc]
+            _order_states(optimizer)
         unseen = {unit for step in self._open.values() for unit in step.updated - step.gathered}
         self._begun.clear()
         if unseen:  # one call, since ranks may have updated different ones inside the backward
@@ -401,6 +402,19 @@ class InBackward:
         """Releases the gradients of these units, which do not count any more."""
         masters = dict(self._runtime.units_in_order())
         self._runtime.core.release_gradients([index_of(p) for unit in units for p in masters[unit]], [])
+
+
+def _order_states(optimizer: Optimizer) -> None:
+    """Puts the states in the order of the parameters, in which an ordinary step makes them.
+
+    Ranks may have updated units in different orders. Whoever goes through the states and gathers each (a checkpoint)
+    would pair those of different parameters: a hang, or, of equal sizes, wrong values without a word.
+    """
+    state = optimizer.state
+    held = [p for p in masters_of(optimizer, formers=True) if p in state]
+    if any(one is not other for one, other in zip(state, held, strict=False)):
+        for p in held:
+            state[p] = state.pop(p)
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

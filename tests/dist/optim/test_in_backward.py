@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileFabricStrategy, ZeroCompileStrategy
+from lightning_zerocompile.checkpoint.state import full_optimizer_state
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.slabs import local_of
 from tests.support import architectures, engines, models
@@ -83,6 +84,48 @@ def test_units_are_updated_beside_the_backward(stage: int, scope: Any) -> None:
         assert stats.updated_in_backward >= 3
     engines.window_reference(twin, [[0], [1], [2]])
     assert models.deviation(model, twin) <= 1e-6
+
+
+class _Apart(models.ByteModel):
+    """The backward of rank 0 waits before each block: so rank 0 sees that reductions are done, and rank 1 does not."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            if x.requires_grad and models.rank() == 0:
+                x.register_hook(lambda _: time.sleep(0.1))
+        return self.head(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize(
+    ("stage", "scope"),
+    [(1, False), (2, False), (3, False), *(pytest.param(n, "blocks", marks=pytest.mark.long) for n in (1, 2)),
+     (3, "blocks")],
+)  # fmt: skip
+@on_ranks()
+def test_states_are_in_one_order_on_all_ranks(stage: int, scope: Any) -> None:
+    """Also if the ranks have updated units in different orders: whole states are gathered one after the other."""
+    model, twin = models.pair(_Apart)
+    data = models.Batches(models.rank())
+    with engines.engine(model, stage, optimizer_in_backward=True, **COMPILED[scope]) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        engine.attach_optimizers([optimizer])
+        with engine.accumulation():  # now the order of reductions is known
+            engines.accumulate(engine, model, data[0])
+        engines.accumulate(engine, model, data[1])
+        updated: list[int] = [0] * models.world()
+        torch.distributed.all_gather_object(updated, engine.runtime.updated_in_backward)
+        if models.device() == "cpu":  # on a device a unit is updated once its reduction is launched
+            assert updated[0] > updated[1]
+        optimizer.step()
+        held = optimizer.param_groups[0]["params"]
+        assert all(one is other for one, other in zip(optimizer.state, held, strict=True))
+        states = full_optimizer_state(optimizer, keep=True)["state"]
+    for number in range(2):
+        engines.mean_backward(twin, number)
+    for number, p in enumerate(twin.parameters()):
+        assert (states[number]["momentum_buffer"] - p.grad.cpu()).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
