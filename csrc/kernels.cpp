@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 
 #include "text.h"
 
@@ -75,19 +74,17 @@ void Kernels::UnloadModule::operator()(void* module) const {
   }
 }
 
-Kernels::Kernels(const std::string& code, std::shared_ptr<const Driver> driver)
-    : driver_(std::move(driver)), module_(nullptr, UnloadModule{nullptr}) {
-  TORCH_CHECK(driver_ != nullptr, "zerocompile: kernels need a driver");
-  const auto device = driver_->device();
+Kernels::Kernels(const std::string& code, c10::Device device, bool batches)
+    : driver_(device, batches), module_(nullptr, UnloadModule{&driver_}) {
   const c10::DeviceGuard guard(device);
   void* module = nullptr;
-  driver_->check(driver_->function<LoadData>("cuModuleLoadData")(&module, code.c_str()), "loading the kernels");
-  module_ = {module, UnloadModule{driver_.get()}};
-  auto* const get = driver_->function<GetFunction>("cuModuleGetFunction");
-  driver_->check(get(&cast_, module, "zerocompile_cast"), "finding the kernel of casts");
-  driver_->check(get(&float8_, module, "zerocompile_float8"), "finding the kernel of casts to float8");
-  driver_->check(get(&sum_, module, "zerocompile_sum"), "finding the kernel of sums");
-  driver_->check(get(&barrier_, module, "zerocompile_barrier"), "finding the kernel of barriers");
+  driver_.check(driver_.function<LoadData>("cuModuleLoadData")(&module, code.c_str()), "loading the kernels");
+  module_.reset(module);
+  auto* const get = driver_.function<GetFunction>("cuModuleGetFunction");
+  driver_.check(get(&cast_, module, "zerocompile_cast"), "finding the kernel of casts");
+  driver_.check(get(&float8_, module, "zerocompile_float8"), "finding the kernel of casts to float8");
+  driver_.check(get(&sum_, module, "zerocompile_sum"), "finding the kernel of sums");
+  driver_.check(get(&barrier_, module, "zerocompile_barrier"), "finding the kernel of barriers");
   // The driver loads a kernel when it is first launched, and may wait for the device then: so now, with no elements.
   CastArguments no_casts{};
   Float8Arguments no_float8{};
@@ -125,7 +122,7 @@ bool Kernels::takes(const Sum& sum) {
 }
 
 void Kernels::launch(void* function, int64_t blocks, void* argument) const {
-  driver_->launch(function, blocks, kThreads, argument);
+  driver_.launch(function, blocks, kThreads, argument);
 }
 
 void Kernels::barrier(const Barrier& barrier) const {

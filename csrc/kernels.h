@@ -38,8 +38,13 @@ class Kernels {
     int64_t timeout_ms, rank, world;
   };
 
-  // `code`: the text of kernels.ptx. Raises if the driver cannot read it.
-  Kernels(const std::string& code, std::shared_ptr<const Driver> driver);
+  // `code`: the text of kernels.ptx. `batches`: see `Driver`. Raises where there is no driver, or one that cannot read
+  // the code.
+  Kernels(const std::string& code, c10::Device device, bool batches);
+  Kernels(const Kernels&) = delete;
+  Kernels& operator=(const Kernels&) = delete;
+
+  const Driver& driver() const { return driver_; }
   // Whether the arrays have the dtypes, the layout and the alignment that the kernels ask for.
   static bool takes(const Cast& cast);
   static bool takes(const Float8Cast& cast);
@@ -65,7 +70,7 @@ class Kernels {
     void operator()(void* module) const;
   };
 
-  std::shared_ptr<const Driver> driver_;
+  Driver driver_;
   std::unique_ptr<void, UnloadModule> module_;
   void *cast_ = nullptr, *float8_ = nullptr, *sum_ = nullptr, *barrier_ = nullptr;  // of the module
 };

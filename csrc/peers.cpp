@@ -43,12 +43,12 @@ class Copies {
 
 }  // namespace
 
-PeerMemory::PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group, PeerTools tools,
-                       int64_t timeout_ms)
+PeerMemory::PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group,
+                       std::shared_ptr<const Kernels> kernels, int64_t timeout_ms)
     : buffer_(std::move(buffer)),
       words_(std::move(words)),
       memory_(c10d::symmetric_memory::rendezvous(buffer_, group)),
-      tools_(std::move(tools)),
+      kernels_(std::move(kernels)),
       rank_(memory_->get_rank()),
       world_(memory_->get_world_size()),
       timeout_ms_(timeout_ms),
@@ -58,8 +58,7 @@ PeerMemory::PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& g
   TORCH_CHECK(words_.scalar_type() == at::kLong && words_.numel() == 4 && words_.is_contiguous() && words_.is_pinned(),
               text("zerocompile: the words of barriers are 4 of int64 in pinned memory, got sizes ", words_.sizes()));
   TORCH_CHECK(world_ > 1, "zerocompile: a buffer of peers is for two ranks or more");
-  TORCH_CHECK(tools_.driver != nullptr && tools_.kernels != nullptr,
-              "zerocompile: peers meet by a kernel, and there are none");
+  TORCH_CHECK(kernels_ != nullptr, "zerocompile: peers meet by a kernel, and there are none");
 }
 
 int64_t PeerMemory::slot_bytes() const { return half_bytes_ / (world_ - 1) / kAlignment * kAlignment; }
@@ -120,7 +119,7 @@ std::vector<at::Tensor> PeerMemory::places(const std::vector<Rows>& parameters) 
 }
 
 void PeerMemory::barrier(int64_t unit) {
-  tools_.kernels->barrier({memory_->get_signal_pad_ptrs_dev(), words_, ++barriers_, unit, timeout_ms_, rank_, world_});
+  kernels_->barrier({memory_->get_signal_pad_ptrs_dev(), words_, ++barriers_, unit, timeout_ms_, rank_, world_});
 }
 
 void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
@@ -142,7 +141,7 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
       copies.add({parameters[i].full, peer * numel, buffers[peer], starts[i], numel});
     }
   }
-  copies.start(*tools_.driver);
+  copies.start(kernels_->driver());
 }
 
 void fill_rows(const std::vector<PeerMemory::Rows>& parameters) {
@@ -186,8 +185,8 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
   if (!targets.empty()) at::_foreach_copy_(targets, sources);
   fill_rows(padded);
   if (!padded.empty()) at::_foreach_copy_(padded_targets, padded_rows);
-  if (!casts.empty()) tools_.kernels->cast(casts);
-  if (!float8_casts.empty()) tools_.kernels->cast(float8_casts);
+  if (!casts.empty()) kernels_->cast(casts);
+  if (!float8_casts.empty()) kernels_->cast(float8_casts);
 }
 
 void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit) {
@@ -208,7 +207,7 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
       copies.add({buffers[peer], begin + places[i], gradients[i].full, peer * numel, numel});
     }
   }
-  copies.start(*tools_.driver);
+  copies.start(kernels_->driver());
   barrier(unit);
   std::vector<at::Tensor> received;
   for (int64_t step = 1; step < world_; ++step) {
@@ -230,7 +229,7 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
     if (adds) mean.add_(total);
     else mean.copy_(total);
   }
-  if (!sums.empty()) tools_.kernels->sum(sums, received, divisor);
+  if (!sums.empty()) kernels_->sum(sums, received, divisor);
 }
 
 }  // namespace zerocompile

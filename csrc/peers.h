@@ -9,17 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "driver.h"
 #include "kernels.h"
 #include "stream.h"
 
 namespace zerocompile {
-
-// What both mapped memories of a rank use.
-struct PeerTools {
-  std::shared_ptr<const Driver> driver;
-  std::shared_ptr<const Kernels> kernels;
-};
 
 // [Note: copy engines] A kernel of NCCL takes multiprocessors from the very compute that is to hide it. Between devices
 // that reach each other's memory a gather can be plain copies, which the copy engines do: each rank puts its rows into
@@ -47,7 +40,8 @@ class PeerMemory {
  public:
   // `buffer`: [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory). `words`: [4] int64,
   // pinned, zeros. `timeout_ms`: the kernel's.
-  PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group, PeerTools tools, int64_t timeout_ms);
+  PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group, std::shared_ptr<const Kernels> kernels,
+             int64_t timeout_ms);
 
   // See [Note: one pass]. What somebody has written already of the cast of a master: nothing; the rows of the gathered
   // value; these, and the place in the mapped memory, too.
@@ -94,7 +88,7 @@ class PeerMemory {
 
   at::Tensor buffer_, words_;
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> memory_;
-  PeerTools tools_;
+  std::shared_ptr<const Kernels> kernels_;
   int64_t rank_, world_, timeout_ms_, half_bytes_, turn_ = 0, barriers_ = 0;
   Ready passed_;  // after the last barrier
   std::map<at::ScalarType, std::vector<at::Tensor>> flat_;

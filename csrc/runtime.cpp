@@ -109,15 +109,13 @@ int64_t Runtime::peer_bytes() const {
 void Runtime::set_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
-  gathers_.set_peers(std::make_unique<PeerMemory>(buffer, words, group_name_, peer_tools_, timeout_ms));
+  gathers_.set_peers(std::make_unique<PeerMemory>(buffer, words, group_name_, kernels_, timeout_ms));
 }
 
 // `batches`: see [Note: batched copies].
 void Runtime::set_kernels(const std::string& code, bool batches) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const auto driver = std::make_shared<const Driver>(registry_.device(), batches);
-  auto kernels = std::make_shared<const Kernels>(code, driver);
-  peer_tools_ = {driver, std::move(kernels)};
+  kernels_ = std::make_shared<const Kernels>(code, registry_.device(), batches);
 }
 
 // How much memory `set_summing_peers` needs for a half; 0: no gradient can be summed there.
@@ -130,7 +128,7 @@ void Runtime::set_summing_peers(const Tensor& buffer, const Tensor& words, int64
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
   reductions_.check_peers();
-  reductions_.set_peers(std::make_unique<PeerMemory>(buffer, words, group_name_, peer_tools_, timeout_ms));
+  reductions_.set_peers(std::make_unique<PeerMemory>(buffer, words, group_name_, kernels_, timeout_ms));
 }
 
 void Runtime::set_gradient_divisor(double divisor) {
@@ -201,7 +199,7 @@ void Runtime::shutdown(bool wait) {
   questions_.clear();
   backward_.set_update(nullptr);
   reductions_.clear();
-  peer_tools_ = {};
+  kernels_.reset();
 }
 
 // ---- gathered values ----

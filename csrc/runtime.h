@@ -189,8 +189,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void end_of_task();
 
   mutable std::recursive_mutex mutex_;
-  std::string group_name_;  // of the shard group, for memory that its ranks map
-  PeerTools peer_tools_;    // empty: no peers
+  std::string group_name_;                  // of the shard group, for memory that its ranks map
+  std::shared_ptr<const Kernels> kernels_;  // null: no peers
   // Each uses only those before it.
   Registry registry_;
   Questions questions_;

@@ -135,16 +135,15 @@ class Meter:
 
     def _read_trace(self, profiler: profile) -> None:
         rank = dist.get_rank()
-        if rank != 0:
-            if self._trace is not None:
-                self._trace.parent.mkdir(parents=True, exist_ok=True)
-                profiler.export_chrome_trace(str(self._trace.with_stem(f"{self._trace.stem}-rank{rank}")))
+        if rank != 0 and self._trace is None:
             return
         with tempfile.TemporaryDirectory() as folder:
             path = self._trace or Path(folder, "trace.json")
+            if rank != 0:
+                path = path.with_stem(f"{path.stem}-rank{rank}")
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
-            if self.device.type != "cuda":
+            if rank != 0 or self.device.type != "cuda":
                 return
             found = exposure(json.loads(path.read_text())["traceEvents"])
         self.result["exposed"] = rounded(found["exposed_ms"] / 1e3)

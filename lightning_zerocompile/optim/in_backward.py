@@ -405,7 +405,7 @@ class InBackward:
 
 
 def _order_states(optimizer: Optimizer) -> None:
-    """Puts the states in the order of the parameters, in which an ordinary step makes them.
+    """Puts the states in the order of the parameters.
 
     Ranks may have updated units in different orders. Whoever goes through the states and gathers each (a checkpoint)
     would pair those of different parameters: a hang, or, of equal sizes, wrong values without a word.

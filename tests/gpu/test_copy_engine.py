@@ -74,7 +74,7 @@ def test_copies_equal_collectives(worlds: Worlds, world: int, stage: int, scope:
 
 
 def _in_batches(batches: bool) -> tuple[nn.Module, float]:
-    """The trained model, and how many copies there were for each gather and each reduction."""
+    """The trained model, and how many copies there were for each gather."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         model, gathers, _ = _trained(3, False, True, batches)
         torch.cuda.synchronize()
