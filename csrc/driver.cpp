@@ -26,6 +26,7 @@ Driver::Driver(c10::Device device, bool batches) : device_(device) {
   TORCH_CHECK(driver_ != nullptr, "zerocompile: there is no CUDA driver (libcuda.so.1)");
   launch_ = function<Launch>("cuLaunchKernel");
   copy_ = function<CopyOne>("cuMemcpyDtoDAsync_v2");
+  write_ = reinterpret_cast<Write*>(dlsym(driver_.get(), "cuStreamWriteValue32_v2"));  // since CUDA 11.7
   // A later CUDA has changed the function's arguments, so it is asked for by the version that it had them in.
   using Find = int(const char*, void**, int, uint64_t, void*);
   constexpr int kSince = 12080;
@@ -82,6 +83,14 @@ void Driver::copy(const Copies& copies) const {
   for (size_t k = 0; k < count; ++k) {
     check(copy_(copies.to_[k], copies.from_[k], copies.bytes_[k], stream), "a copy between devices");
   }
+}
+
+bool Driver::write(const at::Tensor& numbers, int value) const {
+  TORCH_CHECK(numbers.scalar_type() == at::kInt, text("zerocompile: a stream writes int32, not ",
+                                                      c10::toString(numbers.scalar_type())));
+  const auto place = address(numbers, numbers.mutable_data_ptr(), 0, 1, device_);
+  return write_ != nullptr &&
+         write_(current_stream(device_).native_handle(), place, static_cast<uint32_t>(value), /*flags=*/0) == 0;
 }
 
 }  // namespace zerocompile

@@ -55,11 +55,15 @@ class Driver {
   // On the current stream, by the copy engines, in any order.
   void copy(const Copies& copies) const;
 
+  // On the current stream, without a kernel: the first number of `numbers`, int32. Returns whether the driver can.
+  bool write(const at::Tensor& numbers, int value) const;
+
  private:
   // cuda.h: CUresult is an enum, handles are pointers, device pointers 64-bit integers.
   using Launch = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
                      void**);
   using CopyOne = int(uint64_t, uint64_t, size_t, void*);
+  using Write = int(void*, uint64_t, uint32_t, unsigned);
   struct Location {
     int type, id;
   };
@@ -80,6 +84,7 @@ class Driver {
   Launch* launch_ = nullptr;
   CopyOne* copy_ = nullptr;
   CopyBatch* batch_ = nullptr;  // null: the driver has none
+  Write* write_ = nullptr;      // the same
 };
 
 }  // namespace zerocompile

@@ -47,6 +47,7 @@ struct SumArguments {
 struct BarrierArguments {
   void* pads;
   int64_t* words;
+  int* pushing;
   int64_t number, unit;
   uint64_t timeout;
   int rank, world;
@@ -75,7 +76,9 @@ void Kernels::UnloadModule::operator()(void* module) const {
 }
 
 Kernels::Kernels(const std::string& code, c10::Device device, bool batches)
-    : driver_(device, batches), module_(nullptr, UnloadModule{&driver_}) {
+    : driver_(device, batches),
+      pushing_(at::zeros({2}, at::TensorOptions(at::kInt).device(device))),
+      module_(nullptr, UnloadModule{&driver_}) {
   const c10::DeviceGuard guard(device);
   void* module = nullptr;
   driver_.check(driver_.function<LoadData>("cuModuleLoadData")(&module, code.c_str()), "loading the kernels");
@@ -93,7 +96,7 @@ Kernels::Kernels(const std::string& code, c10::Device device, bool batches)
   no_float8.scale[0] = scale.const_data_ptr();
   no_casts.count = no_float8.count = no_sums.count = 1;
   const auto words = at::zeros({4}, at::TensorOptions(at::kLong).pinned_memory(true));
-  BarrierArguments alone{nullptr, words.mutable_data_ptr<int64_t>(), 0, 0, 0, 0, /*world=*/1};
+  BarrierArguments alone{nullptr, words.mutable_data_ptr<int64_t>(), nullptr, 0, 0, 0, 0, /*world=*/1};
   launch(cast_, 1, &no_casts);
   launch(float8_, 1, &no_float8);
   launch(sum_, 1, &no_sums);
@@ -127,11 +130,18 @@ void Kernels::launch(void* function, int64_t blocks, void* argument) const {
 
 void Kernels::barrier(const Barrier& barrier) const {
   TORCH_CHECK(barrier.world <= kRanks, text("zerocompile: a kernel lets at most ", kRanks, " ranks meet"));
-  BarrierArguments arguments{barrier.pads, barrier.words.mutable_data_ptr<int64_t>(), barrier.number, barrier.unit,
-                             static_cast<uint64_t>(barrier.timeout_ms) * 1'000'000, static_cast<int>(barrier.rank),
+  BarrierArguments arguments{barrier.pads,
+                             barrier.words.mutable_data_ptr<int64_t>(),
+                             barrier.after_pushes ? pushing_.mutable_data_ptr<int>() : nullptr,
+                             barrier.number,
+                             barrier.unit,
+                             static_cast<uint64_t>(barrier.timeout_ms) * 1'000'000,
+                             static_cast<int>(barrier.rank),
                              static_cast<int>(barrier.world)};
   launch(barrier_, 1, &arguments);
 }
+
+void Kernels::set_pushing(bool pushing) const { (void)driver_.write(pushing_, pushing ? 1 : 0); }
 
 void Kernels::cast(const std::vector<Cast>& casts) const {
   for (size_t start = 0; start < casts.size(); start += kMost) {

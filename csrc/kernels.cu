@@ -206,6 +206,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_sum(const __g
 struct Barrier {
   unsigned* const* pads;  // [world], each of [world] words in the memory of that rank's device
   volatile long long* words;
+  volatile int* pushing;  // in this device's memory; null: nothing is waited for
   long long number, unit;
   unsigned long long timeout;  // nanoseconds
   int rank, world;
@@ -215,6 +216,8 @@ namespace {
 
 constexpr int kEnded = 0, kEntered = 1, kPassed = 2, kUnit = 3;  // as in runtime/peer_memory.py
 constexpr unsigned kSpins = 256;                                 // between looks at the host's memory, which is far
+constexpr int kPushes = 0, kGaveUp = 1;                          // of `pushing`
+constexpr unsigned long long kLongestPush = 20000000;            // nanoseconds
 
 __device__ unsigned long long now() {
   unsigned long long time;
@@ -242,6 +245,14 @@ __device__ bool waits_on(const Barrier& barrier, unsigned spins, unsigned long l
   return barrier.words[kEnded] == 0;
 }
 
+// See [Note: pulls after pushes] in peers.h.
+__device__ void await_pushes(volatile int* pushing) {
+  const unsigned long long start = now();
+  while (pushing[kPushes] != 0 && pushing[kGaveUp] == 0) {
+    if (now() - start > kLongestPush) pushing[kGaveUp] = 1;
+  }
+}
+
 }  // namespace
 
 // Thread k signals to rank k, and waits for its signal.
@@ -251,7 +262,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_barrier(const
     barrier.words[kUnit] = barrier.unit;
     __threadfence_system();
     barrier.words[kEntered] = barrier.number;
+    if (barrier.pushing != nullptr) await_pushes(barrier.pushing);
   }
+  __syncthreads();
   bool met = true;
   if (peer < barrier.world && peer != barrier.rank) {
     const unsigned long long start = now();

@@ -36,6 +36,7 @@ class Kernels {
     at::Tensor words;  // [4] int64, pinned
     int64_t number, unit;
     int64_t timeout_ms, rank, world;
+    bool after_pushes;  // see [Note: pulls after pushes]
   };
 
   // `code`: the text of kernels.ptx. `batches`: see `Driver`. Raises where there is no driver, or one that cannot read
@@ -59,6 +60,9 @@ class Kernels {
 
   void barrier(const Barrier& barrier) const;
 
+  // From here on in the current stream this rank pushes, or does not: see [Note: pulls after pushes].
+  void set_pushing(bool pushing) const;
+
   static constexpr int64_t kPeers = 15;   // the most that a sum can take
   static constexpr int64_t kRanks = 256;  // the most that a barrier can take
 
@@ -71,6 +75,7 @@ class Kernels {
   };
 
   Driver driver_;
+  at::Tensor pushing_;  // [2] int32: whether this rank pushes; whether some barrier has given up to wait for that
   std::unique_ptr<void, UnloadModule> module_;
   void *cast_ = nullptr, *float8_ = nullptr, *sum_ = nullptr, *barrier_ = nullptr;  // of the module
 };

@@ -118,8 +118,9 @@ std::vector<at::Tensor> PeerMemory::places(const std::vector<Rows>& parameters) 
   return staged;
 }
 
-void PeerMemory::barrier(int64_t unit) {
-  kernels_->barrier({memory_->get_signal_pad_ptrs_dev(), words_, ++barriers_, unit, timeout_ms_, rank_, world_});
+void PeerMemory::barrier(int64_t unit, bool after_pushes) {
+  kernels_->barrier({memory_->get_signal_pad_ptrs_dev(), words_, ++barriers_, unit, timeout_ms_, rank_, world_,
+                     after_pushes});
 }
 
 void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
@@ -131,7 +132,7 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
     staged.push_back(view_of(buffers[rank_], parameters[i].rows.sizes(), starts[i]));
   }
   stage(parameters, staged);
-  barrier(unit);
+  barrier(unit, /*after_pushes=*/world_ > 2);
   passed_ = mark(buffer_.device());
   Copies copies;
   for (int64_t step = 1; step < world_; ++step) {
@@ -207,8 +208,10 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
       copies.add({buffers[peer], begin + places[i], gradients[i].full, peer * numel, numel});
     }
   }
+  kernels_->set_pushing(true);
   copies.start(kernels_->driver());
-  barrier(unit);
+  kernels_->set_pushing(false);
+  barrier(unit, /*after_pushes=*/false);
   std::vector<at::Tensor> received;
   for (int64_t step = 1; step < world_; ++step) {
     received.push_back(view_of(buffers[rank_], {slot}, half + (step - 1) * slot));
