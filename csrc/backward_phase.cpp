@@ -82,9 +82,10 @@ void BackwardPhase::contribute(const std::vector<int64_t>& parameters, at::Tenso
                                bool shared) {
   arm();
   gradients_.produced_here();
-  if (accumulating()) gradients_.take(parameters, grads, from_graph, shared);
+  const bool waits = !running_ || gradients_.deferred() || gathers_.unequal();
+  if (accumulating()) gradients_.take(parameters, grads, from_graph, shared, waits);
   const auto latest = gradients_.mark_ready(parameters);
-  if (!running_ || gradients_.deferred() || gathers_.unequal()) return;
+  if (waits) return;
   reductions_.launch_complete(latest);
   if (updates_ && update_ != nullptr) update_reduced();
 }
@@ -123,6 +124,7 @@ void BackwardPhase::finish() {
     throw;
   }
   accumulates_ = false;
+  gradients_.leave_graphs();
   gradients_.end_backward();
   gathers_.end_backward();
   forget_forwards();

@@ -16,6 +16,7 @@ namespace {
 // Whether the gradient that is there may be added to in place: it was made here, or nobody else holds its memory, as of
 // one that a graph has handed over.
 bool is_ours(const Gradient& g) {
+  if (g.in_graph) return false;
   return g.grad_owned || (g.grad.storage().use_count() == 1 && g.grad.is_non_overlapping_and_dense());
 }
 
@@ -84,14 +85,37 @@ void Gradients::follow_producers() {
   several_producers_ = true;
 }
 
+// [Note: gradients of CUDA graphs] A CUDA graph leaves a gradient in memory that it shares with other graphs. torch
+// gives that memory to a graph that it records when nobody holds the gradient. If somebody holds it where that graph is
+// to be replayed, torch records anew. So a gradient that is reduced in the backward that makes it is not copied:
+// `Reduction::inputs` hold it for the next two reductions, alike in each step. Then the stream of the backward is
+// ordered after the reduction (`retire`, `leave_in_flight`), and with it the replays that follow. What is held for
+// longer is copied (until the end of a window, an accumulation or a backward), and so is what several streams produce,
+// of which only one is ordered. A gradient of eager code is copied, too: it may have come through another graph, and
+// its unit, an embedding, is mostly the last one, whose reduction is to go beside the optimizer.
+
+// What is still in memory of CUDA graphs at the end of a backward is copied.
+void Gradients::leave_graphs() {
+  at::NoGradGuard no_grad;
+  for (auto& g : gradients_) {
+    if (!g.in_graph) continue;
+    g.grad = g.grad.clone();
+    g.grad_owned = true;
+    g.in_graph = false;
+  }
+}
+
 // [Note: grad dtype] The raw gradient becomes the leaf's before anything else looks at it: a bf16 parameter whose
 // backward computed in fp32 never opens an fp32 bucket. With `grad_dtype=None` each backward decides, see
-// [Note: agreed dtype]. `shared`: somebody else holds it and may write to it again.
-void Gradients::take(const Indices& indices, at::TensorList grads, bool from_graph, bool shared) {
+// [Note: agreed dtype]. `shared`: somebody else holds it and may write to it again. `waits`: for more than the other
+// gradients of its unit.
+void Gradients::take(const Indices& indices, at::TensorList grads, bool from_graph, bool shared, bool waits) {
   at::NoGradGuard no_grad;
+  const bool nested = torch::autograd::get_current_graph_task_id() != outermost_;
+  const bool copies = shared || (graphs_ && (!from_graph || waits || nested || several_producers_));
   Sums sums;
   for (size_t k = 0; k < indices.size(); ++k) {
-    take_one(registry_.parameter(indices[k]), grads[k], from_graph, shared || copies_, sums);
+    take_one(registry_.parameter(indices[k]), grads[k], from_graph, copies, sums);
   }
   if (sums.totals.size() == 1) sums.totals.front().add_(sums.parts.front());
   else if (!sums.totals.empty()) at::_foreach_add_(sums.totals, sums.parts);
@@ -102,7 +126,7 @@ void Gradients::take(const Indices& indices, at::TensorList grads, bool from_gra
 // nobody else holds, and otherwise makes a new one, of the wider dtype. So it is here.
 
 // Takes one gradient: it is kept, or noted in `into`, since one kernel adds all of them.
-void Gradients::take_one(const Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& into) {
+void Gradients::take_one(const Parameter& p, const Tensor& handed, bool from_graph, bool copies, Sums& into) {
   auto& g = state(p);
   if (from_graph) g.graph_outstanding = std::max<int64_t>(0, g.graph_outstanding - 1);
   if (!p.master.requires_grad()) return;  // frozen after the forward: torch drops the gradient too
@@ -123,8 +147,11 @@ void Gradients::take_one(const Parameter& p, const Tensor& handed, bool from_gra
   const bool sums_in_another = sums && grad.is_floating_point() && raw != *sum_dtype_;
   if (sums_in_another) grad = grad.to(*sum_dtype_);
   if (!there) {
-    g.grad = shared && grad.is_alias_of(handed) ? grad.clone() : grad;
-    g.grad_owned = sums_in_another || shared;
+    const bool same_memory = grad.is_alias_of(handed);
+    g.grad = copies && same_memory ? grad.clone() : grad;
+    g.grad_owned = sums_in_another || copies;
+    g.in_graph = graphs_ && same_memory && !copies;
+    if (graphs_ && from_graph && same_memory && copies) counts_.graph_copies += 1;
   } else if (is_ours(g) && (!sums || g.grad.scalar_type() == grad.scalar_type())) {
     g.grad_owned = true;
     into.totals.push_back(g.grad);
@@ -134,11 +161,12 @@ void Gradients::take_one(const Parameter& p, const Tensor& handed, bool from_gra
     g.grad = g.grad.add(grad);
     if (stays && !sums) g.grad = g.grad.to(dtype);
     g.grad_owned = true;
+    g.in_graph = false;
   }
   g.contributed = g.contributed_now = true;
   auto& unit = units_[registry_.unit_of(p).index];
   unit.nested = unit.nested || torch::autograd::get_current_graph_task_id() != outermost_;
-  if (from_graph) from_graphs_ += 1;
+  if (from_graph) counts_.graph_reductions += 1;
 }
 
 // [Note: late reductions] A unit of which this rank misses a gradient is reduced at the end of the backward, and so are
@@ -194,7 +222,7 @@ Ready Gradients::ready_for(const Unit& unit, const Ready& latest) const {
 
 // The gradient, which is not here any more; undefined: there is none.
 Tensor Gradients::give_away(const Parameter& p) {
-  state(p).grad_owned = false;
+  state(p).grad_owned = state(p).in_graph = false;
   return std::exchange(state(p).grad, {});
 }
 
@@ -325,6 +353,7 @@ Tensor Gradients::own_sum(const Parameter& p) {
   if (!g.grad_owned) {
     g.grad = g.grad.clone();
     g.grad_owned = true;
+    g.in_graph = false;
   }
   return g.grad;
 }
@@ -333,7 +362,7 @@ void Gradients::drop(const Parameter& p) {
   auto& g = state(p);
   g.grad.reset();
   g.early.reset();
-  g.grad_owned = g.contributed = false;
+  g.grad_owned = g.in_graph = g.contributed = false;
 }
 
 // As `drop`, but what was reduced early stays a gradient, of zeros: it may itself be what user code has made zero.
@@ -342,7 +371,7 @@ void Gradients::zero(const Parameter& p) {
   auto& g = state(p);
   g.grad.reset();
   if (g.early.defined()) g.early.zero_();
-  g.grad_owned = g.contributed = false;
+  g.grad_owned = g.in_graph = g.contributed = false;
 }
 
 void Gradients::drop_all() {

@@ -40,6 +40,7 @@ struct Gradient {
   Tensor grad;                            // [size]: full, of this rank alone
   at::ScalarType raw_dtype = at::kFloat;  // of the gradients in `grad`, which may be summed in another
   bool grad_owned = false;                // made here: it may be added to in place
+  bool in_graph = false;                  // its memory is a CUDA graph's: see [Note: gradients of CUDA graphs]
   bool contributed = false;               // since the last reduction
   bool contributed_now = false;           // in the backward that runs
   bool trained = false;                   // at the beginning of a backward since the last reduction
@@ -59,6 +60,11 @@ struct Gradient {
 // to what is bound already.
 using ReducedGrad = std::pair<int64_t, Tensor>;
 
+struct GradientCounts {
+  int64_t graph_reductions = 0;  // gradients that compiled graphs delivered
+  int64_t graph_copies = 0;      // of these: copied out of a CUDA graph's memory
+};
+
 // Whether the user has hooks on the accumulated gradient.
 bool has_hooks(const Tensor& master);
 
@@ -73,7 +79,7 @@ class Gradients {
   void add_parameter() { gradients_.emplace_back(); }
   void add_unit() { units_.resize(registry_.units().size()); }
   void set_bind(Bind bind) { bind_ = std::move(bind); }
-  void set_copies(bool copies) { copies_ = copies; }
+  void set_graphs(bool graphs) { graphs_ = graphs; }
   void set_replicas(bool replicas) { replicas_ = replicas; }
   void clear();
 
@@ -90,13 +96,14 @@ class Gradients {
   // a backward
   void begin_backward(int64_t task);
   void end_backward() { begun_.reset(); }
+  void leave_graphs();
   void expect_from_graph(const Indices& parameters);
   bool forget_outstanding(const Parameter& p);
   // Whether a graph has used the parameter in a forward whose backward is still to come.
   bool expects_from_graph(int64_t parameter) const { return gradients_[parameter].graph_outstanding > 0; }
   Count outstanding_reads(int64_t parameter) const { return gradients_[parameter].eager_outstanding; }
   void produced_here();
-  void take(const Indices& parameters, at::TensorList grads, bool from_graph, bool shared);
+  void take(const Indices& parameters, at::TensorList grads, bool from_graph, bool shared, bool waits);
   Ready mark_ready(const Indices& parameters);
 
   // their reduction
@@ -137,7 +144,7 @@ class Gradients {
   void drop_all();
   bool any_waits() const;
   int64_t waiting_bytes() const;
-  int64_t from_graphs() const { return from_graphs_; }
+  const GradientCounts& counts() const { return counts_; }
 
  private:
   // The gradients of one unit, in the backward that runs.
@@ -152,15 +159,15 @@ class Gradients {
 
   Gradient& state(const Parameter& p) { return gradients_[p.index]; }
   const Parameter& record(int64_t parameter) const { return registry_.parameters()[parameter]; }
-  void take_one(const Parameter& p, const Tensor& handed, bool from_graph, bool shared, Sums& into);
+  void take_one(const Parameter& p, const Tensor& handed, bool from_graph, bool copies, Sums& into);
 
   const Registry& registry_;
   std::vector<Gradient> gradients_;  // by parameter
   std::vector<UnitState> units_;     // by unit
   Bind bind_;
   bool replicas_ = false;  // what is `early` is the mean of one replica alone, see [Note: partial reductions]
-  bool copies_ = false;  // gradients may lie in memory that a graph's replay writes to
-  int64_t from_graphs_ = 0;  // gradients that compiled graphs delivered
+  bool graphs_ = false;    // gradients may lie in memory of CUDA graphs
+  GradientCounts counts_;
 
   bool deferred_ = false;                    // what comes now waits for the end of a window or an accumulation
   bool partial_ = false;                     // what comes now is reduced inside the replica only

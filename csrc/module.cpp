@@ -86,6 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("eager_gathers", &Stats::eager_gathers)
       .def_readonly("graph_uses", &Stats::graph_uses)
       .def_readonly("graph_reductions", &Stats::graph_reductions)
+      .def_readonly("graph_copies", &Stats::graph_copies)
       .def_readonly("padded_copies", &Stats::padded_copies)
       .def_readonly("resident_bytes", &Stats::resident_bytes)
       .def_readonly("peak_resident_bytes", &Stats::peak_resident_bytes)
@@ -208,5 +209,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_spans_hosts", changes("set_spans_hosts", &Runtime::set_spans_hosts), Release())
       .def("set_levels", changes("set_levels", &Runtime::set_levels), Release())
       .def("set_merge_bytes", changes("set_merge_bytes", &Runtime::set_merge_bytes), Release())
-      .def("set_copies_gradients", changes("set_copies_gradients", &Runtime::set_copies_gradients), Release());
+      .def("set_cuda_graphs", changes("set_cuda_graphs", &Runtime::set_cuda_graphs), Release());
 }

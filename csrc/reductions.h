@@ -101,6 +101,7 @@ class Reductions {
     bool early = false;  // see [Note: bounded windows] and [Note: partial reductions]
     Ready ready;         // what it is ordered after; null: all that the caller's stream holds
     std::vector<Tensor> inputs;
+    bool in_graph = false;  // some of them: see [Note: gradients of CUDA graphs]
     std::vector<Pending> done;
     int64_t number = 0;  // among all
   };

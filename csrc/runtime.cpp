@@ -172,9 +172,9 @@ void Runtime::set_merge_bytes(int64_t bytes) {
   reductions_.set_merge_bytes(bytes);
 }
 
-void Runtime::set_copies_gradients(bool copies) {
+void Runtime::set_cuda_graphs(bool graphs) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  gradients_.set_copies(copies);
+  gradients_.set_graphs(graphs);
 }
 
 // [Note: abandoned communication] After a failure this rank waits for nobody: another may have failed before it came to
@@ -647,7 +647,7 @@ int64_t Runtime::parameter_of_handle(const Tensor& tensor) const {
 
 Stats Runtime::stats() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  return {gathers_.counts(), reductions_.counts(), gradients_.from_graphs()};
+  return {gathers_.counts(), reductions_.counts(), gradients_.counts()};
 }
 
 int64_t Runtime::eager_reads_of(int64_t index) const {

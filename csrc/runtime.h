@@ -53,9 +53,7 @@
 
 namespace zerocompile {
 
-struct Stats : GatherCounts, ReductionCounts {
-  int64_t graph_reductions = 0;  // gradients that compiled graphs delivered
-};
+struct Stats : GatherCounts, ReductionCounts, GradientCounts {};
 
 class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
@@ -178,7 +176,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_levels(const std::string& gathers_across, const std::string& gathers_inside,
                   const std::string& reductions_across, const std::string& reductions_inside);
   void set_merge_bytes(int64_t bytes);
-  void set_copies_gradients(bool copies);
+  void set_cuda_graphs(bool graphs);
   void check_entry(const char* what) const;
   // For who holds the GIL, and must not wait for the mutex: see [Note: cheap hooks].
   std::unique_lock<std::recursive_mutex> lock_if_free() const { return std::unique_lock(mutex_, std::try_to_lock); }

@@ -72,7 +72,8 @@ class Stats:
         peer_gathers, peer_reductions: gathers and reductions by copies between devices instead of a process group.
         reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
         padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
-        graph_uses, graph_reductions: parameters that compiled graphs asked for, gradients that they delivered.
+        graph_uses, graph_reductions: parameters that compiled graphs asked for, gradients that they delivered, and
+            ``graph_copies`` of these, which were copied out of a CUDA graph's memory since they waited.
         eager_reads, eager_gathers: parameter reads outside compiled graphs, and how many of them had to gather.
         resident_bytes, peak_resident_bytes: full parameters gathered now, and at most.
         backwards: outermost backward passes.
@@ -99,6 +100,7 @@ class Stats:
     padded_copies: int
     graph_uses: int
     graph_reductions: int
+    graph_copies: int
     eager_reads: int
     eager_gathers: int
     resident_bytes: int
@@ -183,7 +185,7 @@ class Runtime:
         if groups.levels is not None:
             self.core.set_levels(*(group.group_name for group in groups.levels))
         self.core.set_merge_bytes(config.unit_bytes)
-        self.core.set_copies_gradients(config.cuda_graphs and device.type == "cuda")
+        self.core.set_cuda_graphs(config.cuda_graphs and device.type == "cuda")
         self.sharded_parameters: list[ShardedParameter] = []
         self.step_state = StepState()
         self.host_traffic = HostTraffic()

@@ -13,8 +13,10 @@ from torch._dynamo.utils import counters
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.runtime.runtime import Stats
 from tests.support import engines, models
 from tests.support.harness import Ranks
+from tests.support.memory import Stack
 from tests.support.parity import STAGES
 
 pytestmark = pytest.mark.gpu
@@ -38,9 +40,9 @@ def _step(engine: Engine, optimizer: torch.optim.Optimizer, batches: list[Tensor
     optimizer.zero_grad()
 
 
-def _trained(stage: int, compile: Any, how: str) -> tuple[float, int, Counter[str], int]:
-    """How far from DDP the model ends, how often Inductor gave CUDA graphs up, the runtime calls of a step, and how
-    many values were copied to a fixed place."""
+def _trained(stage: int, compile: Any, how: str) -> tuple[float, int, Counter[str], Stats]:
+    """How far from DDP the model ends, how often Inductor gave CUDA graphs up, the runtime calls of a step, and what
+    the runtime did."""
     model, twin = models.Whole(models.ByteModel()), models.Whole(models.ByteModel())
     twin.load_state_dict(model.state_dict())
     data = models.Batches(models.rank())
@@ -54,9 +56,9 @@ def _trained(stage: int, compile: Any, how: str) -> tuple[float, int, Counter[st
                 _step(engine, optimizer, [data[2 * step], data[2 * step + 1]], how)
                 torch.cuda.synchronize()
         calls.update(event.name() for event in profiler.profiler.kineto_results.events())
-        copies = engine.runtime.stats().place_copies
+        stats = engine.runtime.stats()
     engines.window_reference(twin, [[2 * step, 2 * step + 1] for step in range(STEPS)])
-    return models.deviation(model, twin), counters["inductor"]["cudagraph_skips"], calls, copies
+    return models.deviation(model, twin), counters["inductor"]["cudagraph_skips"], calls, stats
 
 
 @pytest.mark.parametrize("how", ["plain", "window", "accumulation"])
@@ -64,10 +66,44 @@ def _trained(stage: int, compile: Any, how: str) -> tuple[float, int, Counter[st
 @STAGES
 def test_graphs_are_replayed(ranks: Ranks, stage: int, compile: Any, how: str) -> None:
     """Two backwards a step, each of which would write to the other's gradients: DDP's parameters."""
-    for deviation, skips, calls, copies in ranks.run(_trained, stage, compile, how, timeout=300):
+    for deviation, skips, calls, stats in ranks.run(_trained, stage, compile, how, timeout=300):
         assert deviation <= 1e-5 and skips == 0
-        assert (copies > 0) == (stage == 3 and compile == "blocks" and how == "window")
+        assert (stats.place_copies > 0) == (stage == 3 and compile == "blocks" and how == "window")
+        waits = how == "window" or (how == "accumulation" and stage == 1)
+        assert (stats.graph_copies > 0) == waits and stats.graph_reductions > 0
         assert calls["cudaGraphLaunch"] >= (12 if compile == "blocks" else 4)  # forward and backward, twice
+
+
+def _far_ahead(stage: int, mode: str | None, dtype: torch.dtype) -> tuple[list[Tensor], Stats]:
+    """The whole parameters on the CPU after steps in which no host waits; a block's gradients take longer to be reduced
+    than to be made."""
+    torch.manual_seed(0)
+    model = models.Whole(Stack(2048, 12))
+    options = GRAPHS | {"mode": mode, "param_dtype": dtype, "unit_bytes": 1}
+    with engines.engine(model, stage, compile="blocks", **options) as engine:
+        optimizer = engines.sgd(engine, model, lr=0.1)
+        generator = torch.Generator("cuda").manual_seed(models.rank())
+        for step in range(12):
+            if step >= STEPS:  # what was recorded is replayed
+                torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call] # and the host is far ahead of it
+            x = torch.randn(8, 2048, device="cuda", generator=generator, dtype=dtype)
+            with engine.training_step():
+                engines.backward(engine, model(x).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = engine.runtime.stats()
+    return [p.detach().cpu() for p in model.parameters()], stats
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@STAGES
+def test_gradients_last_until_they_are_reduced(ranks: Ranks, stage: int, dtype: torch.dtype) -> None:
+    """A graph that wrote to them earlier would change the parameters: [Note: gradients of CUDA graphs]."""
+    plain = ranks.run(_far_ahead, stage, None, dtype, timeout=300)
+    replayed = ranks.run(_far_ahead, stage, "reduce-overhead", dtype, timeout=300)
+    for (expected, _), (found, stats) in zip(plain, replayed, strict=True):
+        assert stats.graph_copies == 0 and stats.graph_reductions > 0
+        assert max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True)) <= 1e-4
 
 
 def _kept(stage: int, compile: Any) -> float:
