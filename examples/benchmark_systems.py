@@ -407,6 +407,7 @@ def our_options(args: argparse.Namespace) -> dict[str, Any]:
         "compile": "model" if "model" in words else "blocks",
         "backend": args.backend,
         "dynamic": False,
+        "update_in_one_pass": True if "onepass" in words else "auto",
         "reduce_dtype": torch.float32 if args.reduce_fp32 else None,
         "copy_engine": "auto" if args.hosts == 1 else False,
         **hosts,
@@ -428,7 +429,6 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
     engine = Engine(model, device, config, torch.bfloat16, dist.get_backend(), nodes=nodes)
     optimizer = adamw(model.parameters(), args)
     engine.attach_optimizers([optimizer])
-    engine.steps.one_pass.switch("onepass" in args.system.split("_"))
 
     def step(batches: list[Tensor]) -> Tensor:
         def closure() -> Tensor:

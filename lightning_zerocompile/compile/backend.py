@@ -109,8 +109,8 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
 # (`mark_static_address`). Stage 3 gathers equal blocks at fixed addresses ([Note: fixed places] in
 # csrc/fixed_places.cpp). Other values that it gathers anew are first copied into the recorded part's own memory. It
 # leaves gradients in memory that a later replay writes to: see [Note: gradients of CUDA graphs] in csrc/gradients.cpp.
-# A step is one iteration (`cudagraph_mark_step_begin`). By default each graph that is called without autograd would begin
-# another iteration, which makes the last one's results invalid.
+# A step is one iteration (`cudagraph_mark_step_begin`). By default each graph that is called without autograd would
+# begin another iteration, which makes the last one's results invalid.
 
 
 def make_backend(config: Config, count: Callable[[fx.GraphModule], None], regional: bool) -> Callable[..., Any]:

@@ -4,7 +4,7 @@
 [Note: one pass] in csrc/gather.cpp). torch's fused optimizer reads and writes the masters. Without this module another
 kernel reads them again, casts them, and writes the casts to this rank's rows of the gathered values and to the memory
 from which the other ranks read. Here one kernel does both. For other units (of stage 3, of a backward) the same kernel
-makes the update, faster than torch's, and places nothing. All of this is off until :meth:`OnePass.switch` turns it on.
+makes the update, faster than torch's, and places nothing. The option ``update_in_one_pass`` says whether this is on.
 
 The kernel's arithmetic is that of torch's fused kernels, bit by bit. This holds for a version of torch and its
 compiler, and may not for another. So before a kind of update is made for the first time in a run, some values are
@@ -102,21 +102,17 @@ class OnePass:
     Args:
         core: says where casts go.
         device: of this rank.
+        on: whether updates are made in one pass, where they can be.
     """
 
-    def __init__(self, core: Places, device: torch.device) -> None:
-        self._core, self._device = core, device
-        self._on = False  # it is new: `switch` turns it on
+    def __init__(self, core: Places, device: torch.device, on: bool = True) -> None:
+        self._core, self._device, self._on = core, device, on
         self._off = "" if device.type == "cuda" and torch.version.hip is None else "this is not a CUDA device"
         self._kernels: Any = None
         self._told = WeakSet[Optimizer]()
         self._forms: dict[tuple[Any, ...], int | None] = {}  # by kind of update: the one that gives torch's bits
         self._tables: dict[tuple[int, ...], tuple[Tensor, int]] = {}
         self._betas: dict[tuple[float, float], Tensor] = {}
-
-    def switch(self, on: bool) -> None:
-        """Sets whether updates are made in one pass from now on, where they can be."""
-        self._on = on
 
     # ---- whether ----
 

@@ -65,7 +65,6 @@ def test_bits_are_torchs(kind: Any, options: dict[str, Any], shift: int, capfd: 
     values, expected = _start(shift), _start(shift)
     places = _Places(values, shift)
     one_pass = OnePass(places, torch.device("cuda", torch.cuda.current_device()))
-    one_pass.switch(True)
     ours, theirs = (kind(tensors, lr=1e-2, fused=True, **options) for tensors in (values, expected))
     generator = torch.Generator("cuda").manual_seed(1)
     made = 0
@@ -109,7 +108,6 @@ def test_a_loss_scale_is_divided_out(kind: Any, found: float) -> None:
     values, expected = _start(0), _start(0)
     places = _Places(values, 0)
     one_pass = OnePass(places, torch.device("cuda", torch.cuda.current_device()))
-    one_pass.switch(True)
     ours, theirs = (kind(tensors, lr=1e-2, fused=True) for tensors in (values, expected))
     for found_inf in (found, 0.0):
         for optimizer in (ours, theirs):
@@ -165,9 +163,9 @@ def _trained(
     """The parameters and losses, how many updates of units were made in one pass, and how many gathers by copies."""
     torch.manual_seed(0)
     model, data, losses = Net(704), models.Batches(models.rank()), []
-    with engines.engine(model, stage, compile=scope, param_dtype=torch.bfloat16, **options) as engine:
+    options = {"param_dtype": torch.bfloat16, "update_in_one_pass": in_one_pass} | options
+    with engines.engine(model, stage, compile=scope, **options) as engine:
         engine.steps._stepper.together = together
-        engine.steps.one_pass.switch(in_one_pass)
         optimizer = kind(model.parameters(), lr=1e-3, fused=True)
         engine.attach_optimizers([optimizer])
         for number in range(8):  # many updates and gathers in flight, without a pause of the host
