@@ -51,8 +51,9 @@ Qwen3's shapes, and for stage_1|2|3, fsdp2 and fsdp2_keep. --options gives the s
 '{"offload": "optimizer"}' or '{"activation_budget": 0.5}'.
 
 With --trace FOLDER profilers' traces of one step, one of each rank, are written for each row, and what that of rank 0
-says of communication is printed; this strategy's phases are in it by name ("zerocompile: gather model.layers.0 in
-backward", "... reduce ..."). To record the host slows it down by half: --trace-device leaves it, and the names, out.
+says of communication is printed, with the GB/s of this strategy's copies between GPUs. Its phases are in a trace by
+name ("zerocompile: gather model.layers.0 in backward", "... reduce ..."). To record the host slows it down by half:
+--trace-device leaves it, and the names, out.
 
 --with-monitor lets ZeroCompileMonitor log each step to a CSV file, and prints the seconds of a step that the host
 spends in it (fastest and median of all steps), for systems with `_trainer`.

@@ -145,7 +145,8 @@ class Meter:
             profiler.export_chrome_trace(str(path))
             if rank != 0 or self.device.type != "cuda":
                 return
-            found = exposure(json.loads(path.read_text())["traceEvents"])
+            events = json.loads(path.read_text())["traceEvents"]
+        found = exposure(events) | copy_rates(events)
         self.result["exposed"] = rounded(found["exposed_ms"] / 1e3)
         if self._trace is not None:
             print(json.dumps({"trace": self._trace.stem, **found}), flush=True)
@@ -260,7 +261,7 @@ def classify(events: Iterable[Event]) -> tuple[list[Span], list[Span]]:
     Communication is NCCL's kernels, the kernels by which ranks wait for each other before copies between them, and the
     copies on the streams of either. What else runs on these streams (casts, staging) belongs to neither.
     """
-    on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
+    on_device = of_device(events)
     work: dict[Any, float] = {}
     for event in on_device:
         work[stream(event)] = work.get(stream(event), 0.0) + (0.0 if communicates(event) else event["dur"])
@@ -277,8 +278,12 @@ def classify(events: Iterable[Event]) -> tuple[list[Span], list[Span]]:
     return communication, compute
 
 
+def of_device(events: Iterable[Event]) -> list[Event]:
+    return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
+
+
 def communicates(event: Event) -> bool:
-    return event["cat"] == "kernel" and re.search(r"nccl|barrier_kernel", event["name"], re.I) is not None
+    return event["cat"] == "kernel" and re.search(r"nccl|barrier", event["name"], re.I) is not None
 
 
 def stream(event: Event) -> Any:
@@ -316,6 +321,48 @@ def exposed(communication: Sequence[Span], compute: Sequence[Span]) -> dict[str,
         "span_ms": milliseconds(finish - begin),
         "longest_exposed_ms_at_ms": [(milliseconds(g), milliseconds(at)) for g, at in sorted(gaps, reverse=True)[:6]],
     }
+
+
+SMALL = 2**24  # bytes: what copies less at a time says nothing of the links
+
+
+def copy_rates(events: Iterable[Event]) -> dict[str, float | None]:
+    """GB/s at which this strategy's copies between devices run, the median over units; `None`: there are none.
+
+    What a gather pulls counts apart before the first push of a reduction, in the forward, and after that.
+    """
+    lanes: dict[Any, list[Event]] = {}
+    for event in sorted(of_device(events), key=lambda e: float(e["ts"])):
+        lanes.setdefault(stream(event), []).append(event)
+    pulls, pushes = [], []
+    for lane in lanes.values():
+        names = " ".join(event["name"] for event in lane)
+        if "zerocompile_barrier" in names:
+            (pushes if "zerocompile_sum" in names else pulls).extend(copied_together(lane))
+    first = min((begin for begin, _ in pushes), default=float("inf"))
+    found = {
+        "pulled_in_forward": [rate for begin, rate in pulls if begin < first],
+        "pulled_in_backward": [rate for begin, rate in pulls if begin >= first],
+        "pushed": [rate for _, rate in pushes],
+    }
+    return {name: round(statistics.median(rates)) if rates else None for name, rates in found.items()}
+
+
+def copied_together(lane: Iterable[Event]) -> list[tuple[float, float]]:
+    """When copies begin that no barrier is between, and GB/s from the first one's begin to the last one's end."""
+    runs: list[list[Event]] = [[]]
+    for event in lane:
+        if communicates(event):
+            runs.append([])
+        elif event["cat"] == "gpu_memcpy":
+            runs[-1].append(event)
+    found = []
+    for run in runs:
+        moved = sum(event["args"].get("bytes", 0) for event in run)
+        if moved >= SMALL:
+            begin, end = run[0]["ts"], max(event["ts"] + event["dur"] for event in run)
+            found.append((float(begin), moved / (end - begin) / 1e3))  # bytes per microsecond are MB/s
+    return found
 
 
 def length(spans: Iterable[Span]) -> float:

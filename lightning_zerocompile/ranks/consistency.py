@@ -264,10 +264,9 @@ class Consistency:
             self.meet("outside", f"the gather of unit `{unit}`")
 
     def _apart(self, places: dict[int, str]) -> CommunicationError:
-        text = "; ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()))
-        error = CommunicationError(f"zerocompile: the ranks have come to different things: {text}. {REMEDY}")
-        error.explained = True  # nobody is gone
-        return error
+        where = "; ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()))
+        text = f"zerocompile: the ranks have come to different things: {where}. {REMEDY}"
+        return CommunicationError(text, explained=True)  # nobody is gone
 
     def _passed(self, topic: str, message: int, ranks: Sequence[int]) -> tuple[int, str] | None:
         """One of ``ranks`` that has gone further than this one, and what it has done; None: there is none.

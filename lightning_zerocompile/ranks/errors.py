@@ -64,14 +64,12 @@ def phase(name: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Conc
                 if self.messages is not None and self.messages.ended is not None:
                     if str(error) == self.messages.ended:
                         raise
-                    ended = CommunicationError(f"{self.messages.ended}\nThis rank's own error: {_first(error)}")
-                    ended.explained = True
-                    raise ended from error
+                    text = f"{self.messages.ended}\nThis rank's own error: {_first(error)}"
+                    raise CommunicationError(text, explained=True) from error
                 if not is_communication(error) or (isinstance(error, CommunicationError) and error.explained):
                     raise
-                explained = CommunicationError(explain(error, name, self.messages, self.config.timeout))
-                explained.explained = True
-                raise explained from error
+                text = explain(error, name, self.messages, self.config.timeout)
+                raise CommunicationError(text, explained=True) from error
 
         return call
 

@@ -95,6 +95,5 @@ class Meetings:
     def _apart(self, number: int, what: str) -> CommunicationError:
         heard = self._messages.exchange_numbered(MEETING, number, what + self._messages.where())
         places = "; ".join(f"rank {rank} is in {theirs or 'something else'}" for rank, theirs in heard.items())
-        error = CommunicationError(f"zerocompile: the ranks have come to different things: {places}. {REMEDY}")
-        error.explained = True  # nobody is gone
-        return error
+        text = f"zerocompile: the ranks have come to different things: {places}. {REMEDY}"
+        return CommunicationError(text, explained=True)  # nobody is gone

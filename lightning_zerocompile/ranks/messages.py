@@ -63,12 +63,15 @@ class _Asked:
 class CommunicationError(RuntimeError):
     """Communication has failed, or cannot succeed: another rank is gone, or ranks have come to different things.
 
-    Attributes:
+    Args:
+        text: its message.
         explained: whether the message is complete, so that :func:`~lightning_zerocompile.ranks.errors.phase` raises it
             as it is. Otherwise that function adds the phase, and what the other ranks have said.
     """
 
-    explained = False
+    def __init__(self, text: str, explained: bool = False) -> None:
+        super().__init__(text)
+        self.explained = explained
 
 
 class Barriers(Protocol):
@@ -232,7 +235,7 @@ class Messages:
         among = self.among.get(stream, ())
         knot = self._liveness.waits(Wait(stream, number, what + self.where(), on, self.started(), among).line())
         if knot is not None:
-            raise _explained(knot)
+            raise CommunicationError(knot, explained=True)
 
     def raise_if_left(self, meeting: int) -> None:
         """Called in a meeting of this number, when the ranks seem to be there.
@@ -242,7 +245,7 @@ class Messages:
         """
         reason = None if self._liveness is None else self._liveness.left_meeting(meeting)
         if reason is not None:
-            raise _explained(reason)
+            raise CommunicationError(reason, explained=True)
 
     def _standing(self) -> str | None:
         """Called about once a second by the thread that watches, since torch's own collectives do not :meth:`look`.
@@ -347,7 +350,7 @@ class Messages:
             CommunicationError: this rank's process groups have ended; what the last collectives gave is not valid.
         """
         if self.ended is not None:
-            raise _explained(self.ended)
+            raise CommunicationError(self.ended, explained=True)
 
     @property
     def last_knot(self) -> str | None:
@@ -715,13 +718,6 @@ class Messages:
     @staticmethod
     def _store() -> Any:
         return dist.distributed_c10d._get_default_store()
-
-
-def _explained(text: str) -> CommunicationError:
-    """An error that says by itself why ranks cannot go on."""
-    error = CommunicationError(text)
-    error.explained = True
-    return error
 
 
 def _sent(number: int, answers: Mapping[int, str]) -> dict[int, str]:

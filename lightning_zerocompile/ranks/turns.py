@@ -164,6 +164,5 @@ class Turns:
     def _raise_failure(self) -> None:
         if self._failed is None:
             return
-        error = CommunicationError(f"zerocompile: inside `strategy.unequal()` {self._failed}")
-        error.explained = True  # that rank has not ended: all may catch theirs and go on
-        raise error
+        text = f"zerocompile: inside `strategy.unequal()` {self._failed}"
+        raise CommunicationError(text, explained=True)  # that rank has not ended: all may catch theirs and go on

@@ -149,22 +149,20 @@ class Windows:
                 if theirs is None:
                     raise self._messages.silent(rank, doing)
                 if theirs != mine:
-                    error = CommunicationError(
+                    raise CommunicationError(
                         f"zerocompile: rank {dist.get_rank()} {doing}, but in that window it had made {mine}, and rank "
                         f"{rank} {theirs}: the next ones would not match. Let all ranks fail at the same place, open "
-                        "the window with gather='window', or train on from the last checkpoint (`ckpt_path=`)."
+                        "the window with gather='window', or train on from the last checkpoint (`ckpt_path=`).",
+                        explained=True,  # nobody is gone
                     )
-                    error.explained = True  # nobody is gone
-                    raise error
             del self._apart[number]
 
     def _failed(self, rank: int, error: str) -> CommunicationError:
-        failed = CommunicationError(
+        return CommunicationError(
             f"zerocompile: rank {rank} failed inside window {self._number} of `coalesce_grad_reduction` with {error}. "
-            f"Its gradients are lost, so rank {dist.get_rank()} cannot reduce its own."
+            f"Its gradients are lost, so rank {dist.get_rank()} cannot reduce its own.",
+            explained=True,  # all ranks may catch theirs and go on: this one has not ended
         )
-        failed.explained = True  # all ranks may catch theirs and go on: this one has not ended
-        return failed
 
     def _check(self, gather: object, max_bytes: object, accumulate_dtype: object) -> None:
         if self.is_open:

@@ -65,7 +65,7 @@ def test_what_communicates(examples: Any) -> None:
         device_event("Memcpy DtoD (Device -> Device)", 7, 11, 2, "gpu_memcpy"),
         device_event("cast", 20, 12, 3),
         device_event("ncclDevKernel_AllGather", 20, 15, 4),
-        device_event("void c10d::symmetric_memory::barrier_kernel(unsigned int**)", 21, 20, 5),
+        device_event("zerocompile_barrier", 21, 20, 5),
         device_event("Memcpy DtoD (Device -> Device)", 21, 25, 6, "gpu_memcpy"),
         device_event("Memset (Device)", 22, 40, 1, "gpu_memset"),
         device_event("Memcpy PtoP (Device -> Device)", 23, 41, 2, "gpu_memcpy"),
@@ -76,6 +76,28 @@ def test_what_communicates(examples: Any) -> None:
     assert sorted(compute) == [(0, 10), (11, 13), (40, 41)]
     assert measures.exposure(events)["exposed_ms"] == 0.02  # 18 µs
     assert measures.classify([]) == ([], [])
+
+
+def test_rates_of_copies(examples: Any) -> None:
+    """From a unit's first copy to its last one's end; a gather's begin after its barrier, a reduction's before."""
+
+    def copy(stream: int, begin: float, duration: float, megabytes: float) -> dict[str, Any]:
+        event = device_event("Memcpy PtoP (Device -> Device)", stream, begin, duration, "gpu_memcpy")
+        return event | {"args": {"stream": stream, "bytes": megabytes * 1e6}}
+
+    def barrier(stream: int, begin: float) -> dict[str, Any]:
+        return device_event("zerocompile_barrier", stream, begin, 1)
+
+    events = [
+        *(barrier(7, 0), copy(7, 10, 100, 20), copy(7, 20, 190, 20)),  # together: 40 MB in 200 us
+        *(barrier(7, 1000), copy(7, 1010, 100, 30)),
+        *(copy(8, 500, 100, 36), barrier(8, 700), device_event("zerocompile_sum", 8, 710, 5)),
+        *(copy(8, 800, 100, 1), barrier(8, 900)),  # too few bytes to count
+        copy(9, 0, 1, 1000),  # of another stream: an offload's, or the user's
+    ]
+    rates = examples("benchmark_measures").copy_rates
+    assert rates(events) == {"pulled_in_forward": 200, "pulled_in_backward": 300, "pushed": 360}
+    assert set(rates([]).values()) == {None}
 
 
 @pytest.mark.parametrize(
