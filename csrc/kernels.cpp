@@ -141,7 +141,9 @@ void Kernels::barrier(const Barrier& barrier) const {
   launch(barrier_, 1, &arguments);
 }
 
-void Kernels::set_pushing(bool pushing) const { (void)driver_.write(pushing_, pushing ? 1 : 0); }
+void Kernels::set_pushing(bool pushing) const {
+  (void)driver_.write(pushing_, pushing ? 1 : 0);  // an old driver cannot, and then no barrier waits
+}
 
 void Kernels::cast(const std::vector<Cast>& casts) const {
   for (size_t start = 0; start < casts.size(); start += kMost) {

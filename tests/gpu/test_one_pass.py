@@ -185,10 +185,11 @@ def _trained(
         (1, "blocks", {}, torch.optim.AdamW, 1),
         (2, False, {"unit_bytes": 1}, torch.optim.Adam, 0),
         (1, False, {"copy_engine": False}, torch.optim.AdamW, 2**25),
+        (1, "blocks", {"backend": "inductor", "mode": "reduce-overhead", "dynamic": False}, torch.optim.AdamW, 1),
         (3, "blocks", {}, torch.optim.AdamW, 1),
         (3, False, {"optimizer_in_backward": True}, torch.optim.AdamW, 1),
     ],
-    ids=["staged", "all-staged", "collectives", "stage-3", "in-backward"],
+    ids=["staged", "all-staged", "collectives", "graphs", "stage-3", "in-backward"],
 )
 def test_a_model_trains_to_the_same_bits(
     worlds: Worlds, stage: int, scope: Any, options: dict[str, Any], kind: Any, together: int
