@@ -16,8 +16,13 @@ namespace {
 // Whether the gradient that is there may be added to in place: it was made here, or nobody else holds its memory, as of
 // one that a graph has handed over.
 bool is_ours(const Gradient& g) {
-  if (g.in_graph) return false;
-  return g.grad_owned || (g.grad.storage().use_count() == 1 && g.grad.is_non_overlapping_and_dense());
+  if (g.memory != GradMemory::Handed) return g.memory == GradMemory::Own;
+  return g.grad.storage().use_count() == 1 && g.grad.is_non_overlapping_and_dense();
+}
+
+void copy_to_own(Gradient& g) {
+  g.grad = g.grad.clone();
+  g.memory = GradMemory::Own;
 }
 
 }  // namespace
@@ -98,10 +103,7 @@ void Gradients::follow_producers() {
 void Gradients::leave_graphs() {
   at::NoGradGuard no_grad;
   for (auto& g : gradients_) {
-    if (!g.in_graph) continue;
-    g.grad = g.grad.clone();
-    g.grad_owned = true;
-    g.in_graph = false;
+    if (g.memory == GradMemory::Graph) copy_to_own(g);
   }
 }
 
@@ -149,19 +151,18 @@ void Gradients::take_one(const Parameter& p, const Tensor& handed, bool from_gra
   if (!there) {
     const bool same_memory = grad.is_alias_of(handed);
     g.grad = copies && same_memory ? grad.clone() : grad;
-    g.grad_owned = sums_in_another || copies;
-    g.in_graph = graphs_ && same_memory && !copies;
+    const bool own = sums_in_another || copies;
+    g.memory = own ? GradMemory::Own : graphs_ && same_memory ? GradMemory::Graph : GradMemory::Handed;
     if (graphs_ && from_graph && same_memory && copies) counts_.graph_copies += 1;
   } else if (is_ours(g) && (!sums || g.grad.scalar_type() == grad.scalar_type())) {
-    g.grad_owned = true;
+    g.memory = GradMemory::Own;
     into.totals.push_back(g.grad);
     into.parts.push_back(std::move(grad));
   } else {
     const auto dtype = g.grad.scalar_type();
     g.grad = g.grad.add(grad);
     if (stays && !sums) g.grad = g.grad.to(dtype);
-    g.grad_owned = true;
-    g.in_graph = false;
+    g.memory = GradMemory::Own;
   }
   g.contributed = g.contributed_now = true;
   auto& unit = units_[registry_.unit_of(p).index];
@@ -222,7 +223,7 @@ Ready Gradients::ready_for(const Unit& unit, const Ready& latest) const {
 
 // The gradient, which is not here any more; undefined: there is none.
 Tensor Gradients::give_away(const Parameter& p) {
-  state(p).grad_owned = state(p).in_graph = false;
+  state(p).memory = GradMemory::Handed;
   return std::exchange(state(p).grad, {});
 }
 
@@ -350,11 +351,7 @@ bool Gradients::any_other_dtype() const {
 Tensor Gradients::own_sum(const Parameter& p) {
   auto& g = state(p);
   if (!g.grad.defined()) return {};
-  if (!g.grad_owned) {
-    g.grad = g.grad.clone();
-    g.grad_owned = true;
-    g.in_graph = false;
-  }
+  if (g.memory != GradMemory::Own) copy_to_own(g);
   return g.grad;
 }
 
@@ -362,7 +359,8 @@ void Gradients::drop(const Parameter& p) {
   auto& g = state(p);
   g.grad.reset();
   g.early.reset();
-  g.grad_owned = g.in_graph = g.contributed = false;
+  g.memory = GradMemory::Handed;
+  g.contributed = false;
 }
 
 // As `drop`, but what was reduced early stays a gradient, of zeros: it may itself be what user code has made zero.
@@ -371,7 +369,8 @@ void Gradients::zero(const Parameter& p) {
   auto& g = state(p);
   g.grad.reset();
   if (g.early.defined()) g.early.zero_();
-  g.grad_owned = g.in_graph = g.contributed = false;
+  g.memory = GradMemory::Handed;
+  g.contributed = false;
 }
 
 void Gradients::drop_all() {

@@ -35,12 +35,15 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 // Shared with what autograd holds, whose end may come on any thread, with the GIL held: it must not ask for our mutex.
 using Count = std::shared_ptr<std::atomic<int64_t>>;
 
+// Whose memory a gradient is in: who handed it over has it, too; a CUDA graph's, see [Note: gradients of CUDA graphs];
+// or it was made here, and may be added to in place.
+enum class GradMemory { Handed, Graph, Own };
+
 // One parameter's.
 struct Gradient {
   Tensor grad;                            // [size]: full, of this rank alone
   at::ScalarType raw_dtype = at::kFloat;  // of the gradients in `grad`, which may be summed in another
-  bool grad_owned = false;                // made here: it may be added to in place
-  bool in_graph = false;                  // its memory is a CUDA graph's: see [Note: gradients of CUDA graphs]
+  GradMemory memory = GradMemory::Handed;
   bool contributed = false;               // since the last reduction
   bool contributed_now = false;           // in the backward that runs
   bool trained = false;                   // at the beginning of a backward since the last reduction

@@ -132,7 +132,7 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
     staged.push_back(view_of(buffers[rank_], parameters[i].rows.sizes(), starts[i]));
   }
   stage(parameters, staged);
-  barrier(unit, /*after_pushes=*/world_ > 2);
+  barrier(unit, /*after_pushes=*/takes_turns());
   passed_ = mark(buffer_.device());
   Copies copies;
   for (int64_t step = 1; step < world_; ++step) {
@@ -208,9 +208,9 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
       copies.add({buffers[peer], begin + places[i], gradients[i].full, peer * numel, numel});
     }
   }
-  kernels_->set_pushing(true);
+  if (takes_turns()) kernels_->set_pushing(true);
   copies.start(kernels_->driver());
-  kernels_->set_pushing(false);
+  if (takes_turns()) kernels_->set_pushing(false);
   barrier(unit, /*after_pushes=*/false);
   std::vector<at::Tensor> received;
   for (int64_t step = 1; step < world_; ++step) {

@@ -90,6 +90,7 @@ class PeerMemory {
   int64_t next_half(at::ScalarType dtype);                    // where it begins
   int64_t slot_bytes() const;                                 // of a half: what one peer sends
   void barrier(int64_t unit, bool after_pushes);
+  bool takes_turns() const { return world_ > 2; }  // see [Note: pulls after pushes]
   void stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged);
   std::vector<int64_t> starts_of(const std::vector<Rows>& parameters, int64_t start) const;
   int64_t half(at::ScalarType dtype) const;

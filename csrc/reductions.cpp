@@ -289,7 +289,7 @@ void Reductions::reduce_group(const std::vector<int64_t>& group, Reduction& redu
     auto& shard = shards[k];
     if (!shard.existing.defined()) shard.own = view_of(partition, p.local.sizes(), shard.offset);
     reduced_.emplace_back(group[k], shard.own);
-    reduction.in_graph = reduction.in_graph || gradients_.of(p).in_graph;
+    reduction.in_graph = reduction.in_graph || gradients_.of(p).memory == GradMemory::Graph;
     auto raw = gradients_.give_away(p);
     if (!raw.defined()) raw = at::zeros(p.size, options.dtype(communicated));
     reduction.inputs.push_back(raw);
@@ -393,7 +393,7 @@ void Reductions::replicate_group(const std::vector<int64_t>& group, Reduction& r
     const auto& p = record(group[k]);
     if (reduction.ready) results.push_back(make_result(p));
     const auto communicated = communicated_dtype(p);
-    reduction.in_graph = reduction.in_graph || gradients_.of(p).in_graph;
+    reduction.in_graph = reduction.in_graph || gradients_.of(p).memory == GradMemory::Graph;
     auto raw = gradients_.give_away(p);
     if (!raw.defined()) raw = at::zeros({}, results[k].options().dtype(communicated));
     reduction.inputs.push_back(raw);
@@ -637,8 +637,8 @@ void Reductions::leave_in_flight() {
   for (const auto& done : last_retired_) done.order(*home_);
   for (auto& reduction : in_flight_) {
     reserve(reduction);  // what an earlier backward has left is added to, and may be dropped meanwhile
-    for (const auto& done : reduction.done) {
-      if (reduction.in_graph) done.order(*home_);  // `reserve` is nothing to the memory of a graph
+    if (reduction.in_graph) {  // `reserve` is nothing to the memory of a graph
+      for (const auto& done : reduction.done) done.order(*home_);
     }
     reduction.inputs.clear();
   }

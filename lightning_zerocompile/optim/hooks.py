@@ -63,7 +63,6 @@ class OptimizerSteps:
         last: the optimizers that were attached last; it stays as it is when none are attached (``attach([])``).
         count: how many steps have succeeded. A step, or a backward, that raised after it had updated units counts as
             half a step.
-        one_pass: makes updates instead of torch, where it can and is on (``update_in_one_pass``).
         in_backward: updates units inside the backward; ``None`` without ``optimizer_in_backward``.
     """
 
@@ -78,7 +77,6 @@ class OptimizerSteps:
         self._reduce_pending, self._check_reducible, self._stepped = reduce_pending, check_reducible, stepped
         self._backward_to_come: list[Optimizer] = []  # those whose `step` runs one in its closure
         self._offload = Offload(runtime)
-        self.one_pass = OnePass(runtime.core, runtime.device, self._config.updates_in_one_pass)
         self._stepper = UnitStepper(
             runtime.units_in_order,
             self._units_written,
@@ -88,7 +86,7 @@ class OptimizerSteps:
             self._offload,
             one_by_one=self._config.optimizer_in_backward,
             ranks=runtime.mesh.size(),
-            one_pass=self.one_pass,
+            one_pass=OnePass(runtime.core, runtime.device) if self._config.updates_in_one_pass else None,
             begins=self._update_begins,
         )
         self.update_begins: Callable[[], None] = lambda: None

@@ -102,11 +102,10 @@ class OnePass:
     Args:
         core: says where casts go.
         device: of this rank.
-        on: whether updates are made in one pass, where they can be.
     """
 
-    def __init__(self, core: Places, device: torch.device, on: bool = True) -> None:
-        self._core, self._device, self._on = core, device, on
+    def __init__(self, core: Places, device: torch.device) -> None:
+        self._core, self._device = core, device
         self._off = "" if device.type == "cuda" and torch.version.hip is None else "this is not a CUDA device"
         self._kernels: Any = None
         self._told = WeakSet[Optimizer]()
@@ -118,8 +117,6 @@ class OnePass:
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Whether units of the optimizer can be updated in one pass, as far as its options say."""
-        if not self._on:
-            return False
         reason = self._off or _unsuited(optimizer) or self._load()
         if reason:
             self._tell(optimizer, reason)

@@ -14,6 +14,7 @@ from lightning_zerocompile.engine import Engine
 from tests.support import engines, models
 from tests.support.device_time import Span, spans
 from tests.support.harness import Worlds
+from tests.support.memory import Stack
 
 pytestmark = pytest.mark.gpu
 
@@ -100,19 +101,10 @@ def test_a_driver_without_batches_copies_one_by_one(worlds: Worlds) -> None:
         assert many - few > 0.5
 
 
-class Wide(nn.Module):
-    def __init__(self, width: int = 4096) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [rows, width]
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def _meetings() -> tuple[list[Span], list[Span]]:
     """The barriers of gathers, and the times from a reduction's first copy to its last one's end."""
     config = Config(stage=3, compile=False, copy_engine=True)
-    made = Engine(nn.Sequential(*(Wide() for _ in range(12))), engines.place(), config, torch.bfloat16, "nccl")
+    made = Engine(Stack(4096, 12), engines.place(), config, torch.bfloat16, "nccl")
     with engines.closing(made) as engine:
         optimizer = engines.sgd(engine, engine.model, lr=1e-3)
         x = torch.randn(1024, 4096, device=engines.place(), dtype=torch.bfloat16)
