@@ -50,6 +50,9 @@ in bfloat16). --meta builds the model without data, so that no rank ever holds i
 Qwen3's shapes, and for stage_1|2|3, fsdp2 and fsdp2_keep. --options gives the strategy further options, such as
 '{"offload": "optimizer"}' or '{"activation_budget": 0.5}'.
 
+--optimizer muon updates the matrices of the layers by torch.optim.Muon, all else by AdamW. The limit's share is then
+the matrices of as many layers as each rank would have. Not for DeepSpeed and the Trainer.
+
 With --trace FOLDER profilers' traces of one step, one of each rank, are written for each row, and what that of rank 0
 says of communication is printed, with the GB/s of this strategy's copies between GPUs. Its phases are in a trace by
 name ("zerocompile: gather model.layers.0 in backward", "... reduce ..."). To record the host slows it down by half:
@@ -89,7 +92,7 @@ from benchmark_systems import BYTE_LM, ON_META, PLANNED, SHAPES, SYSTEMS, System
 Row = dict[str, Any]
 COLUMNS = (
     *("system", "model", "world", "hosts", "groups", "seq", "batch", "accumulate"),
-    *("checkpointing", "clip", "reduce_fp32"),
+    *("checkpointing", "optimizer", "clip", "reduce_fp32"),
     *("lora", "options"),
     *("seconds", "min", "max", "x_limit", "bound", "bandwidth", "crossed", "exposed"),
     *("allocated", "reserved", "device", "predicted", "host", "moved", "link", "link_bound"),
@@ -180,7 +183,7 @@ def describe(args: argparse.Namespace) -> Row:
     return {
         "system": args.system, "model": args.model, "world": dist.get_world_size(), "hosts": args.hosts,
         "groups": args.groups, "batch": args.batch, "accumulate": args.accumulate, "checkpointing": args.checkpointing,
-        "clip": args.clip, "reduce_fp32": args.reduce_fp32, "lora": args.lora,
+        "optimizer": args.optimizer, "clip": args.clip, "reduce_fp32": args.reduce_fp32, "lora": args.lora,
         "options": args.options if args.system.startswith("stage") else {},
     }  # fmt: skip
 
@@ -389,6 +392,7 @@ def parse() -> argparse.Namespace:
     add("--same-batch", action="store_true", help="train on one micro-batch again and again, so that the loss falls")
     add("--reduce-fp32", action="store_true", help="reduce gradients in fp32")
     add("--lr", type=float, default=1e-5)
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="see above")
     add("--warm-up", type=int, default=6, help="steps before the timed ones")
     add("--steps", type=int, default=10, help="timed steps")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -420,6 +424,11 @@ def parse() -> argparse.Namespace:
         parser.error(f"--groups {args.groups}: each of {args.hosts} hosts must have as many, all of one size")
     if args.groups == 1 and any({"hybrid", "inner"} & set(system.split("_")) for system in args.systems):
         parser.error("systems with `_hybrid` or `_inner` need --hosts or --groups of 2 or more")
+    others = [system for system in args.systems if system.startswith("deepspeed") or system.endswith("_trainer")]
+    if args.optimizer == "muon" and others:
+        parser.error(f"--optimizer muon does not work with {', '.join(others)}")
+    if args.optimizer == "muon" and args.lora:
+        parser.error("--optimizer muon trains matrices of layers, which --lora freezes: leave one out")
     option = "--lora" if args.lora else "--meta"
     if args.lora < 0:
         parser.error(f"--lora {args.lora}: a rank is 1 or more")

@@ -282,11 +282,37 @@ def adamw(parameters: Any, args: argparse.Namespace) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=args.lr, fused=True)
 
 
-def finish(optimizer: torch.optim.Optimizer, model: nn.Module, loss: Tensor, args: argparse.Namespace) -> Tensor:
+def muon(parameters: Any, args: argparse.Namespace) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, lr=args.lr, adjust_lr_fn="match_rms_adamw")
+
+
+def is_matrix_of_a_layer(model: nn.Module) -> list[bool]:
+    """Of each parameter that is trained, in the model's order."""
+    matrices = {p for layer in layers_of(model) for p in layer.parameters() if p.dim() == 2}
+    return [p in matrices for p in model.parameters() if p.requires_grad]
+
+
+def optimizers(parameters: Any, by_muon: Sequence[bool], args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """AdamW; or Muon for the matrices of the layers, and AdamW for all else.
+
+    Args:
+        by_muon: see :func:`is_matrix_of_a_layer`.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if args.optimizer == "adamw":
+        return [adamw(trained, args)]
+    matrices = [p for p, chosen in zip(trained, by_muon, strict=True) if chosen]
+    return [muon(matrices, args), adamw([p for p, chosen in zip(trained, by_muon, strict=True) if not chosen], args)]
+
+
+def finish(
+    optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, loss: Tensor, args: argparse.Namespace
+) -> Tensor:
     if args.clip:
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
     return loss.detach()
 
 
@@ -300,20 +326,39 @@ def limit(args: argparse.Namespace, device: torch.device) -> System:
     if wants_fp8(args):
         to_float8(model, device)
     compile_layers(model, args)
-    share = nn.Parameter(torch.randn(-(-numel // dist.get_world_size()), device=device))
-    share.grad = torch.randn_like(share)
-    optimizer = adamw([share], args)
+    updates = shares(model, args, device)
 
     def step(batches: list[Tensor]) -> Tensor:
         for tokens in batches:
             loss = loss_of(model, tokens)
             backward(loss, args)
-        optimizer.step()
+        for optimizer in updates:
+            optimizer.step()
         for parameter in model.parameters():
             parameter.grad = None
         return loss.detach()
 
     return System(numel, bare(step, args, device))
+
+
+def shares(model: nn.Module, args: argparse.Namespace, device: torch.device) -> list[torch.optim.Optimizer]:
+    """This rank's part of the updates, in float32: of all elements, or the matrices of as many layers, and of the rest.
+
+    Where the ranks do not divide the layers, Muon's part is that of the rank with most layers.
+    """
+    world, numel = dist.get_world_size(), numel_of(model)
+
+    def randoms(*sizes: int) -> nn.Parameter:
+        share = nn.Parameter(torch.randn(sizes, device=device))
+        share.grad = torch.randn_like(share)
+        return share
+
+    if args.optimizer == "adamw":
+        return [adamw([randoms(-(-numel // world))], args)]
+    of_layers = [[p for p in layer.parameters() if p.dim() == 2] for layer in layers_of(model)]
+    mine = [p for matrices in of_layers[::world] for p in matrices]
+    rest = numel - sum(p.numel() for matrices in of_layers for p in matrices)
+    return [muon([randoms(*p.shape) for p in mine], args), adamw([randoms(-(-rest // world))], args)]
 
 
 def ddp(args: argparse.Namespace, device: torch.device) -> System:
@@ -326,7 +371,7 @@ def ddp(args: argparse.Namespace, device: torch.device) -> System:
     wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
     if not args.reduce_fp32:
         wrapped.register_comm_hook(None, bf16_compress_hook)
-    optimizer = adamw(model.parameters(), args)
+    updates = optimizers(model.parameters(), is_matrix_of_a_layer(model), args)
 
     def step(batches: list[Tensor]) -> Tensor:
         for k, tokens in enumerate(batches):
@@ -334,7 +379,7 @@ def ddp(args: argparse.Namespace, device: torch.device) -> System:
                 with torch.autocast(device.type, torch.bfloat16):
                     loss = loss_of(wrapped, tokens)
                 backward(loss, args)
-        return finish(optimizer, model, loss, args)
+        return finish(updates, model, loss, args)
 
     return System(numel, bare(step, args, device))
 
@@ -369,13 +414,13 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
         for k, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[k + 1 : k + 1 + ahead])
             layer.set_modules_to_backward_prefetch(layers[max(0, k - ahead) : k][::-1])
-    optimizer = adamw(model.parameters(), args)
+    updates = optimizers(model.parameters(), is_matrix_of_a_layer(model), args)
 
     def step(batches: list[Tensor]) -> Tensor:
         for tokens in batches:
             loss = loss_of(model, tokens)
             backward(loss, args)
-        result = finish(optimizer, model, loss, args)
+        result = finish(updates, model, loss, args)
         if wants_fp8(args):
             precompute_float8_dynamic_scale_for_fsdp(model)
         return result
@@ -427,8 +472,8 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
         to_float8(model, device, gathers="gathers" in args.system.split("_"))
     config, nodes = Config(**our_options(args)), args.hosts
     engine = Engine(model, device, config, torch.bfloat16, dist.get_backend(), nodes=nodes)
-    optimizer = adamw(model.parameters(), args)
-    engine.attach_optimizers([optimizer])
+    updates = optimizers(model.parameters(), is_matrix_of_a_layer(model), args)
+    engine.attach_optimizers(updates)
 
     def step(batches: list[Tensor]) -> Tensor:
         def closure() -> Tensor:
@@ -442,7 +487,8 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
                 loss = loss_of(model, tokens)
                 with engine.backward(loss):
                     backward(loss, args)
-        engine.step(optimizer, closure)
+        for optimizer in updates:
+            engine.step(optimizer, closure if optimizer is updates[0] else lambda: loss)
         return loss.detach()
 
     def offloaded() -> tuple[int, int]:
@@ -462,6 +508,7 @@ def predicted(args: argparse.Namespace, seq: int) -> int:
     model = to_shard(argparse.Namespace(**{**vars(args), "meta": True}), torch.device("meta"))
     if wants_fp8(args):
         to_float8(model, torch.device(args.device), gathers="gathers" in args.system.split("_"))
+    by_muon = is_matrix_of_a_layer(model)
     plan = make_plan(
         model,
         torch.zeros(args.batch, seq, dtype=torch.int64),  # their numbers may choose what is computed
@@ -472,7 +519,7 @@ def predicted(args: argparse.Namespace, seq: int) -> int:
         stages=[config.chosen_stage],
         accumulate=args.accumulate,
         step=loss_of,
-        optimizer=lambda parameters: adamw(parameters, args),
+        optimizer=lambda parameters: optimizers(parameters, by_muon, args),
     )
     return plan.stages[0].memory.peak
 

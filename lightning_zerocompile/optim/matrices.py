@@ -10,7 +10,11 @@ parameter is.
 
 Units are updated in rounds of as many as there are ranks, so that each rank has about one unit's matrices whole at a
 time. The owners of a round follow from the matrices' shapes, alike on all ranks: the most costly matrix goes to the
-rank with the least work so far. The cost of m x n is m n min(m, n).
+rank with the least work so far.
+
+A round has turns. In each turn a rank orthogonalises one matrix. The rows of all turns are sent at once, and those of a
+result as soon as it is there. So while a device orthogonalises, the rows of later turns arrive and those of earlier
+results leave. The cheapest matrices have the first turn and the last one, whose rows nothing else hides.
 
 This module calls two private functions of torch, which another version may change. So an optimizer is updated in this
 way only if, on two small matrices, it gives what Muon itself gives (:func:`can_share_matrices`). Else the optimizer
@@ -20,9 +24,11 @@ sees whole values on every rank, see [Note: whole values].
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,32 +39,39 @@ from torch.optim import Muon, Optimizer
 from torch.optim import _muon as torch_muon
 
 from lightning_zerocompile.optim.supported import plain_step
-from lightning_zerocompile.sharding.layout import rows_of
 
 _MOMENTUM = "momentum_buffer"  # Muon's only state
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Matrix:
     """One parameter in a round.
 
     Attributes:
         rows: this rank's part of the parameter, [<=rows, n].
         size: of the whole matrix, (m, n).
-        update: this rank's rows of the matrix that is orthogonalised, [<=rows, n] in bfloat16; afterwards its rows of
-            the result.
         group: the optimizer's group of the parameter, with its options.
     """
 
     rows: Tensor
     size: tuple[int, int]
-    update: Tensor
     group: Mapping[str, Any]
 
     @property
-    def cost(self) -> int:
-        m, n = self.size
-        return m * n * min(m, n)
+    def flops(self) -> int:
+        return flops(self.size, self.group["ns_steps"])
+
+
+def flops(size: Sequence[int], steps: int) -> int:
+    """FLOPs that orthogonalise a matrix, in matrix products, a multiplication and an addition each counted.
+
+    Args:
+        size: of the matrix, (m, n).
+        steps: of Newton-Schulz. Each multiplies the matrix, with its shorter side first, by its transpose, the square
+            result by itself, and that by the matrix.
+    """
+    short, long = sorted(size)
+    return steps * (4 * short**2 * long + 2 * short**3)
 
 
 def owners(costs: Sequence[int], ranks: int) -> list[int]:
@@ -73,6 +86,23 @@ def owners(costs: Sequence[int], ranks: int) -> list[int]:
         rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
         chosen[number], loads[rank] = rank, loads[rank] + costs[number]
     return chosen
+
+
+def flops_of_a_step(units: Sequence[Sequence[int]], ranks: int) -> int:
+    """FLOPs of the rank that has the most in each round, over all rounds: the ranks meet in each of them.
+
+    Args:
+        units: the FLOPs of the matrices of each unit.
+        ranks: how many share them.
+    """
+    total = 0
+    for first in range(0, len(units), ranks):
+        costs = [cost for unit in units[first : first + ranks] for cost in unit]
+        loads = [0] * ranks
+        for cost, rank in zip(costs, owners(costs, ranks), strict=True):
+            loads[rank] += cost
+        total += max(loads)
+    return total
 
 
 def shares_matrices(optimizer: Optimizer) -> bool:
@@ -125,107 +155,168 @@ def step(optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
         RuntimeError: a parameter is complex.
     """
     matrices = [
-        _prepared(optimizer, rows, masters[rows], group)
+        _Matrix(rows, (masters[rows].shape[0], masters[rows].shape[1]), group)
         for group in optimizer.param_groups
         for rows in group["params"]
         if rows.grad is not None
     ]
-    sharded = [m for m in matrices if isinstance(masters[m.rows], DTensor)]
-    for matrix in matrices:
-        if not isinstance(masters[matrix.rows], DTensor):
-            matrix.update = _orthogonal(matrix.update, matrix.group)
-    if sharded:
-        master = masters[sharded[0].rows]
-        assert isinstance(master, DTensor)
-        _share(sharded, master.device_mesh.get_group())
-    for matrix in matrices:
-        group = matrix.group
-        lr = group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"]
-        matrix.rows.mul_(1 - lr * group["weight_decay"])
-        rate = torch_muon._adjust_lr(lr, group["adjust_lr_fn"], torch.Size(matrix.size))
-        matrix.rows.add_(matrix.update, alpha=-rate)
-
-
-def _prepared(optimizer: Optimizer, rows: Tensor, master: Tensor, group: Mapping[str, Any]) -> _Matrix:
-    if torch.is_complex(rows):
+    if any(torch.is_complex(matrix.rows) for matrix in matrices):
         raise RuntimeError("Muon does not support complex parameters")
-    grad, state = rows.grad, optimizer.state[rows]
+    for ranks, theirs in _by_ranks(matrices, masters).items():
+        for matrix, result in _share(optimizer, theirs, ranks) if ranks is not None else _alone(optimizer, theirs):
+            _write(matrix, result)
+
+
+def _by_ranks(
+    matrices: Sequence[_Matrix], masters: Mapping[Tensor, Tensor]
+) -> dict[dist.ProcessGroup | None, list[_Matrix]]:
+    """The matrices by the group that shares them; ``None``: this rank has all of their rows."""
+    found: dict[dist.ProcessGroup | None, list[_Matrix]] = {}
+    for matrix in matrices:
+        master = masters[matrix.rows]
+        mesh = master.device_mesh if isinstance(master, DTensor) else None
+        found.setdefault(mesh.get_group() if mesh is not None and mesh.size() > 1 else None, []).append(matrix)
+    return found
+
+
+def _update(optimizer: Optimizer, matrix: _Matrix) -> Tensor:
+    """Updates the momentum. Returns this rank's rows of what is orthogonalised, [<=rows, n] in the gradient's dtype."""
+    grad, state, group = matrix.rows.grad, optimizer.state[matrix.rows], matrix.group
     assert grad is not None
     if _MOMENTUM not in state:
         state[_MOMENTUM] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-    momentum = state[_MOMENTUM]
+    momentum: Tensor = state[_MOMENTUM]
     momentum.lerp_(grad, 1 - group["momentum"])
-    update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-    m, n = master.shape
-    return _Matrix(rows, (m, n), update.to(torch.bfloat16), group)
+    return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
+def _write(matrix: _Matrix, result: Tensor) -> None:
+    """Writes this rank's rows.
+
+    Args:
+        result: these rows of the orthogonalised matrix, [<=rows, n] in bfloat16.
+    """
+    group = matrix.group
+    lr = group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"]
+    matrix.rows.mul_(1 - lr * group["weight_decay"])
+    rate = torch_muon._adjust_lr(lr, group["adjust_lr_fn"], torch.Size(matrix.size))
+    matrix.rows.add_(result, alpha=-rate)
 
 
 def _orthogonal(whole: Tensor, group: Mapping[str, Any]) -> Tensor:  # [m, n] -> [m, n], bfloat16; it writes to `whole`
     return torch_muon._zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
-def _share(matrices: Sequence[_Matrix], group: dist.ProcessGroup) -> None:
+def _alone(optimizer: Optimizer, matrices: Sequence[_Matrix]) -> Iterator[tuple[_Matrix, Tensor]]:
+    """Yields each matrix, of which this rank has all rows, and the result."""
+    for matrix in matrices:
+        yield matrix, _orthogonal(_update(optimizer, matrix).to(torch.bfloat16), matrix.group)
+
+
+def _share(
+    optimizer: Optimizer, matrices: Sequence[_Matrix], group: dist.ProcessGroup
+) -> Iterator[tuple[_Matrix, Tensor]]:
     """Orthogonalises matrices, each on one rank, of which each rank of ``group`` has its rows; collective.
 
-    The results take the place of the matrices' ``update``.
+    Yields:
+        Each matrix and this rank's rows of the result, a turn after the turn in which it was orthogonalised.
     """
     world, here = dist.get_world_size(group), dist.get_rank(group)
-    chosen = owners([matrix.cost for matrix in matrices], world)
-    of_rank = [[m for m, owner in zip(matrices, chosen, strict=True) if owner == rank] for rank in range(world)]
-    mine, like = of_rank[here], matrices[0].update.new_empty(0)
-    came = _exchange(
-        [[matrix.update for matrix in theirs] for theirs in of_rank],
-        [
-            [(Shard.local_shard_size_and_offset(matrix.size[0], world, rank)[0], matrix.size[1]) for matrix in mine]
-            for rank in range(world)
-        ],
-        group,
-        like,
-    )
-    results = []
-    for number, matrix in enumerate(mine):
-        whole = torch.cat([parts[number] for parts in came])
-        results.append(_orthogonal(whole, matrix.group))
-    del came
-    back = _exchange(
-        [[rows_of(whole, world, rank) for whole in results] for rank in range(world)],
-        [[tuple(matrix.rows.shape) for matrix in theirs] for theirs in of_rank],
-        group,
-        like,
-    )
-    for theirs, parts in zip(of_rank, back, strict=True):
-        for matrix, part in zip(theirs, parts, strict=True):
-            matrix.update = part
+    chosen = owners([matrix.flops for matrix in matrices], world)
+    turns = [
+        _Turn(optimizer, of_rank, here, group)
+        for of_rank in _in_turns(
+            [[m for m, owner in zip(matrices, chosen, strict=True) if owner == rank] for rank in range(world)]
+        )
+    ]
+    for turn, former in zip(turns, [None, *turns[:-1]], strict=True):
+        turn.orthogonalise()
+        if former is not None:
+            yield from former.results()
+    yield from turns[-1].results()
 
 
-def _exchange(
-    sent: Sequence[Sequence[Tensor]],
-    sizes: Sequence[Sequence[tuple[int, ...]]],
-    group: dist.ProcessGroup,
-    like: Tensor,
-) -> list[list[Tensor]]:
-    """Sends each rank its tensors, and receives this rank's; one collective.
+def _in_turns(of_rank: Sequence[Sequence[_Matrix]]) -> list[list[_Matrix | None]]:
+    """By turn and rank, the matrix of that rank, if it still has one.
 
     Args:
-        sent: by rank, the tensors that go there, in bfloat16.
-        sizes: by rank, those of the tensors that come from there.
-        group: of these ranks; one rank alone communicates nothing.
-        like: a tensor without elements, of the same dtype and device.
-
-    Returns:
-        By rank, the tensors that have come from there: views of one piece of memory.
+        of_rank: by rank, all of its matrices.
     """
-    if len(sent) == 1:
-        return [list(sent[0])]
-    numels = [[torch.Size(size).numel() for size in one] for one in sizes]
-    outgoing = torch.cat([like, *(tensor.reshape(-1) for one in sent for tensor in one)])
-    incoming = like.new_empty(sum(map(sum, numels)))
-    dist.all_to_all_single(
-        incoming.view(torch.uint8),  # gloo knows no bfloat16 here
-        outgoing.view(torch.uint8),
-        [2 * sum(one) for one in numels],
-        [2 * sum(tensor.numel() for tensor in one) for one in sent],
-        group=group,
-    )
-    parts = iter(torch.split(incoming, [n for one in numels for n in one]))
-    return [[next(parts).view(size) for size in one] for one in sizes]
+    cheapest_first = [sorted(mine, key=attrgetter("flops")) for mine in of_rank]
+    return list(map(list, zip_longest(*(mine[1:] + mine[:1] for mine in cheapest_first))))
+
+
+class _Turn:
+    """Each rank orthogonalises one matrix, or none. The rows are on their way when this is made.
+
+    Args:
+        optimizer: whose momenta and gradients count.
+        of_rank: by rank, the matrix that it orthogonalises.
+        here: this rank.
+        group: of these ranks.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, of_rank: Sequence[_Matrix | None], here: int, group: dist.ProcessGroup
+    ) -> None:
+        self._matrices = [matrix for matrix in of_rank if matrix is not None]
+        self._mine, self._group = of_rank[here], group
+        self._theirs = [0 if matrix is None else matrix.rows.numel() for matrix in of_rank]
+        self._own = [0] * len(of_rank)
+        if self._mine is not None:
+            m, n = self._mine.size
+            self._own = [
+                Shard.local_shard_size_and_offset(m, len(of_rank), rank)[0] * n for rank in range(len(of_rank))
+            ]
+        outgoing = torch.empty(sum(self._theirs), dtype=torch.bfloat16, device=self._matrices[0].rows.device)
+        for matrix, part in zip(self._matrices, self._parts(outgoing), strict=True):
+            part.copy_(_update(optimizer, matrix))
+        self._exchange = _Exchange(outgoing, self._theirs, self._own, group)
+
+    def orthogonalise(self) -> None:
+        """Orthogonalises this rank's matrix, and sends each rank its rows of the result."""
+        whole = self._exchange.wait()  # the rows of one rank after those of another
+        if self._mine is not None:
+            whole = _orthogonal(whole.view(self._mine.size), self._mine.group)
+        self._exchange = _Exchange(whole.reshape(-1), self._own, self._theirs, self._group)
+
+    def results(self) -> Iterator[tuple[_Matrix, Tensor]]:
+        """Yields each matrix and this rank's rows of the result, [<=rows, n] in bfloat16; the turn is over then."""
+        came = self._exchange.wait()
+        del self._exchange
+        yield from zip(self._matrices, self._parts(came), strict=True)
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """Views of what has an element for each of this rank's rows of the matrices."""
+        parts = torch.split(flat, [matrix.rows.numel() for matrix in self._matrices])
+        return [part.view(matrix.rows.shape) for matrix, part in zip(self._matrices, parts, strict=True)]
+
+
+class _Exchange:
+    """Sends each rank its part of a tensor, and receives this rank's; one collective, which runs until :meth:`wait`.
+
+    Args:
+        outgoing: [sum of ``sent``] in bfloat16; nobody may write to it before :meth:`wait` returns.
+        sent: elements that go to each rank.
+        received: elements that come from each rank.
+        group: of these ranks.
+    """
+
+    def __init__(
+        self, outgoing: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        self._incoming, self._outgoing = outgoing.new_empty(sum(received)), outgoing
+        self._work = dist.all_to_all_single(
+            self._incoming.view(torch.uint8),  # gloo knows no bfloat16 here
+            outgoing.view(torch.uint8),
+            [2 * numel for numel in received],
+            [2 * numel for numel in sent],
+            group=group,
+            async_op=True,
+        )
+
+    def wait(self) -> Tensor:
+        """What has come, [sum of ``received``] in bfloat16. On a device the current stream waits, not the host."""
+        self._work.wait()
+        del self._outgoing
+        return self._incoming

@@ -16,6 +16,8 @@ from torch.distributed.tensor import Shard
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
 
+from lightning_zerocompile.optim.matrices import flops as matrix_flops
+from lightning_zerocompile.optim.matrices import flops_of_a_step, shares_matrices
 from lightning_zerocompile.optim.supported import plain_step, sees_whole_values
 from lightning_zerocompile.plan.trace import Live, PlanError, fake_copy, fake_mode, said
 from lightning_zerocompile.sharding.layout import shard_dtype
@@ -34,11 +36,14 @@ class OptimizerBytes:
         states: that stay from step to step. Counters (0-dim) are left out: they are on the CPU.
         temporary: the most that the update of one unit makes and frees again.
         names: of the optimizers' classes.
+        flops: of the matrix products of all updates of a step, as a trace counts them. Only optimizers that see whole
+            values have some, such as Muon; see :func:`~lightning_zerocompile.optim.matrices.flops_of_a_step`.
     """
 
     states: int
     temporary: int
     names: tuple[str, ...]
+    flops: int
 
 
 def local_size(size: Sequence[int], world: int) -> tuple[int, ...]:
@@ -61,7 +66,7 @@ def optimizer_bytes(
         units: of the module.
         world: number of ranks.
         master_dtype, full_param_optimizers: the strategy's.
-        optimizer: makes the optimizer of parameters instead of ``configure_optimizers``.
+        optimizer: makes the optimizer, or a sequence of them, of parameters instead of ``configure_optimizers``.
 
     Raises:
         PlanError: the optimizers cannot be made or cannot step.
@@ -95,29 +100,37 @@ def bytes_of(
     Raises:
         PlanError: one cannot step.
     """
-    states = temporary = 0
-    seen: dict[Any, tuple[int, int]] = {}
+    states = temporary = flops = 0
+    seen: dict[Any, _Update] = {}
+    share = [world > 1 and shares_matrices(one) for one in optimizers]  # which needs data, so outside of the mode
     with mode, torch.no_grad():
-        for one in optimizers:
+        for one, shares in zip(optimizers, share, strict=True):
             whole = sees_whole_values(one, full_param_optimizers)
+            matrices: dict[str, list[int]] = defaultdict(list)  # FLOPs, by unit
             for number, group in enumerate(one.param_groups):
                 by_unit: dict[str, list[Tensor]] = defaultdict(list)
                 for parameter in group["params"]:
                     if parameter in unit_of and parameter.requires_grad:
                         by_unit[unit_of[parameter]].append(parameter)
-                for parameters in by_unit.values():
+                for name, parameters in by_unit.items():
                     key = (one, number, tuple((tuple(p.shape), p.dtype) for p in parameters))
                     if key not in seen:
-                        seen[key] = _step(one, group, parameters, world, master_dtype, whole)
-                    states += seen[key][0]
-                    temporary = max(temporary, seen[key][1])
-    return OptimizerBytes(states, temporary, tuple(type(one).__name__ for one in optimizers))
+                        seen[key] = _step(one, group, parameters, world, master_dtype, whole, shares)
+                    states += seen[key].states
+                    temporary = max(temporary, seen[key].temporary)
+                    if shares:
+                        matrices[name] += [matrix_flops(p.shape, group["ns_steps"]) for p in parameters]
+                    else:
+                        flops += seen[key].flops
+            flops += flops_of_a_step(list(matrices.values()), world)
+    return OptimizerBytes(states, temporary, tuple(type(one).__name__ for one in optimizers), flops)
 
 
 def _optimizers_of(module: nn.Module, optimizer: Callable[[Any], Any] | None) -> list[Optimizer]:
     try:
         if optimizer is not None:
-            return [optimizer([p for p in module.parameters() if p.requires_grad])]
+            made = optimizer([p for p in module.parameters() if p.requires_grad])
+            return list(made) if isinstance(made, Sequence) else [made]
         configured: Any = module.configure_optimizers()  # type: ignore[operator]
         return [] if configured is None else list(_configure_optimizers(configured)[0])
     except Exception as error:  # the user's code
@@ -139,6 +152,21 @@ def _without_data(kept: Any, parameter: Tensor, value: Tensor) -> Any:
     return torch.empty(tuple(kept.shape), dtype=kept.dtype)
 
 
+@dataclass(frozen=True)
+class _Update:
+    """Of one unit's parameters.
+
+    Attributes:
+        states: bytes that stay on rank 0.
+        temporary: bytes that it makes and frees again there.
+        flops: of its matrix products, if one rank does all of them.
+    """
+
+    states: int
+    temporary: int
+    flops: int
+
+
 def _step(
     optimizer: Optimizer,
     group: Mapping[str, Any],
@@ -146,8 +174,14 @@ def _step(
     world: int,
     master_dtype: torch.dtype | None,
     whole: bool,
-) -> tuple[int, int]:
-    """Bytes of states that stay on rank 0, and of temporaries, of the update of one unit's parameters."""
+    shares: bool,
+) -> _Update:
+    """Steps on one unit's parameters.
+
+    Args:
+        whole: the optimizer sees whole values.
+        shares: it is a Muon whose matrices the ranks share.
+    """
     values = []
     for parameter in parameters:
         size = tuple(parameter.shape) if whole else local_size(parameter.shape, world)
@@ -160,14 +194,14 @@ def _step(
         value.grad = torch.empty_like(value)
     live = Live([*values, *(value.grad for value in values if value.grad is not None)])
     step = plain_step(trial)
-    temporary = 0
+    temporary = flops = 0
     try:
         with live:
             for _ in range(2):  # the first makes the states
-                before = live.now
+                before, counted = live.now, live.flops
                 live.take_most()
                 step()
-                temporary = live.take_most() - before
+                temporary, flops = live.take_most() - before, live.flops - counted
     except (DataDependentOutputException, GuardOnDataDependentSymNode):
         temporary = 2 * max(value.nbytes for value in values)  # its update looks at numbers; the states are there
     except Exception as error:  # the optimizer's own
@@ -182,6 +216,8 @@ def _step(
                 split = whole and kept.shape == value.shape
                 size = local_size(kept.shape, world) if split else tuple(kept.shape)
                 states += torch.Size(size).numel() * kept.dtype.itemsize
-    if whole:  # gathered and freed again, one unit at a time
+    if shares:  # a unit's worth of rows of other units is sent, and as much arrives, in bfloat16
+        temporary += sum(2 * 2 * value.numel() for value in values)
+    elif whole:  # gathered and freed again, one unit at a time
         temporary += sum(2 * value.nbytes for value in values)
-    return states, temporary
+    return _Update(states, temporary, flops)

@@ -133,7 +133,7 @@ def make_plan(
         stages: to plan.
         accumulate: backwards for each step of the optimizer.
         step: ``(module, batch) -> loss`` instead of ``training_step``.
-        optimizer: makes the optimizer of parameters instead of ``configure_optimizers``.
+        optimizer: makes the optimizer, or a sequence of them, of parameters instead of ``configure_optimizers``.
         measure: times the blocks, what is around them, and the memory there, for the rates that ``machine`` does not
             have; see [Note: timed block].
 
@@ -253,6 +253,7 @@ def make_plan(
             defers=defers,
             machine=machine,
             in_backward=beside,
+            update_flops=optimizers.flops,
         )
         seconds, exposed = (None, None) if time is None else (time.total, time.exposed)
         fits = None if machine.memory is None else memory.peak <= machine.memory

@@ -6,8 +6,9 @@ What the strategy's own kernels read and write is a part of the compute, since t
 the rows that a gather reads, and sum gradients.
 Forward and backward together take at least the time in which the host issues them, where that was measured. The
 optimizer's update comes after them. It is as fast as the device's memory, the host or (with ``offload``) the link to
-host memory allows, and values that live for a step are gathered beside it. With ``optimizer_in_backward`` the update,
-and what it copies over the link, run beside the backward.
+host memory allows, and values that live for a step are gathered beside it. Matrix products of an update (Muon's) take
+as long as those of the model. With ``optimizer_in_backward`` the update, and what it copies over the link, run beside
+the backward.
 
 A gather or a reduction over n ranks on N hosts moves (n - 1)/n of its bytes into and out of each rank. It goes round a
 ring of n - 1 steps, N - 1 of them from host to host, and each step costs the latency of its link. With hundreds of
@@ -152,6 +153,7 @@ def step_time(
     defers: bool,
     machine: Machine,
     in_backward: bool,
+    update_flops: int,
 ) -> StepTime | None:
     """See [Note: predicted seconds]; ``None``: the batch or a rate is not known.
 
@@ -165,6 +167,7 @@ def step_time(
         defers: whether gradients are reduced in the last of them only.
         machine: what each rank has.
         in_backward: whether units are updated beside the backward.
+        update_flops: of the matrix products of the optimizers, of one rank.
     """
     alone = ranks.shards * ranks.replicas == 1
     if trace is None or machine.flops is None or (machine.bandwidth is None and not alone):
@@ -186,11 +189,11 @@ def step_time(
         own = (calls.unit * len(units) + calls.parameter * parameters) * machine.call
         issued = accumulate * (machine.host + own)
         stepped = (calls.step + calls.stepped * parameters) * machine.call
-    update = followed = 0.0
+    update, followed = update_flops / machine.flops, 0.0
     if machine.memory_bandwidth is not None:
         # it reads masters, states and gradients, and writes the first two; gathers read masters and write their rows
         owned = 2 * (memory.masters + memory.states) + memory.copied + sum(unit.reduced for unit in units)
-        update = owned / machine.memory_bandwidth
+        update += owned / machine.memory_bandwidth
         if memory.resident:
             followed = (memory.masters + memory.resident // ranks.shards) / machine.memory_bandwidth
     copied = memory.copied / machine.link if machine.link is not None else 0.0

@@ -53,14 +53,15 @@ def costs_of(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int = 
         facts[sharded.name] = Facts(sharded.size, gathered, reduced, kept, trained)
         unit_of[sharded.master] = names[sharded.name]
     units = bytes_of_units(engine.units, facts, world)
-    states, unknown = OptimizerBytes(0, 0, ()), []
+    states, unknown = OptimizerBytes(0, 0, (), 0), []
     for optimizer in optimizers:
         try:
             if not steps_by_unit(optimizer, ()):
                 raise PlanError("it is not torch's own, so its code is not run on trial")
             found = bytes_of([optimizer], unit_of, world, config.master_dtype, (), fake_mode())
             temporary = max(states.temporary, found.temporary)
-            states = OptimizerBytes(states.states + found.states, temporary, (*states.names, *found.names))
+            names_so_far, flops = (*states.names, *found.names), states.flops + found.flops
+            states = OptimizerBytes(states.states + found.states, temporary, names_so_far, flops)
         except PlanError:
             unknown.append(type(optimizer).__name__)
     schedule = schedule_of(

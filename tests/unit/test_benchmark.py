@@ -140,9 +140,9 @@ def test_moved_bytes_of_a_frozen_model(examples: Any) -> None:
 def raw_row(system: str, seq: int, seconds: float, accumulate: int = 1) -> dict[str, Any]:
     return {
         "system": system, "model": "tiny", "world": 2, "batch": 1, "accumulate": accumulate, "checkpointing": False,
-        "clip": 0.0, "reduce_fp32": False, "lora": 0, "options": {}, "numel": 10**9, "trained": None, "seq": seq,
-        "exposed": None, "allocated": None, "reserved": None, "device": None, "hosts": 1, "groups": 1, "crossed": None,
-        "seconds": seconds, "min": seconds, "max": seconds, "first": 9.0, "losses": [1.0],
+        "optimizer": "adamw", "clip": 0.0, "reduce_fp32": False, "lora": 0, "options": {}, "numel": 10**9,
+        "trained": None, "seq": seq, "exposed": None, "allocated": None, "reserved": None, "device": None, "hosts": 1,
+        "groups": 1, "crossed": None, "seconds": seconds, "min": seconds, "max": seconds, "first": 9.0, "losses": [1.0],
     }  # fmt: skip
 
 
@@ -186,6 +186,8 @@ def test_what_is_measured_in_one_process(examples: Any) -> None:
         (["--hosts=2", "--gpus=3"], "the 3 ranks cannot be split"),
         (["--systems", "limit", "stage_1_hybrid"], "need --hosts or --groups of 2 or more"),
         (["--processes", "4", "--groups", "3"], "--groups 3: each of 1 hosts must have as many"),
+        (["--optimizer=muon", "--systems", "stage_3", "stage_3_trainer"], "muon does not work with stage_3_trainer"),
+        (["--optimizer=muon", "--systems", "stage_3", "--lora=4"], "which --lora freezes"),
     ],
 )
 def test_what_cannot_be_run(

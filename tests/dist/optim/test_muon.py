@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import _muon as torch_muon
@@ -31,11 +32,20 @@ def _muon(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _train(
-    model: nn.Module, stage: int, ranks_share: bool = True, **options: Any
+    model: nn.Module, stage: int, ranks_share: bool = True, sent: list[int] | None = None, **options: Any
 ) -> tuple[list[tuple[int, ...]], list[Tensor]]:
-    """The sizes of the matrices that this rank has orthogonalised in the last step, and its rows of the momenta."""
+    """The sizes of the matrices that this rank has orthogonalised in the last step, and its rows of the momenta.
+
+    Args:
+        sent: gets, for each exchange of the last step, how many matrices were orthogonalised before it.
+    """
     seen: list[tuple[int, ...]] = []
-    original = torch_muon._zeropower_via_newtonschulz
+    original, exchange = torch_muon._zeropower_via_newtonschulz, dist.all_to_all_single
+
+    def noted(*args: Any, **options: Any) -> Any:
+        if sent is not None:
+            sent.append(len(seen))
+        return exchange(*args, **options)
 
     def counted(grad: Tensor, *args: Any) -> Tensor:
         seen.append(tuple(grad.shape))
@@ -45,6 +55,7 @@ def _train(
     with (
         engines.engine(model, stage, **options) as engine,
         mock.patch.object(torch_muon, "_zeropower_via_newtonschulz", counted),
+        mock.patch.object(dist, "all_to_all_single", noted),
         mock.patch.object(by_unit, "shares_matrices", matrices.shares_matrices if ranks_share else lambda _: False),
     ):
         optimizer = _muon(model)
@@ -54,6 +65,8 @@ def _train(
                 engines.backward(engine, engines.token_loss(model, data[number]))
             assert matrices.can_share_matrices()
             seen.clear()
+            if sent is not None:
+                sent.clear()
             engine.step(optimizer, lambda: None)
             for parameter in model.parameters():
                 parameter.grad = None
@@ -90,6 +103,14 @@ def test_each_matrix_is_one_rank_s_work(ranks: Ranks, stage: int, options: dict[
     assert sorted(shape for share in shares for shape in share) == sorted(
         tuple(p.shape) for p in _matrices(models.ByteModel())
     )
+
+
+@on_ranks(2)
+def test_rows_travel_while_a_rank_orthogonalises() -> None:
+    """The rows of all turns leave before the first matrix is orthogonalised, and each result before the next one is."""
+    sent: list[int] = []
+    seen, _ = _train(models.ByteModel(), 3, sent=sent, **EAGER)
+    assert sent.count(0) > 1 and set(sent) == set(range(len(seen) + 1))
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
