@@ -66,6 +66,7 @@ void BackwardPhase::arm() {
     running_ = true;
     began_deferred_ = gradients_.deferred() || gradients_.partial();
     began_waiting_ = gradients_.pending() && gradients_.any_waits();
+    gathers_.begin_backward();
     reductions_.begin_backward();
     gradients_.begin_backward(task);
   }

@@ -125,13 +125,14 @@ void Gathers::await(const Unit& unit) {
 }
 
 // Whether the unit is gathered, what is gathered is what the masters hold (`full`: to the bit), and `needed` (-1: any)
-// is still in it.
+// is still in it. In a backward that has updated the masters what is gathered is what they held when it began.
 bool Gathers::current(const Unit& unit, int64_t needed, bool full) const {
+  const bool older = of(unit).updated && phase() == Phase::Backward;
   if (!of(unit).resident || of(unit).stale || (needed >= 0 && !values_[needed].full.defined())) return false;
   return std::all_of(unit.parameters.begin(), unit.parameters.end(), [&](int64_t i) {
     const auto& v = values_[i];
     if (!v.full.defined()) return true;
-    return v.gathered_version == record(i).version() && (!full || v.full.scalar_type() == record(i).dtype);
+    return (older || v.gathered_version == record(i).version()) && (!full || v.full.scalar_type() == record(i).dtype);
   });
 }
 
@@ -321,6 +322,7 @@ void Gathers::follow(const Units& units) const {
 // The current stream updates the masters of these units in a backward: what gathers them is ordered after that, and so
 // is the stream of the backward when it ends. See [Note: updates in backward] in reductions.cpp.
 void Gathers::masters_written(const Units& units) {
+  for (auto index : units) of(registry_.unit(index)).updated = true;
   if (registry_.device().is_cpu()) return;
   const auto here = mark(registry_.device());
   for (auto index : units) of(registry_.unit(index)).written = here;
@@ -330,6 +332,7 @@ void Gathers::masters_written(const Units& units) {
 // have now. `inner`: its rows are the secondary shards.
 void Gathers::add_rows(const Unit& unit, bool restores, bool inner, RowsByDtype& calls, RowsByDtype& unmoved) {
   auto& state = of(unit);
+  state.updated = false;
   std::set<at::ScalarType> dtypes;
   state.bytes = 0;
   for (auto i : unit.parameters) {
@@ -474,6 +477,10 @@ void Gathers::acquire(const Unit& unit, Phase phase, int64_t needed, bool full) 
   if (phase == Phase::Forward) order_.use_in_forward(unit.index);
   const auto way = phase == Phase::Backward ? Way::Back : Way::Forth;
   if (!current(unit, needed, full)) {
+    TORCH_CHECK(phase != Phase::Backward || !of(unit).updated,
+                text("zerocompile: ", needed < 0 ? text("unit `", unit.name) : text("parameter `", record(needed).name),
+                     "` is read in a backward that has updated it (`optimizer_in_backward`) and dropped its value, on "
+                     "rank ", registry_.global_rank(), ". Read it in the forward, or after the backward"));
     if (phase != Phase::Backward && unit.lifetime == Lifetime::Use && !unequal_) questions_.ask_outside(unit.name);
     drop(unit);
     launch({unit.index}, way, /*restores=*/false, full);
@@ -568,14 +575,14 @@ void Gathers::masters_changed(const Units& units, const Units& order, const std:
   }
   const auto offered = std::exchange(offered_, {});
   const bool moved_on = peers_ != nullptr && peers_->turn() != offered_turn_;
-  for (auto i : placed) {
-    const auto found = offered.find(i);
-    TORCH_CHECK(found != offered.end(),
-                text("zerocompile: nothing was offered to write the cast of parameter ", i, " to"));
-    const bool staged = found->second == PeerMemory::Placed::Staged && !moved_on;
-    placed_[i] = staged ? PeerMemory::Placed::Staged : PeerMemory::Placed::Own;
-  }
   try {
+    for (auto i : placed) {
+      const auto found = offered.find(i);
+      TORCH_CHECK(found != offered.end(),
+                  text("zerocompile: nothing was offered to write the cast of parameter ", i, " to"));
+      const bool staged = found->second == PeerMemory::Placed::Staged && !moved_on;
+      placed_[i] = staged ? PeerMemory::Placed::Staged : PeerMemory::Placed::Own;
+    }
     gather_in_runs(resident, /*full=*/false);
   } catch (...) {
     placed_.clear();

@@ -94,6 +94,7 @@ struct GatheredUnit {
   int64_t bytes = 0;        // of its gathered values
   Pending gathering;
   Ready written;            // after the update of its masters, if that has another stream
+  bool updated = false;     // in the backward that runs, see [Note: updates in backward] in reductions.cpp
   std::optional<c10::Stream> copied_on;  // on which its secondary shards were written last
   std::optional<c10::Stream> home;  // on which its values were allocated, see [Note: several streams]
   Way gathered_in = Way::Forth;
@@ -154,6 +155,7 @@ class Gathers {
   std::vector<Tensor> values(const Units& parameters, const std::vector<at::ScalarType>& dtypes);
   void release(const Units& parameters, bool last);
   void end_forward(bool raised);
+  void begin_backward();
   void end_backward();
   void forward_saw(int64_t parameter, int64_t version) { values_[parameter].forward_version = version; }
   void forget_forward(int64_t parameter) { values_[parameter].forward_version = -1; }

@@ -159,9 +159,10 @@ void Reductions::launch_complete(const Ready& latest) {
 // nothing. At most two units' gradients are there while they are updated (`retire_updates`). On the CPU a unit is
 // handed over once its reduction is done. This rank looks for that whenever a gradient comes; to wait for it could be
 // to wait for ever ([Note: gloo reductions]). What is not handed over until the backward ends is updated then. Which
-// units that are differs between ranks. So nothing is gathered or dropped before the backward has ended on this rank:
-// gathered values stay those that this backward began with. A unit that gets a gradient after it was handed over
-// raises, since its gradient would be used in two parts.
+// units that are differs between ranks. So nothing is gathered or dropped for that before the backward has ended on this
+// rank: gathered values stay those that this backward began with, also for a read in it (`Gathers::current`). If such a
+// value is not there any more the read raises, since a gather would mix rows that are updated with others. A unit that
+// gets a gradient after it was handed over raises, too, since its gradient would be used in two parts.
 
 // Units that were reduced in this backward and that nobody has taken; their rows are bound.
 Reductions::Units Reductions::take_reduced() {

@@ -228,10 +228,16 @@ void Gathers::end_forward(bool raised) {
   order_.restart();
 }
 
+// Nothing of it is updated yet. (The one before may have raised.)
+void Gathers::begin_backward() {
+  for (auto& state : units_) state.updated = false;
+}
+
 // Nothing stays gathered for a graph that has ended.
 void Gathers::end_backward() {
   write_back();
   for (const auto& unit : registry_.units()) {
+    of(unit).updated = false;
     if (of(unit).written) of(unit).written->block(current_stream(registry_.device()));
     of(unit).graph_uses = 0;
     if (of(unit).open_modules == 0 && !held_) drop(unit);

@@ -12,6 +12,10 @@ are updated. The others follow in the order of the forward (see [Note: reduction
 csrc/reductions.cpp). With a fused Adam or AdamW a small model is updated in one round, since there the time of the host
 counts. Offloaded units, updates inside a backward and optimizers that communicate have orders of their own.
 
+[Note: versions of updates] By the version of a master the runtime knows that what is gathered of it is old, and that a
+backward comes too late. Fused optimizers, and the kernels of one_pass.py, write and raise no version. So the version is
+raised for them, after each update and each step of an optimizer, also after one that raises half-way.
+
 [Note: whole values] Adafactor updates a parameter from all of its rows. Such an optimizer sees whole parameters,
 gradients and states, one unit at a time, on every rank. Afterwards each rank keeps its rows. So the optimizer computes
 what it computes under DDP, and memory is that of the shards plus one unit. State of another shape than its parameter's
@@ -36,6 +40,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, optim
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -67,6 +72,8 @@ class Gradients(Protocol):
     def lend_gradients(self, parameters: Sequence[int], values: Sequence[Tensor]) -> list[int]: ...
 
     def release_gradients(self, parameters: Sequence[int], values: Sequence[Tensor]) -> None: ...
+
+    def come_apart(self, meet: Callable[[], None], /) -> None: ...
 
 
 class _Kind(Enum):
@@ -264,7 +271,7 @@ class UnitStepper:
     ) -> None:
         self._one_pass, self.in_one_pass = one_pass, 0
         self._begins = begins
-        self._ranks = ranks
+        self._ranks, self._apart = ranks, False
         self._offload, self._one_by_one = offload, one_by_one
         self._units, self._updated, self._kept, self._gradients = units, updated, kept, gradients
         self._full_param_optimizers, self.together = full_param_optimizers, together
@@ -412,7 +419,9 @@ class UnitStepper:
                 options.restore()
                 _narrow(optimizer, one, values)
                 if kind is _Kind.SHARED:
-                    update = partial(step_on_rows, optimizer, dict(zip(values, one.masters, strict=True)))
+                    self._check_together()
+                    masters = dict(zip(values, one.masters, strict=True))
+                    update = partial(self._step_together, optimizer, masters)
                 with stream.options(optimizer) if stream is not None and staged else nullcontext():
                     placed: list[int] = []
                     self._update(optimizer, one, values, update, whole, staged, placed=placed)
@@ -426,6 +435,25 @@ class UnitStepper:
                     self._updated(one.units, placed)
                 finally:
                     stream.leave(position, staged, one.units)
+
+    def _step_together(self, optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
+        """A step of Muon. If it raises while rows travel, all further gathers and steps of Muon on this rank raise."""
+        begun: list[bool] = []
+        try:
+            step_on_rows(optimizer, masters, begins=lambda: begun.append(True))
+        except BaseException:
+            if begun:
+                self._apart = True
+                self._gradients.come_apart(self._check_together)
+            raise
+
+    def _check_together(self) -> None:
+        if self._apart:
+            raise RuntimeError(
+                "An earlier step of Muon raised on this rank after the ranks had begun to exchange rows of its "
+                "matrices. So the model may be updated in part, and what the ranks exchange next may not match. Start "
+                "again from a checkpoint."
+            )
 
     def _update(
         self,
@@ -489,6 +517,8 @@ class UnitStepper:
                 update()
             succeeded = True
         finally:
+            if not whole and not staged:  # see [Note: versions of updates]
+                increment_version([value for value in values if value.grad is not None])
             new_state, optimizer.state = optimizer.state, state
             if outermost:
                 del self._states[optimizer]

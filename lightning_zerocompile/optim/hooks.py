@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.by_unit import UnitStepper
@@ -25,6 +25,7 @@ from lightning_zerocompile.optim.supported import (
     is_elementwise,
     masters_of,
     sees_whole_values,
+    shared_masters,
     steps_by_unit,
 )
 from lightning_zerocompile.optim.taken_over import (
@@ -132,7 +133,7 @@ class OptimizerSteps:
             if take_masters(number, optimizer, originals, whole):
                 self._taken_over[optimizer] = None
         check_optimizers(optimizers, self._config.full_param_optimizers)
-        self._count_owners(optimizers)
+        self._shared = shared_masters(optimizers)
         for number, optimizer in enumerate(optimizers):
             foreign = [p for p in masters_of(optimizer) if p not in known]
             if foreign:
@@ -161,10 +162,6 @@ class OptimizerSteps:
         """Of parameters for which the watched optimizers keep something."""
         return sum(len(optimizer.state) for optimizer in self._restore)
 
-    def _count_owners(self, optimizers: Iterable[Optimizer]) -> None:
-        owners = Counter(master for optimizer in optimizers for master in set(masters_of(optimizer)))
-        self._shared = {master for master, count in owners.items() if count > 1}
-
     def replace(self, new: Mapping[Tensor, Tensor], former: Mapping[Tensor, Tensor]) -> set[Tensor]:
         """Changes what optimizers hold after parameters were replaced, see [Note: replaced parameters].
 
@@ -183,7 +180,7 @@ class OptimizerSteps:
             rename(optimizer, former)
             take_masters(number, optimizer, new, sees_whole_values(optimizer, self._config.full_param_optimizers))
         self._stepper.forget()
-        self._count_owners(self._restore)
+        self._shared = shared_masters(self._restore)
         held = {master for optimizer in self._restore for master in masters_of(optimizer)}
         return {master for master in former if master not in held}
 
@@ -425,6 +422,8 @@ class OptimizerSteps:
             raise
         finally:
             self._running.pop()
+            if not self._by_unit:
+                increment_version(masters_of(optimizer))  # see [Note: versions of updates] in by_unit.py
         return self._by_unit
 
     def _update_begins(self) -> None:
@@ -448,6 +447,8 @@ class OptimizerSteps:
         """
         if self._config.keep_gradients:
             return masters
+        if len(self._restore) > 1:  # a group may have been added since
+            self._shared = shared_masters(self._restore)
         return [master for master in masters if master in self._shared] if self._shared else []
 
     def _release_gradients(self, masters: Sequence[Tensor]) -> None:

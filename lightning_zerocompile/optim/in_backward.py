@@ -36,9 +36,9 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.by_unit import UnitStepper
 from lightning_zerocompile.optim.offload import Offload
-from lightning_zerocompile.optim.supported import is_elementwise, masters_of
+from lightning_zerocompile.optim.supported import is_elementwise, masters_of, shared_masters
 from lightning_zerocompile.runtime.runtime import Runtime
-from lightning_zerocompile.sharding.master import as_plain_tensors, index_of
+from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, index_of
 
 OPTION = "optimizer_in_backward=True"
 CLIPPING = (
@@ -115,12 +115,8 @@ class InBackward:
                     "optimizers (AdamW, Adam, SGD, ...; no subclasses) are updated from a unit's own shards. Use one "
                     "of them, or drop the option."
                 )
+        self._check_owners(shared)
         for sharded in self._runtime.sharded_parameters if optimizers else ():
-            if sharded.master in shared:
-                raise MisconfigurationException(
-                    f"{OPTION}: parameter `{sharded.name}` is in several optimizers, and its gradient is gone after "
-                    "the update of the first. Give it to one of them, or drop the option."
-                )
             with as_plain_tensors():
                 grad_dtype = sharded.master.grad_dtype
             if grad_dtype != sharded.master.dtype and sharded.master.requires_grad:
@@ -131,6 +127,14 @@ class InBackward:
         self._optimizers = list(optimizers)
         self.restored()
         self.pause(False)
+
+    def _check_owners(self, shared: Collection[Tensor]) -> None:
+        for sharded in self._runtime.sharded_parameters if shared else ():
+            if sharded.master in shared:
+                raise MisconfigurationException(
+                    f"{OPTION}: parameter `{sharded.name}` is in several optimizers, and its gradient is gone after "
+                    "the update of the first. Give it to one of them, or drop the option."
+                )
 
     def pause(self, paused: bool) -> None:
         """Lets backwards only add to gradients from now on (``paused``), or update again.
@@ -152,12 +156,15 @@ class InBackward:
         """Called before a backward.
 
         Raises:
+            MisconfigurationException: a parameter was added to a second optimizer.
             RuntimeError: an earlier backward has updated units and its step has not been made, or it failed half-way;
                 or it is not known which optimizer's step this is.
         """
         if not self._optimizers:
             return
         self._check_whole()
+        if len(self._optimizers) > 1:
+            self._check_owners(shared_masters(self._optimizers))
         for optimizer, step in self._open.items():
             if step.updated:
                 raise RuntimeError(
@@ -363,10 +370,13 @@ class InBackward:
         self._open.pop(optimizer, None)
         self._say_updated()
 
-    def clip(self, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
-        """Called in the place of a clipping after the backward; does nothing if the backward has clipped in this way.
+    def clip(self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
+        """Called in the place of a clipping after the backward, which has clipped what it has updated with.
+
+        Clips what user code has set since.
 
         Args:
+            optimizer: that is about to step.
             clip_val: as Lightning's ``clip_gradients`` takes it; not positive: nothing is to be clipped.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``.
 
@@ -376,6 +386,11 @@ class InBackward:
         by_value = gradient_clip_algorithm == "value" and clip_val == self.clip_value
         if clip_val > 0 and not by_value:
             raise RuntimeError(CLIPPING.format(f"Clipping (`clip_gradients`, clip_val={clip_val})"))
+        if clip_val > 0:
+            with as_plain_tensors():
+                for grad in map(bound_gradient, masters_of(optimizer)):
+                    if grad is not None:
+                        grad.clamp_(-clip_val, clip_val)
 
     # ---- details ----
 

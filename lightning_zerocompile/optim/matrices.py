@@ -24,7 +24,7 @@ sees whole values on every rank, see [Note: whole values].
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import zip_longest
@@ -39,6 +39,7 @@ from torch.optim import Muon, Optimizer
 from torch.optim import _muon as torch_muon
 
 from lightning_zerocompile.optim.supported import plain_step
+from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of
 
 _MOMENTUM = "momentum_buffer"  # Muon's only state
 
@@ -108,14 +109,23 @@ def flops_of_a_step(units: Sequence[Sequence[int]], ranks: int) -> int:
 def shares_matrices(optimizer: Optimizer) -> bool:
     """Whether the optimizer is updated in this way, see [Note: Muon].
 
-    Without Nesterov's step torch's Muon orthogonalises the momentum itself. If that is in bfloat16, Newton-Schulz
-    writes to it, which :func:`step` does not do where it is sharded. An optimizer with such a parameter is updated in
-    torch's own way.
+    Without Nesterov's step torch's Muon orthogonalises the momentum itself. If that is in bfloat16, as its gradient is,
+    Newton-Schulz writes to it, which :func:`step` does not do where it is sharded. An optimizer with such a parameter
+    is updated in torch's own way.
     """
     if type(optimizer) is not Muon or not inspect.isfunction(Muon.step):
         return False
     plain = [group["params"] for group in optimizer.param_groups if not group["nesterov"]]
-    return not any(p.dtype is torch.bfloat16 for parameters in plain for p in parameters) and can_share_matrices()
+    return not any(_is_half(optimizer, p) for parameters in plain for p in parameters) and can_share_matrices()
+
+
+def _is_half(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether the momentum is in bfloat16, or will be. It is made with the dtype of the first gradient."""
+    kept = optimizer.state.get(parameter, {}).get(_MOMENTUM)
+    if kept is None:
+        with as_plain_tensors():
+            kept = gradient_of(parameter)
+    return (parameter if kept is None else kept).dtype is torch.bfloat16
 
 
 @cache
@@ -143,13 +153,15 @@ def can_share_matrices() -> bool:
 
 
 @torch.no_grad()
-def step(optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
+def step(optimizer: Optimizer, masters: Mapping[Tensor, Tensor], begins: Callable[[], object] = lambda: None) -> None:
     """A step of Muon on this rank's rows; collective over the shard group if a parameter is sharded.
 
     Args:
         optimizer: a Muon. Its groups hold this rank's rows of each parameter, [<=rows, n], with their gradients and
             states. The same parameters have a gradient on all ranks.
         masters: by these rows; a DTensor is sharded, any other tensor is whole.
+        begins: called before rows travel. If an exception leaves this function after that, ranks may have exchanged
+            different rows, so they must not exchange others.
 
     Raises:
         RuntimeError: a parameter is complex.
@@ -162,7 +174,10 @@ def step(optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
     ]
     if any(torch.is_complex(matrix.rows) for matrix in matrices):
         raise RuntimeError("Muon does not support complex parameters")
-    for ranks, theirs in _by_ranks(matrices, masters).items():
+    by_ranks = _by_ranks(matrices, masters)
+    if any(ranks is not None for ranks in by_ranks):
+        begins()
+    for ranks, theirs in by_ranks.items():
         for matrix, result in _share(optimizer, theirs, ranks) if ranks is not None else _alone(optimizer, theirs):
             _write(matrix, result)
 

@@ -6,8 +6,8 @@ How they step is in by_unit.py and on_dtensors.py.
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,12 @@ def masters_of(optimizer: Optimizer, formers: bool = False) -> list[Tensor]:
     ``formers``: also those that the model has no longer, see [Note: replaced parameters].
     """
     return [p for group in optimizer.param_groups for p in group["params"] if formers or not isinstance(p, Former)]
+
+
+def shared_masters(optimizers: Iterable[Optimizer]) -> set[Tensor]:
+    """Those that more than one of the optimizers holds now."""
+    owners = Counter(master for optimizer in optimizers for master in set(masters_of(optimizer)))
+    return {master for master, count in owners.items() if count > 1}
 
 
 def check_gradients(optimizer: Optimizer, taken: set[tuple[Any, ...]]) -> None:

@@ -118,7 +118,7 @@ class StepsThroughEngine(Precision):
         if self.engine is not None:
             self.engine.reduce_pending("Clipping")
             if self.engine.steps.in_backward is not None:
-                self.engine.steps.in_backward.clip(*args, **kwargs)
+                self.engine.steps.in_backward.clip(optimizer, *args, **kwargs)
                 return
         alike = nullcontext() if self.engine is None else self.engine.runtime.reads.alike()
         with alike:

@@ -20,7 +20,7 @@ from lightning_zerocompile import ZeroCompileFabricStrategy, ZeroCompileStrategy
 from lightning_zerocompile.checkpoint.state import full_optimizer_state
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.slabs import local_of
-from tests.support import architectures, engines, models
+from tests.support import architectures, engines, models, twins
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, CELLS, EAGER, assert_trains_like_ddp
 
@@ -308,6 +308,56 @@ class _Clips(models.Module):
 class _Muon(models.Module):
     def configure_optimizers(self) -> Any:
         return torch.optim.Muon([p for p in self.parameters() if p.dim() == 2], lr=0.1)
+
+
+class _ClipsWhatIsSet(models.Module):
+    """A gradient that is set after the backward; the backward has updated all that it has reduced."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.extra, self.late = nn.Parameter(torch.ones(4)), late
+
+    def on_after_backward(self) -> None:
+        if not self.late:
+            self._set()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.late:
+            self._set()
+
+    def _set(self) -> None:
+        extra = next(p for name, p in self.named_parameters() if name == "extra")
+        extra.grad = torch.full_like(extra, 5.0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_what_is_set_after_the_backward_is_clipped_by_value(stage: int, late: bool) -> None:
+    found = {}
+    for beside in (False, True):
+        torch.manual_seed(0)
+        module = _ClipsWhatIsSet(late)
+        strategy = ZeroCompileStrategy(stage=stage, compile=False, optimizer_in_backward=beside)
+        clipping = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+        models.make_trainer(strategy, max_steps=1, **clipping).fit(module, models.Batches(models.rank()))
+        found[beside] = module.extra.detach().cpu()
+    assert torch.equal(found[True], found[False]) and 0 < (1 - found[True][0]) < 0.1
+
+
+@on_ranks()
+def test_a_parameter_that_a_second_optimizer_gets_later() -> None:
+    model = twins.small()
+    with engines.engine(model, 1, compile=False, optimizer_in_backward=True) as engine:
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.SGD(part, lr=0.1) for part in (parameters[:3], parameters[3:])]
+        engine.attach_optimizers(optimizers)
+        optimizers[1].add_param_group({"params": [parameters[2]], "lr": 0.3})
+        with (
+            pytest.raises(MisconfigurationException, match=r"`2\.weight` is in several optimizers"),
+            engine.training_step(),
+        ):
+            engines.backward(engine, twins.loss(model, twins.mine(0)))
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], Any, str]] = {

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import _muon as torch_muon
 
+from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.optim import by_unit, matrices
-from tests.support import engines, models
-from tests.support.harness import Ranks, on_ranks
+from tests.support import engines, models, twins
+from tests.support.harness import Ranks, Worlds, on_ranks
 from tests.support.parity import AOT, EAGER
 
 STEPS = 3
@@ -170,3 +171,66 @@ def test_another_muon_is_not_taken() -> None:
         assert not tried()
     with mock.patch.object(torch_muon, "_adjust_lr", None), pytest.raises(TypeError):
         tried()  # torch's own does not work either
+
+
+def _step(engine: Engine, optimizer: torch.optim.Optimizer, loss: Any, model: nn.Module, batch: Tensor) -> None:
+    with engine.training_step():
+        engines.backward(engine, loss(model, batch))
+    engine.step(optimizer, lambda: None)
+    optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_gradients_in_bfloat16() -> None:
+    """Without Nesterov's step torch orthogonalises the momentum itself, which has the gradient's dtype."""
+    for nesterov in (True, False):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
+        twin = copy.deepcopy(model).to(models.device())
+        for parameter in (*model.parameters(), *twin.parameters()):
+            parameter.grad_dtype = torch.bfloat16
+        with engines.engine(model, 1, compile=False) as engine:
+            ours, plain = (torch.optim.Muon(m.parameters(), lr=0.05, nesterov=nesterov) for m in (model, twin))
+            engine.attach_optimizers([ours])
+            for number in range(STEPS):
+                _step(engine, ours, twins.loss, model, twins.batch(0, number))
+                plain.zero_grad()
+                twins.loss(twin, twins.batch(0, number)).backward()
+                plain.step()
+        assert models.deviation(model, twin) <= 1e-6
+
+
+def _fails_apart(stage: int) -> None:
+    """Rank 0 fails at its first matrix and rank 1 at its second, so they have exchanged different rows."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    original, done = torch_muon._zeropower_via_newtonschulz, []
+
+    def failing(*args: Any) -> Tensor:
+        if len(done) == models.rank():
+            raise torch.OutOfMemoryError("on purpose")
+        done.append(True)
+        return original(*args)
+
+    made = engines.make_engine(model, stage, compile=False)
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.05)
+    made.attach_optimizers([optimizer])
+    assert matrices.can_share_matrices()
+    with (
+        mock.patch.object(torch_muon, "_zeropower_via_newtonschulz", failing),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        _step(made, optimizer, twins.loss, model, twins.mine(0))
+    optimizer.zero_grad()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="An earlier step of Muon raised"):
+            _step(made, optimizer, twins.loss, model, twins.mine(1))
+    made.abandon()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_fail_at_different_matrices_do_not_go_on(all_worlds: Worlds, stage: int) -> None:
+    ranks = all_worlds.fresh(2)  # what was sent and not received stays in its groups
+    try:
+        ranks.run(_fails_apart, stage)
+    finally:
+        ranks.close(kill=True)

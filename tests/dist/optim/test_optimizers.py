@@ -9,11 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests.support import engines, models
+from tests.support import engines, models, twins
 from tests.support.harness import on_ranks
 from tests.support.parity import reference
 
@@ -214,4 +214,37 @@ def test_a_unit_that_is_trained_later(name: str, late: str) -> None:
             engines.mean_backward(twin, number)
             plain.step()
             plain.zero_grad()
+    assert models.deviation(model, twin) <= 1e-6
+
+
+@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_a_parameter_that_a_second_optimizer_gets_later(stage: int, past: bool) -> None:
+    """The first one's step must not take its gradient away. ``past``: the steps go past Lightning."""
+    model, twin = models.pair(twins.small)
+
+    def both(module: nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = list(module.parameters())
+        return [torch.optim.SGD(part, lr=0.1) for part in (parameters, parameters[:1])]
+
+    with engines.engine(model, stage, compile=False) as engine:
+        ours, plain = both(model), both(twin)
+        engine.attach_optimizers(ours)
+        for number in range(3):
+            if number == 1:
+                for module, (_, second) in ((model, ours), (twin, plain)):
+                    second.add_param_group({"params": [list(module.parameters())[2]], "lr": 0.3})
+            with engine.training_step():
+                engines.backward(engine, twins.loss(model, twins.mine(number)))
+            for optimizer in ours:
+                if past:
+                    optimizer.step()
+                else:
+                    engine.step(optimizer, lambda: None)
+            for parameter in (*model.parameters(), *twin.parameters()):
+                parameter.grad = None
+            twins.gradients(twin, twins.on_all(number))
+            for optimizer in plain:
+                optimizer.step()
     assert models.deviation(model, twin) <= 1e-6
