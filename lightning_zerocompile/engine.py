@@ -107,6 +107,7 @@ class Engine:
         self.model, self.device, self.config = model, device, config
         self._dtypes, self._settings = (compute_dtype, autocast_dtype), dict(settings or {})
         self._backend, self._wished, self._nodes = backend, wished, nodes
+        self._buffers_follow = True  # whether the next forward begins with rank 0's buffers
         self.built: Callable[[Runtime], object] = lambda runtime: None  # called when the model was laid out anew
         self._build()
 
@@ -155,7 +156,7 @@ class Engine:
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype, islands)
             buffers.move(model.modules(), device)
-            self.broadcast_buffers(model.modules())
+            self._broadcast_buffers(model.modules())
             self.regions = Regions(self.runtime, config)
             self._add_regions(units, self._wished, islands)
             swap_others(self.runtime.classes, model)
@@ -223,14 +224,23 @@ class Engine:
     # ---- steps ----
 
     @contextlib.contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Around the user's training step, and around the backwards inside it."""
-        self.begin_training_step()
+    def training_step(self, automatic: bool = True) -> Iterator[None]:
+        """Around the user's training step, and around the backwards inside it.
+
+        ``automatic``: see :meth:`begin_training_step`.
+        """
+        self.begin_training_step(automatic)
         with self.runtime.forward(), self._user_code():
             yield
 
-    def begin_training_step(self) -> None:
-        """What all ranks do before a training step; collective."""
+    def begin_training_step(self, automatic: bool = True) -> None:
+        """What all ranks do before a training step; collective.
+
+        ``automatic``: not a step of manual optimization. [Note: buffers] DDP broadcasts the buffers before the first
+        forward, and then before each whose last forward was one after which gradients are reduced. A forward of manual
+        optimization, of an accumulation that goes on, and of an evaluation is none. So a buffer that the training reads
+        (a center, a codebook) differs between the ranks where it does under DDP.
+        """
         if self.runtime.core.unequal():
             self.runtime.core.meet_others("a training step")
         self._begin("a training step")
@@ -243,17 +253,18 @@ class Engine:
         modules = modules_of(self.model)
         changes = refresh_all(self.model, modules, self._layers)
         if changes and self._take_over(changes, modules):
-            self.begin_training_step()
+            self.begin_training_step(automatic)
             return
-        buffers.broadcast(modules, self._groups.everyone, self.runtime.meetings.meet_in_step)
+        self._follow_buffers(automatic and not self.windows.in_accumulation, modules)
 
     @contextlib.contextmanager
     def evaluation_step(self, what: str = "an evaluation", fitting: bool = False) -> Iterator[None]:
-        """Around a step without backward: after it nothing stays gathered. In a fit all ranks get rank 0's buffers."""
+        """Around a step without backward: after it nothing stays gathered. In a fit all ranks get rank 0's buffers, see
+        [Note: buffers]."""
         self.gather_watch.step_ends()
         self._begin(f"{what} step")
         if fitting and not self.runtime.core.unequal():
-            self.broadcast_buffers()
+            self.follow_buffers()
         raised = True
         self.runtime.core.set_evaluates(True)
         try:
@@ -416,10 +427,18 @@ class Engine:
             moment.in_step = before
             self.runtime.core.set_in_step(before)
 
-    def broadcast_buffers(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """All ranks get rank 0's buffers, of all modules or of these; collective."""
+    def follow_buffers(self) -> None:
+        """Before a forward of an evaluation in a fit; collective. See [Note: buffers]."""
+        self._follow_buffers(False, modules_of(self.model))
+
+    def _follow_buffers(self, reduces: bool, modules: Iterable[nn.Module]) -> None:
+        """All ranks get rank 0's buffers if they are to; ``reduces``: whether they will be before the next forward."""
+        if self._buffers_follow:
+            self._broadcast_buffers(modules)
+        self._buffers_follow = reduces
+
+    def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
         # in the reductions' group: in the gathers' group it would wait for all gathers that the optimizer has started
-        modules = modules_of(self.model) if modules is None else modules
         buffers.broadcast(modules, self._groups.everyone, self.runtime.meetings.meet_in_step)
 
     @contextlib.contextmanager

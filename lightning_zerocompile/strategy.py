@@ -294,7 +294,8 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         unequal, module, engine = self._unequal_everywhere(), self._module, self.engine
-        with self.precision_plugin.train_step_context(), engine.training_step(), unequal:
+        step = engine.training_step(module.automatic_optimization)
+        with self.precision_plugin.train_step_context(), step, unequal:
             return module.training_step(*args, **kwargs)
 
     def _unequal_everywhere(self) -> AbstractContextManager[None]:

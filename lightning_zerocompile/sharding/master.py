@@ -82,10 +82,12 @@ class Master(Sharded):
             changes = sharded is not None  # a master is written; else it is read, perhaps into a tensor of the user's
             if sharded is None:
                 sharded = _parameter_of((args, kwargs))
-            if sharded is None or (not changes and isinstance(written, DTensor)):
+            if sharded is None or (not changes and any(isinstance(one, DTensor) for one in tree_leaves(written))):
                 return func(*args, **kwargs)
             if not changes and sharded.step_state.in_step:
                 args, kwargs = tree_map(_whole, (args, kwargs))
+            elif not changes and written is not None:  # a tensor of the user's (an EMA): a shard of it would be a copy
+                args, kwargs = tree_map(_full, (args, kwargs))
             else:
                 args, kwargs = tree_map(sharded.like_master, (args, kwargs))
             try:
@@ -230,6 +232,11 @@ def _whole(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.full_tensor() if value.requires_grad else full_value(value)
     return value
+
+
+def _full(value: Any) -> Any:
+    """The full value of a DTensor, without its gradient."""
+    return full_value(value) if isinstance(value, DTensor) else value
 
 
 def refuse_hook(master: Tensor, *_: Any, **__: Any) -> NoReturn:

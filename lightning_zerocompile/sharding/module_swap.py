@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_zerocompile.ranks.consistency import Reads
 from lightning_zerocompile.sharding.checks import check_whole
@@ -143,7 +144,8 @@ def _copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 whole = whole.to(sharded.dtype).clone()
                 memo[id(sharded.master)] = nn.Parameter(whole, requires_grad=sharded.master.requires_grad)
     base = getattr(type(self), BASE)
-    state: Any = object.__reduce_ex__(self, 4)[2]  # what the class gives to a copy
+    # What the class gives to a copy; that of a parametrized module refuses, and torch's own `deepcopy` of it takes all.
+    state: Any = self.__dict__ if is_parametrized(self) else object.__reduce_ex__(self, 4)[2]
     state = {name: value for name, value in state.items() if not name.startswith("_zerocompile")}
     copied: nn.Module = base.__new__(base)
     memo[id(self)] = copied

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,6 +193,58 @@ def test_works_as_under_ddp(name: str) -> None:
         if any(type(p) is not nn.Parameter for p in model.parameters()):
             problems.append(f"stage {stage} {scope}: {[type(p) for p in model.parameters()]}")
     assert problems == [], "\n".join(problems)
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "copy": lambda kept, p: kept.copy_(p.data),
+    "copy of a parameter": lambda kept, p: kept.copy_(p),
+    "lerp": lambda kept, p: kept.lerp_(p.data, 0.25),
+    "operator": lambda kept, p: operator.iadd(kept, p.data),
+    "two": lambda kept, p: kept.addcdiv_(p.data, p.data.abs() + 1),
+    "list": lambda kept, p: torch._foreach_lerp_([kept], [p.data], 0.25),
+    "out": lambda kept, p: torch.add(kept, p.data, out=kept),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_tensors_of_the_users_are_written(stage: int) -> None:
+    """Outside of a step, as an average or a teacher that user code keeps: with whole values, as under DDP."""
+    model, twin = models.pair()
+    with engines.engine(model, stage, compile=False), torch.no_grad():
+        for name, write in WRITES.items():
+            for parameter, whole in zip(model.parameters(), twin.parameters(), strict=True):
+                kept = torch.full_like(whole, 2.0, device=models.device())
+                expected = kept.clone()
+                write(kept, parameter)
+                write(expected, whole.to(models.device()))
+                assert torch.equal(kept, expected), name
+
+
+class _Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_a_parametrized_module_is_copied(stage: int) -> None:
+    def make() -> nn.Module:
+        squares = nn.Sequential(nn.Linear(6, 6), nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)))
+        nn.utils.parametrize.register_parametrization(squares[0], "weight", _Symmetric())
+        return squares
+
+    model, twin = models.pair(make)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).to(models.device())
+    with engines.engine(model, stage, compile=False):
+        copied = copy.deepcopy(model)
+        assert all(type(p) is nn.Parameter for p in copied.parameters())
+        assert models.deviation(copied, twin) == 0
+        assert torch.equal(copied(x), twin.to(models.device())(x))
+        with torch.no_grad():
+            copied[0].parametrizations.weight.original.zero_()
+        assert not torch.equal(copied(x), model(x))
+    assert models.deviation(model, twin) == 0
 
 
 # ---- hooks ----
