@@ -209,9 +209,9 @@ def check_devices(model: nn.Module) -> None:
 
 SHARD = (
     "This rank holds a shard of each parameter, a DTensor, and `grad` is a DTensor, too. `with "
-    "strategy.full_parameters(module) as values:` gives full values by name. A tensor that is added to a gradient "
-    "(noise, a penalty) must have the gradient's layout: `torch.randn_like(p.grad)` has it, and "
-    "`torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements)` gives it."
+    "strategy.full_parameters(module) as values:` gives full values by name. A tensor that is added to a gradient, or "
+    "that it is multiplied by (noise, a mask of rows), must have the gradient's layout: `torch.randn_like(p.grad)` has "
+    "it, and `torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements)` gives it."
 )
 
 
@@ -235,7 +235,8 @@ def explain(message: str, param_dtype: torch.dtype | None = None) -> str | None:
         )
     if "don't yet support saved tensor hooks" in message or "storage of TensorWrapper" in message:
         return FUNCTORCH.format("parameters")
-    mixed = "got mixed torch.Tensor and DTensor" in message or "require placement changes" in message
+    texts = ("got mixed torch.Tensor and DTensor", "require placement changes", "not have a sharding strategy")
+    mixed = any(text in message for text in texts)
     if mixed and SHARD not in message:
         return f"{message} {SHARD}"
     if "appears to not have been used in the graph" in message and "sharded module" not in message:
