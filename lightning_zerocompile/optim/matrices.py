@@ -165,6 +165,7 @@ def step(optimizer: Optimizer, masters: Mapping[Tensor, Tensor], begins: Callabl
 
     Raises:
         RuntimeError: a parameter is complex.
+        ValueError: torch's own, of options of a group that Newton-Schulz does not take; on every rank.
     """
     matrices = [
         _Matrix(rows, (masters[rows].shape[0], masters[rows].shape[1]), group)
@@ -174,12 +175,22 @@ def step(optimizer: Optimizer, masters: Mapping[Tensor, Tensor], begins: Callabl
     ]
     if any(torch.is_complex(matrix.rows) for matrix in matrices):
         raise RuntimeError("Muon does not support complex parameters")
+    for group in optimizer.param_groups:
+        _check_options(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
     by_ranks = _by_ranks(matrices, masters)
     if any(ranks is not None for ranks in by_ranks):
         begins()
     for ranks, theirs in by_ranks.items():
         for matrix, result in _share(optimizer, theirs, ranks) if ranks is not None else _alone(optimizer, theirs):
             _write(matrix, result)
+
+
+@cache
+def _check_options(coefficients: Any, steps: int, eps: float) -> None:
+    """Raises what torch would raise, on the owners of matrices alone."""
+    torch_muon._zeropower_via_newtonschulz(
+        torch.zeros(1, 1, dtype=torch.bfloat16, device="cpu"), coefficients, steps, eps
+    )
 
 
 def _by_ranks(

@@ -330,8 +330,8 @@ class _ClipsWhatIsSet(models.Module):
         extra.grad = torch.full_like(extra, 5.0)
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 @on_ranks()
 def test_what_is_set_after_the_backward_is_clipped_by_value(stage: int, late: bool) -> None:
     found = {}

@@ -217,8 +217,14 @@ def test_a_unit_that_is_trained_later(name: str, late: str) -> None:
     assert models.deviation(model, twin) <= 1e-6
 
 
-@pytest.mark.parametrize("past", [False, True])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "past"),
+    [
+        (1, True),
+        (3, False),
+        *(pytest.param(stage, past, marks=pytest.mark.long) for stage, past in ((1, False), (3, True))),
+    ],
+)
 @on_ranks()
 def test_a_parameter_that_a_second_optimizer_gets_later(stage: int, past: bool) -> None:
     """The first one's step must not take its gradient away. ``past``: the steps go past Lightning."""

@@ -226,7 +226,7 @@ class _Symmetric(nn.Module):
         return x.triu() + x.triu(1).transpose(-1, -2)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 @on_ranks()
 def test_a_parametrized_module_is_copied(stage: int) -> None:
     def make() -> nn.Module:
