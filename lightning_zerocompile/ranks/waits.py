@@ -40,9 +40,9 @@ REMEDY = (
     "parameters; at every stage a checkpoint, `sync_dist=True`, `strategy.full_parameters`, collectives. Do it on all "
     "ranks, not under `rank_zero_only` or `if trainer.is_global_zero`. For work of one rank let all ranks take full "
     "values, `with strategy.full_parameters(module) as values:` (to save: `with strategy.full_state_dict(module):`), "
-    "and one use them; generate on all ranks, with `synced_gpus` left as it is; give all ranks equally many batches; "
-    "let ranks that do different things serve each other (`with strategy.unequal():` on all of them); or use stage 1 "
-    "or 2."
+    "and one use them; generate on all ranks, with `synced_gpus` left as it is; give all ranks equally many batches, "
+    "or take `unequal_work='evaluation'` if an evaluation has more on some (of an IterableDataset); let ranks that do "
+    "different things serve each other (`with strategy.unequal():` on all of them); or use stage 1 or 2."
 )
 
 
