@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zerocompile.engine import Engine
-from tests.dist.optim.test_in_backward import SlowModel
 from tests.support import engines, models
 from tests.support.harness import Worlds, on_ranks
 from tests.support.parity import AOT, EAGER
+from tests.support.slow import SlowModel
 
 STEPS = 4
 LONG = pytest.mark.long
