@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support import models
 
 
-class _Slow(torch.autograd.Function):
+class Slow(torch.autograd.Function):
     """Its backward takes so long that what was reduced before it is done."""
 
     @staticmethod
@@ -36,7 +36,7 @@ class SlowModel(models.ByteModel):
         if x.requires_grad:
             x.register_hook(self.at_embedding)
         for number, layer in enumerate(self.layers):
-            x = _Slow.apply(layer(x)) if number == 0 else layer(x)
+            x = Slow.apply(layer(x)) if number == 0 else layer(x)
         return self.head(x) * self.scale + self.shift
 
     def at_embedding(self, grad: Tensor) -> None:

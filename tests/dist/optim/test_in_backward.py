@@ -23,7 +23,7 @@ from lightning_zerocompile.optim.slabs import local_of
 from tests.support import architectures, engines, models, twins
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, CELLS, EAGER, assert_trains_like_ddp
-from tests.support.slow import SlowModel
+from tests.support.slow import Slow, SlowModel
 
 COMPILED: dict[Any, dict[str, Any]] = {False: EAGER, "blocks": AOT}
 
@@ -392,10 +392,10 @@ class FailsLate(SlowModel):
         x = self.embedding(tokens)
         for number, layer in enumerate(self.layers):
             if number == 1 and self.fails:
-                x = engines.FailsInBackward.apply(_Slow.apply(x))
+                x = engines.FailsInBackward.apply(Slow.apply(x))
                 x.register_hook(lambda grad: (self.first(), grad)[1])
             x = layer(x)
-            x = _Slow.apply(x) if number == 1 else x
+            x = Slow.apply(x) if number == 1 else x
         return self.head(x) * self.scale + self.shift
 
 
@@ -644,7 +644,7 @@ class _Branches(SlowModel):
         x = self.embedding(tokens)
         for number in self.route:
             x = self.layers[number](x)
-            x = _Slow.apply(x) if number == 0 else x
+            x = Slow.apply(x) if number == 0 else x
         return self.head(x) * self.scale + self.shift
 
 
