@@ -235,8 +235,11 @@ def _whole(value: Any) -> Any:
 
 
 def _full(value: Any) -> Any:
-    """The full value of a DTensor, without its gradient."""
-    return full_value(value) if isinstance(value, DTensor) else value
+    """The full value of a DTensor, without its gradient; as any read it raises on a rank that comes to it alone."""
+    if not isinstance(value, DTensor):
+        return value
+    detached: Any = value.detach()
+    return detached.full_tensor()
 
 
 def refuse_hook(master: Tensor, *_: Any, **__: Any) -> NoReturn:
