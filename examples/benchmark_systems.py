@@ -286,23 +286,25 @@ def muon(parameters: Any, args: argparse.Namespace) -> torch.optim.Optimizer:
     return torch.optim.Muon(parameters, lr=args.lr, adjust_lr_fn="match_rms_adamw")
 
 
-def is_matrix_of_a_layer(model: nn.Module) -> list[bool]:
-    """Of each parameter that is trained, in the model's order."""
-    matrices = {p for layer in layers_of(model) for p in layer.parameters() if p.dim() == 2}
-    return [p in matrices for p in model.parameters() if p.requires_grad]
+def matrices_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [p for layer in layers for p in layer.parameters() if p.dim() == 2]
 
 
-def optimizers(parameters: Any, by_muon: Sequence[bool], args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def optimizers(model: nn.Module, args: argparse.Namespace, parameters: Any = None) -> list[torch.optim.Optimizer]:
     """AdamW; or Muon for the matrices of the layers, and AdamW for all else.
 
     Args:
-        by_muon: see :func:`is_matrix_of_a_layer`.
+        parameters: what is updated in the place of the model's trained parameters, in their order.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    updated = trained if parameters is None else list(parameters)
     if args.optimizer == "adamw":
-        return [adamw(trained, args)]
-    matrices = [p for p, chosen in zip(trained, by_muon, strict=True) if chosen]
-    return [muon(matrices, args), adamw([p for p, chosen in zip(trained, by_muon, strict=True) if not chosen], args)]
+        return [adamw(updated, args)]
+    matrices = set(matrices_of(layers_of(model)))
+    parts: dict[bool, list[Any]] = {True: [], False: []}
+    for own, one in zip(trained, updated, strict=True):
+        parts[own in matrices].append(one)
+    return [muon(parts[True], args), adamw(parts[False], args)]
 
 
 def finish(
@@ -355,10 +357,10 @@ def shares(model: nn.Module, args: argparse.Namespace, device: torch.device) -> 
 
     if args.optimizer == "adamw":
         return [adamw([randoms(-(-numel // world))], args)]
-    of_layers = [[p for p in layer.parameters() if p.dim() == 2] for layer in layers_of(model)]
-    mine = [p for matrices in of_layers[::world] for p in matrices]
-    rest = numel - sum(p.numel() for matrices in of_layers for p in matrices)
-    return [muon([randoms(*p.shape) for p in mine], args), adamw([randoms(-(-rest // world))], args)]
+    layers = layers_of(model)
+    rest = numel - sum(p.numel() for p in matrices_of(layers))
+    mine = [randoms(*p.shape) for p in matrices_of(layers[::world])]
+    return [muon(mine, args), adamw([randoms(-(-rest // world))], args)]
 
 
 def ddp(args: argparse.Namespace, device: torch.device) -> System:
@@ -371,7 +373,7 @@ def ddp(args: argparse.Namespace, device: torch.device) -> System:
     wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
     if not args.reduce_fp32:
         wrapped.register_comm_hook(None, bf16_compress_hook)
-    updates = optimizers(model.parameters(), is_matrix_of_a_layer(model), args)
+    updates = optimizers(model, args)
 
     def step(batches: list[Tensor]) -> Tensor:
         for k, tokens in enumerate(batches):
@@ -414,7 +416,7 @@ def fsdp2(args: argparse.Namespace, device: torch.device) -> System:
         for k, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[k + 1 : k + 1 + ahead])
             layer.set_modules_to_backward_prefetch(layers[max(0, k - ahead) : k][::-1])
-    updates = optimizers(model.parameters(), is_matrix_of_a_layer(model), args)
+    updates = optimizers(model, args)
 
     def step(batches: list[Tensor]) -> Tensor:
         for tokens in batches:
@@ -472,7 +474,7 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
         to_float8(model, device, gathers="gathers" in args.system.split("_"))
     config, nodes = Config(**our_options(args)), args.hosts
     engine = Engine(model, device, config, torch.bfloat16, dist.get_backend(), nodes=nodes)
-    updates = optimizers(model.parameters(), is_matrix_of_a_layer(model), args)
+    updates = optimizers(model, args)
     engine.attach_optimizers(updates)
 
     def step(batches: list[Tensor]) -> Tensor:
@@ -508,7 +510,6 @@ def predicted(args: argparse.Namespace, seq: int) -> int:
     model = to_shard(argparse.Namespace(**{**vars(args), "meta": True}), torch.device("meta"))
     if wants_fp8(args):
         to_float8(model, torch.device(args.device), gathers="gathers" in args.system.split("_"))
-    by_muon = is_matrix_of_a_layer(model)
     plan = make_plan(
         model,
         torch.zeros(args.batch, seq, dtype=torch.int64),  # their numbers may choose what is computed
@@ -519,7 +520,7 @@ def predicted(args: argparse.Namespace, seq: int) -> int:
         stages=[config.chosen_stage],
         accumulate=args.accumulate,
         step=loss_of,
-        optimizer=lambda parameters: optimizers(parameters, by_muon, args),
+        optimizer=lambda parameters: optimizers(model, args, parameters),
     )
     return plan.stages[0].memory.peak
 

@@ -236,10 +236,7 @@ class Engine:
     def begin_training_step(self, automatic: bool = True) -> None:
         """What all ranks do before a training step; collective.
 
-        ``automatic``: not a step of manual optimization. [Note: buffers] DDP broadcasts the buffers before the first
-        forward, and then before each whose last forward was one after which gradients are reduced. A forward of manual
-        optimization, of an accumulation that goes on, and of an evaluation is none. So a buffer that the training reads
-        (a center, a codebook) differs between the ranks where it does under DDP.
+        ``automatic``: not a step of manual optimization, see [Note: buffers].
         """
         if self.runtime.core.unequal():
             self.runtime.core.meet_others("a training step")
@@ -255,7 +252,7 @@ class Engine:
         if changes and self._take_over(changes, modules):
             self.begin_training_step(automatic)
             return
-        self._follow_buffers(automatic and not self.windows.in_accumulation, modules)
+        self.follow_buffers(automatic and not self.windows.in_accumulation, modules)
 
     @contextlib.contextmanager
     def evaluation_step(self, what: str = "an evaluation", fitting: bool = False) -> Iterator[None]:
@@ -427,14 +424,20 @@ class Engine:
             moment.in_step = before
             self.runtime.core.set_in_step(before)
 
-    def follow_buffers(self) -> None:
-        """Before a forward of an evaluation in a fit; collective. See [Note: buffers]."""
-        self._follow_buffers(False, modules_of(self.model))
+    def follow_buffers(self, reduces: bool = False, modules: Iterable[nn.Module] | None = None) -> None:
+        """Before a forward in a fit: all ranks get rank 0's buffers where they do under DDP; collective.
 
-    def _follow_buffers(self, reduces: bool, modules: Iterable[nn.Module]) -> None:
-        """All ranks get rank 0's buffers if they are to; ``reduces``: whether they will be before the next forward."""
+        [Note: buffers] DDP broadcasts the buffers before the first forward, and then before each whose last forward was
+        one after which gradients are reduced. A forward of manual optimization, of an accumulation that goes on, and of
+        an evaluation is none. So a buffer that the training reads (a center, a codebook) differs between the ranks
+        where it does under DDP.
+
+        Args:
+            reduces: whether gradients are reduced after this forward.
+            modules: all of the model's; ``None``: they are looked up.
+        """
         if self._buffers_follow:
-            self._broadcast_buffers(modules)
+            self._broadcast_buffers(modules_of(self.model) if modules is None else modules)
         self._buffers_follow = reduces
 
     def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:

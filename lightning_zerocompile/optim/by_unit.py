@@ -438,14 +438,16 @@ class UnitStepper:
 
     def _step_together(self, optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
         """A step of Muon. If it raises while rows travel, all further gathers and steps of Muon on this rank raise."""
-        begun: list[bool] = []
         try:
-            step_on_rows(optimizer, masters, begins=lambda: begun.append(True))
+            step_on_rows(optimizer, masters, begins=self._rows_travel)
         except BaseException:
-            if begun:
-                self._apart = True
+            if self._apart:
                 self._gradients.come_apart(self._check_together)
             raise
+        self._apart = False
+
+    def _rows_travel(self) -> None:
+        self._apart = True  # until the step has succeeded
 
     def _check_together(self) -> None:
         if self._apart:

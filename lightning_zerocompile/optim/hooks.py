@@ -94,7 +94,6 @@ class OptimizerSteps:
         self._restore: dict[Optimizer, Callable[[], None]] = {}  # ends the watch over each
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
         self._taken_over: dict[Optimizer, None] = {}  # see [Note: optimizers made elsewhere]; in order
-        self._shared: set[Tensor] = set()  # masters in more than one optimizer
         self._running: list[Optimizer] = []  # their steps, the outermost first
         self._through_lightning: list[Optimizer] = []  # optimizers whose `step` runs through Lightning now
         self.in_backward: InBackward | None = None  # with `optimizer_in_backward`
@@ -133,7 +132,7 @@ class OptimizerSteps:
             if take_masters(number, optimizer, originals, whole):
                 self._taken_over[optimizer] = None
         check_optimizers(optimizers, self._config.full_param_optimizers)
-        self._shared = shared_masters(optimizers)
+        shared = shared_masters(optimizers)
         for number, optimizer in enumerate(optimizers):
             foreign = [p for p in masters_of(optimizer) if p not in known]
             if foreign:
@@ -143,9 +142,9 @@ class OptimizerSteps:
                     "the LightningModule, best in `configure_optimizers` from `self.parameters()`."
                 )
             self._restore[optimizer] = self._watch(optimizer)
-        self._offload.attach(optimizers, self._shared)
+        self._offload.attach(optimizers, shared)
         if self.in_backward is not None:
-            self.in_backward.attach(optimizers, self._shared)
+            self.in_backward.attach(optimizers, shared)
 
     @property
     def runs(self) -> bool:
@@ -180,7 +179,6 @@ class OptimizerSteps:
             rename(optimizer, former)
             take_masters(number, optimizer, new, sees_whole_values(optimizer, self._config.full_param_optimizers))
         self._stepper.forget()
-        self._shared = shared_masters(self._restore)
         held = {master for optimizer in self._restore for master in masters_of(optimizer)}
         return {master for master in former if master not in held}
 
@@ -447,9 +445,9 @@ class OptimizerSteps:
         """
         if self._config.keep_gradients:
             return masters
-        if len(self._restore) > 1:  # a group may have been added since
-            self._shared = shared_masters(self._restore)
-        return [master for master in masters if master in self._shared] if self._shared else []
+        # anew in each step, since a group may have been added
+        shared = shared_masters(self._restore) if len(self._restore) > 1 else ()
+        return [master for master in masters if master in shared] if shared else []
 
     def _release_gradients(self, masters: Sequence[Tensor]) -> None:
         kept = set(self._kept(masters))

@@ -383,14 +383,14 @@ class InBackward:
         Raises:
             RuntimeError: the backward has not clipped by this value.
         """
-        by_value = gradient_clip_algorithm == "value" and clip_val == self.clip_value
-        if clip_val > 0 and not by_value:
+        if clip_val <= 0:
+            return
+        if gradient_clip_algorithm != "value" or clip_val != self.clip_value:
             raise RuntimeError(CLIPPING.format(f"Clipping (`clip_gradients`, clip_val={clip_val})"))
-        if clip_val > 0:
-            with as_plain_tensors():
-                for grad in map(bound_gradient, masters_of(optimizer)):
-                    if grad is not None:
-                        grad.clamp_(-clip_val, clip_val)
+        with as_plain_tensors():
+            for grad in map(bound_gradient, masters_of(optimizer)):
+                if grad is not None:
+                    grad.clamp_(-clip_val, clip_val)
 
     # ---- details ----
 

@@ -45,6 +45,11 @@ class OptimizerBytes:
     names: tuple[str, ...]
     flops: int
 
+    def __add__(self, other: OptimizerBytes) -> OptimizerBytes:
+        """Of both optimizers, which update one after the other."""
+        temporary = max(self.temporary, other.temporary)
+        return OptimizerBytes(self.states + other.states, temporary, self.names + other.names, self.flops + other.flops)
+
 
 def local_size(size: Sequence[int], world: int) -> tuple[int, ...]:
     """Of a parameter of this size, what rank 0 has: its rows, or all of a 0-dim one."""

@@ -58,10 +58,7 @@ def costs_of(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int = 
         try:
             if not steps_by_unit(optimizer, ()):
                 raise PlanError("it is not torch's own, so its code is not run on trial")
-            found = bytes_of([optimizer], unit_of, world, config.master_dtype, (), fake_mode())
-            temporary = max(states.temporary, found.temporary)
-            names_so_far, flops = (*states.names, *found.names), states.flops + found.flops
-            states = OptimizerBytes(states.states + found.states, temporary, names_so_far, flops)
+            states += bytes_of([optimizer], unit_of, world, config.master_dtype, (), fake_mode())
         except PlanError:
             unknown.append(type(optimizer).__name__)
     schedule = schedule_of(
