@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +28,8 @@ from lightning_zerocompile.runtime.memory_budget import MemoryBudget
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.runtime.settled import MastersState, SettledMasters
 from lightning_zerocompile.runtime.window import Windows
-from lightning_zerocompile.sharding import buffers
 from lightning_zerocompile.sharding.autocast import cast_inputs
+from lightning_zerocompile.sharding.buffers import Buffers, move_buffers
 from lightning_zerocompile.sharding.checks import check_equal_on_all_ranks, check_equal_optimizers, explain, settings_of
 from lightning_zerocompile.sharding.float8 import plain_weights
 from lightning_zerocompile.sharding.full_values import full_value
@@ -107,7 +107,6 @@ class Engine:
         self.model, self.device, self.config = model, device, config
         self._dtypes, self._settings = (compute_dtype, autocast_dtype), dict(settings or {})
         self._backend, self._wished, self._nodes = backend, wished, nodes
-        self._buffers_follow = True  # whether the next forward begins with rank 0's buffers
         self.built: Callable[[Runtime], object] = lambda runtime: None  # called when the model was laid out anew
         self._build()
 
@@ -149,14 +148,16 @@ class Engine:
         self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
         self.runtime = Runtime(self._groups, device, config)
         self.built(self.runtime)
+        # in the reductions' group: in the gathers' group it would wait for all gathers that the optimizer has started
+        self.buffers = Buffers(model, self._groups.everyone, self.runtime.meetings.meet_in_step)
         self.budget, self.gather_watch = MemoryBudget(self.runtime), GatherWatch(self.runtime)
         self.steps = OptimizerSteps(
             self.runtime, self.reduce_pending, self.check_reducible, self.budget.optimizer_stepped
         )
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype, islands)
-            buffers.move(model.modules(), device)
-            self._broadcast_buffers(model.modules())
+            move_buffers(model.modules(), device)
+            self.buffers.broadcast()
             self.regions = Regions(self.runtime, config)
             self._add_regions(units, self._wished, islands)
             swap_others(self.runtime.classes, model)
@@ -252,7 +253,7 @@ class Engine:
         if changes and self._take_over(changes, modules):
             self.begin_training_step(automatic)
             return
-        self.follow_buffers(automatic and not self.windows.in_accumulation, modules)
+        self.buffers.before_forward(automatic and not self.windows.in_accumulation, modules)
 
     @contextlib.contextmanager
     def evaluation_step(self, what: str = "an evaluation", fitting: bool = False) -> Iterator[None]:
@@ -261,7 +262,7 @@ class Engine:
         self.gather_watch.step_ends()
         self._begin(f"{what} step")
         if fitting and not self.runtime.core.unequal():
-            self.follow_buffers()
+            self.buffers.before_forward()
         raised = True
         self.runtime.core.set_evaluates(True)
         try:
@@ -423,26 +424,6 @@ class Engine:
         finally:
             moment.in_step = before
             self.runtime.core.set_in_step(before)
-
-    def follow_buffers(self, reduces: bool = False, modules: Iterable[nn.Module] | None = None) -> None:
-        """Before a forward in a fit: all ranks get rank 0's buffers where they do under DDP; collective.
-
-        [Note: buffers] DDP broadcasts the buffers before the first forward, and then before each whose last forward was
-        one after which gradients are reduced. A forward of manual optimization, of an accumulation that goes on, and of
-        an evaluation is none. So a buffer that the training reads (a center, a codebook) differs between the ranks
-        where it does under DDP.
-
-        Args:
-            reduces: whether gradients are reduced after this forward.
-            modules: all of the model's; ``None``: they are looked up.
-        """
-        if self._buffers_follow:
-            self._broadcast_buffers(modules_of(self.model) if modules is None else modules)
-        self._buffers_follow = reduces
-
-    def _broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
-        # in the reductions' group: in the gathers' group it would wait for all gathers that the optimizer has started
-        buffers.broadcast(modules, self._groups.everyone, self.runtime.meetings.meet_in_step)
 
     @contextlib.contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:

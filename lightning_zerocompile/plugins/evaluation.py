@@ -88,7 +88,7 @@ class UnequalEvaluation:
         first, size = self._first[self._part], self._parts[self._part]
         if first is not None and self._done >= first and self._scope is None:
             if fitting:
-                engine.follow_buffers()
+                engine.buffers.before_forward()
             scope = engine.runtime.unequal()
             scope.__enter__()
             self._scope = scope
