@@ -12,6 +12,17 @@ rounds each rank's part, and squares and adds the parts in half precision, where
 sum or a norm in half precision is computed in float32 on every rank, and the parts are joined and rounded at once: this
 communicates when it is computed, where one in float32 waits until it is read. Products of matrices are left as DTensor
 makes them, with a part that each rank rounds.
+
+[Note: pieces] ``p.grad[:3] = 0`` and ``p.data[0].zero_()`` write to a view. A view of rows of other ranks is none here:
+DTensor gathers the values, and what is written to these would be lost. So such a result knows what it is a piece of
+(:class:`_Piece`). After an operation that writes to a piece, each rank copies the values to those rows of the origin
+that it holds. What happens to the origin later is not seen in a piece.
+
+[Note: full tensors] An operation on elements takes full tensors beside shards (``p.grad.mul_(mask)``): each rank uses
+its rows of them, and nothing communicates. Other operations in place that DTensor cannot do on rows, as to write by an
+index tensor, are done on the whole value, on all ranks, and each rank keeps its rows. Both raise where autograd would
+record them: a gradient would be that of one rank. They raise, too, in what all ranks do alike (an optimizer's step):
+there they might cost much in every step, and the error names the optimizer and a remedy.
 """
 
 from __future__ import annotations
@@ -47,6 +58,7 @@ _RULES = {name: _LIBRARY(name, "FRAGMENT") for name in ("aten", "c10d")} if _BY_
 _READS = "_zerocompile_reads"  # compares the ranks before a read; None: the strategy is gone
 _ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when the tensor is made zero in place
 _NAME = "_zerocompile_name"  # the name of a parameter that a failed run has left as a shard
+_PIECE = "_zerocompile_piece"  # what a view of other ranks' rows is a piece of
 STATES_ON_HOST = "_zerocompile_states_on_host"  # attribute of a master: its optimizer's states are kept in host memory
 
 _KEEPS = frozenset({"detach", "alias", "clone", "_to_copy", "squeeze", "unsqueeze", "view", "lift_fresh"})
@@ -66,7 +78,10 @@ _MAKES = frozenset(
     "new_empty", "new_full", "new_empty_strided", "copy_", "fill_", "zero_"
     }
 )  # fmt: skip
-_UNKNOWN = ("Sharding propagation failed", "does not have a sharding strategy")  # DTensor has no rule for an operation
+_UNKNOWN = (  # DTensor has no rule for an operation
+    "Sharding propagation failed", "does not have a sharding strategy", "in-place operations that require placement"
+)  # fmt: skip
+_BY_ELEMENT = frozenset({"copy_", "fill_", "masked_fill", "masked_fill_"})  # of these torch does not say so
 _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", "isclose"})
 _NEEDS_ELEMENTS = frozenset({"max", "min", "amax", "amin", "aminmax", "norm", "linalg_vector_norm", "_foreach_norm"})
 
@@ -111,9 +126,17 @@ class Sharded(DTensor):
             return func(_whole(args[0], "item"))
         others = [tensor for tensor in tensors if not isinstance(tensor, Sharded)]
         numbers = all(tensor.dim() == 0 for tensor in ours) and not any(isinstance(other, DTensor) for other in others)
+        written = _written(func, args, kwargs)
+        if any(_PIECE in leaf.__dict__ for leaf in written) and torch.Tag.inplace_view not in func.tags:
+            return _on_whole_values(func, name, args, kwargs)
         if others and numbers:  # our numbers among ordinary tensors
-            args, kwargs = tree_map(lambda leaf: _whole(leaf, name), (args, kwargs))
-            return func(*args, **kwargs)
+            return _on_whole_values(func, name, args, kwargs)
+        alike = reads is None or reads.all_alike
+        mixes = not alike and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in ours))
+        if others and mixes and _is_by_element(func, name):  # see [Note: full tensors]
+            if any(leaf is other for leaf in written for other in others):
+                return _on_whole_values(func, name, args, kwargs)
+            args, kwargs = tree_map(lambda leaf: _beside(leaf, ours[0]), (args, kwargs))
         if name in _NEEDS_ELEMENTS and any(map(_is_empty_somewhere, ours)):
             args, kwargs = tree_map(_replicated, (args, kwargs))
         elif not func._schema.is_mutable and not _keeps_parts(name, kwargs) and any(map(_is_part, ours)):
@@ -128,10 +151,12 @@ class Sharded(DTensor):
             mixed = "mixed torch.Tensor and DTensor" in str(error)
             if mixed and left is not None:
                 raise RuntimeError(_LEFT.format(left)) from error
-            unknown = any(text in str(error) for text in _UNKNOWN) or (mixed and name in _COMPARES)
-            if not unknown or reads is None or reads.all_alike or func._schema.is_mutable:
+            unknown = any(text in str(error) for text in _UNKNOWN) or (mixed and (mixes or name in _COMPARES))
+            if not unknown or alike or (func._schema.is_mutable and not mixes):
                 raise
-            return _of_whole_values(func, name, args, kwargs, ours[0])
+            if func._schema.is_mutable:
+                return _on_whole_values(func, name, args, kwargs)
+            return _with_pieces(func, args, kwargs, _of_whole_values(func, name, args, kwargs, ours[0]))
         if name in ("zero_", "_foreach_zero_"):
             for leaf in tree_leaves(args[0]):
                 call = leaf.__dict__.get(_ZEROED)
@@ -139,7 +164,7 @@ class Sharded(DTensor):
                     drop()
         if name.endswith("_") and isinstance(args[0], DTensor):
             return args[0]
-        result = tree_map(lambda leaf: as_sharded(leaf, reads, left), result)
+        result = _with_pieces(func, args, kwargs, tree_map(lambda leaf: as_sharded(leaf, reads, left), result))
         return tree_map(mark_on_host, result) if on_host else result
 
     # ---- numbers ----
@@ -309,31 +334,59 @@ def _on_the_device(func: Any, args: Any, kwargs: Any) -> Any:
     back to host memory. Its result is on the device. Only a view (``detach``) shares the memory, so it is in host
     memory, too.
     """
-    copies: list[tuple[Sharded, Any]] = []
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, Sharded) or not _is_on_host(leaf):
             return leaf
-        for original, copy in copies:
-            if original is leaf:
-                return copy
         local = leaf._local_tensor.to(leaf.device_mesh.device_type)
         plain: Any = DTensor(local, leaf._spec, requires_grad=False)  # type: ignore[no-untyped-call, call-arg, unused-ignore]
-        copies.append((leaf, as_sharded(plain, leaf.__dict__.get(_READS), leaf.__dict__.get(_NAME))))
-        return copies[-1][1]
+        return as_sharded(plain, leaf.__dict__.get(_READS), leaf.__dict__.get(_NAME))
 
-    there = tree_map(moved, (args, kwargs))
+    def written(original: Sharded, copy: Any) -> None:
+        original._local_tensor.copy_(copy._local_tensor)
+
+    return _on_others(func, args, kwargs, moved, written)
+
+
+def _on_others(
+    func: Any, args: Any, kwargs: Any, other: Callable[[Any], Any], written: Callable[[Sharded, Any], None]
+) -> Any:
+    """The result of an operation on other tensors in the place of its arguments.
+
+    Args:
+        func, args, kwargs: the operation.
+        other: gives what takes the place of a tensor, or that tensor itself; called once for each.
+        written: called with each of ours that the operation has written to, and what took its place.
+    """
+    others: list[tuple[Any, Any]] = []
+
+    def replaced(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for original, copy in others:
+            if original is leaf:
+                return copy
+        others.append((leaf, other(leaf)))
+        return others[-1][1]
+
+    there = tree_map(replaced, (args, kwargs))
     result = func(*there[0], **there[1])
-    names = [argument.name for argument in func._schema.arguments]
-    for argument, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        info = func._schema.arguments[names.index(argument)].alias_info
-        if info is None or not info.is_write:
-            continue
-        for leaf in tree_leaves(value):
-            for original, copy in copies:
-                if original is leaf:
-                    original._local_tensor.copy_(copy._local_tensor)
-    return tree_map(lambda leaf: next((original for original, copy in copies if copy is leaf), leaf), result)
+    for leaf in _written(func, args, kwargs):
+        if isinstance(leaf, Sharded) and (copy := replaced(leaf)) is not leaf:
+            written(leaf, copy)
+    return tree_map(lambda leaf: next((original for original, copy in others if copy is leaf), leaf), result)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
 
 
 def sharded_as(value: Any, master: Tensor) -> Any:
@@ -395,6 +448,102 @@ def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharde
     if not all(isinstance(leaf, DTensor) for leaf in leaves):
         return result
     return tree_map(lambda value: _everywhere(value, first) if isinstance(value, Tensor) else value, result)
+
+
+def _on_whole_values(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The result of an operation that is done on whole values. Of what it writes to each rank keeps its part."""
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        if isinstance(leaf, Sharded):
+            return _whole(leaf, name)
+        with torch.no_grad(), _dispatched():
+            return full_value(leaf)
+
+    def written(original: Sharded, value: Tensor) -> None:
+        placement, mesh = original.placements[0], original.device_mesh
+        if isinstance(placement, Shard):
+            rows, first = Shard.local_shard_size_and_offset(
+                original.shape[placement.dim], mesh.size(), mesh.get_local_rank()
+            )
+            original._local_tensor.copy_(value.narrow(placement.dim, first, rows))
+        elif isinstance(placement, Partial):
+            replicated = _everywhere(value, original)
+            original._local_tensor, original._spec = value, replicated._spec
+        if (piece := original.__dict__.get(_PIECE)) is not None:
+            piece.write()
+
+    return _on_others(func, args, kwargs, whole, written)
+
+
+class _Piece:
+    """What a view of other ranks' rows is a view of, see [Note: pieces].
+
+    Args:
+        origin: the tensor that the view is one of.
+        view: the same view, on meta, of a contiguous tensor of the origin's shape.
+        value: the view's values, on every rank the whole of them; code that writes to the view writes to this.
+    """
+
+    def __init__(self, origin: Sharded, view: Tensor, value: Tensor) -> None:
+        self._origin, self._view = origin, view
+        self._value = value.detach()  # code may give the view itself another shape in place
+
+    def write(self) -> None:
+        """Copies the values to the rows of the origin that this rank holds."""
+        places = torch.zeros(self._view.shape, dtype=torch.int64, device=self._value.device)
+        places += self._view.storage_offset()
+        for dim, (size, stride) in enumerate(zip(self._view.shape, self._view.stride(), strict=True)):
+            steps = torch.arange(size, device=places.device) * stride
+            places += steps.view([size if d == dim else 1 for d in range(places.dim())])
+        origin, values = self._origin, self._value.reshape(-1)
+        index = list(torch.unravel_index(places.view(-1), origin.shape))
+        placement, mesh = origin.placements[0], origin.device_mesh
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            rows, first = Shard.local_shard_size_and_offset(origin.shape[dim], mesh.size(), mesh.get_local_rank())
+            ours = (index[dim] >= first) & (index[dim] < first + rows)
+            index, values = [one[ours] for one in index], values[ours]
+            index[dim] -= first
+        local = origin._local_tensor
+        local[tuple(index)] = values.to(local.device)
+        torch.autograd.graph.increment_version(local)
+        if (piece := origin.__dict__.get(_PIECE)) is not None:
+            piece.write()
+
+
+def _with_pieces(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """The result of an operation; where it is a view that shares no memory with its origin, it knows its piece."""
+    if not func.is_view or not isinstance(origin := args[0], Sharded):
+        return result
+    storage, piece = origin._local_tensor.untyped_storage()._cdata, origin.__dict__.get(_PIECE)
+    views: list[Tensor] | None = None
+    for number, leaf in enumerate(tree_leaves(result)):
+        if not isinstance(leaf, Sharded):
+            continue
+        if leaf._local_tensor.untyped_storage()._cdata == storage:
+            if piece is not None:
+                leaf.__dict__[_PIECE] = piece
+            continue
+        if views is None:
+            views = tree_leaves(func(torch.empty(origin.shape, dtype=origin.dtype, device="meta"), *args[1:], **kwargs))
+        leaf.__dict__[_PIECE] = _Piece(origin, views[number], leaf._local_tensor)
+    return result
+
+
+def _is_by_element(func: Any, name: str) -> bool:
+    """Whether the operation computes each element from those at the same place, except for comparisons."""
+    if name in _COMPARES:
+        return False
+    return torch.Tag.pointwise in func.tags or name in _BY_ELEMENT or name.startswith("_foreach")
+
+
+def _beside(leaf: Any, like: Sharded) -> Any:
+    """A full tensor as one that is computed with beside ``like``; anything else as it is. A number stays a number."""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.dim() == 0:
+        return leaf
+    return _everywhere(leaf, like)
 
 
 def _is_part(value: DTensor) -> bool:

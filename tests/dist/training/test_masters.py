@@ -108,6 +108,45 @@ def _scale_gradients(model: nn.Module) -> None:
     model.layers[1].up.weight.grad = None
 
 
+def _write_rows(model: nn.Module) -> None:
+    """Parts of parameters, most of them of rows that another rank holds: see [Note: pieces]."""
+    first, second, third, fourth, *_ = _weights(model)
+    first.data[0].zero_()
+    second.data[-2:].mul_(0.5)
+    third.data.view(-1)[3:17] = 0.02
+    fourth.data[fourth.data.abs() < 0.05] = 0.0
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data[-1] = 0.9
+    with torch.no_grad():
+        first[1:3] = 0.01
+        second[torch.tensor([0, 3], device=second.device)] = 0.03
+        third.add_(torch.full((third.shape[1],), 0.01, device=third.device))
+        fourth[:, 2].fill_(0.04)
+        model.head.weight[2] = 0.05
+    model.embedding.weight.data[4].zero_()
+
+
+def _write_rows_of_gradients(model: nn.Module) -> None:
+    first, second, third, *_ = _weights(model)
+    model.embedding.weight.grad[:3] = 0
+    model.head.weight.grad[-1].zero_()
+    second.grad[[0, 2]] *= 0.5
+    third.grad.mul_(torch.linspace(0, 1, third.numel(), device=third.device).view(third.shape))
+    third.grad = third.grad * torch.linspace(0, 2, third.shape[1], device=third.device)
+    first.grad[:, 1] = 0.01
+    for parameter in model.layers[0].parameters():
+        parameter.grad[torch.arange(len(parameter), device=parameter.device) % 2 == 0] = 0.0
+
+
+def _write_rows_in_the_step(model: nn.Module) -> None:
+    with torch.no_grad():
+        first, second, *_ = _weights(model)
+        first.data[0].zero_()
+        second[-1].mul_(0.5)
+        model.head.weight.data[1].zero_()
+
+
 def _hooked(model: nn.Module) -> list[Any]:
     def hook(parameter: Tensor) -> None:
         parameter.grad.mul_(0.5)
@@ -117,9 +156,11 @@ def _hooked(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class Works:
-    """``step`` runs inside the step, ``after`` between backward and the optimizer, ``between`` after the optimizer."""
+    """``step`` and then ``inside`` run inside the step, ``after`` between it and the optimizer's, ``between`` after
+    the optimizer's."""
 
     step: User = lambda model, batch, backward: backward(engines.token_loss(model, batch))
+    inside: Callable[[nn.Module], None] = _nothing
     after: Callable[[nn.Module], None] = _nothing
     between: Callable[[nn.Module], None] = _nothing
 
@@ -134,6 +175,9 @@ WORKS = {
     "load": Works(between=_load),
     "gradients": Works(after=_scale_gradients),
     "clamp before the step": Works(after=_clamp),
+    "rows": Works(between=_write_rows),
+    "rows of gradients": Works(after=_write_rows_of_gradients),
+    "rows in the step": Works(inside=_write_rows_in_the_step),
 }
 
 
@@ -143,6 +187,7 @@ def _reference(case: Works, twin: nn.Module) -> None:
     for number in range(STEPS):
         for batches in data:
             case.step(twin, batches[number], lambda loss: (loss / models.world()).backward())
+        case.inside(twin)
         case.after(twin)
         optimizer.step()
         optimizer.zero_grad()
@@ -162,6 +207,7 @@ def _train(case: Works, model: nn.Module, stage: int, scope: Any) -> None:
         for number in range(STEPS):
             with engine.training_step():
                 case.step(model, data[number], backward)
+                case.inside(model)
             case.after(model)
             optimizer.step()
             optimizer.zero_grad()
@@ -341,12 +387,6 @@ def _other_dtype(model: nn.Module, batch: Tensor, backward: Backward) -> None:
     model.head.weight.data = torch.zeros(models.VOCABULARY, 10, dtype=torch.bfloat16)
 
 
-def _mixed(model: nn.Module, batch: Tensor, backward: Backward) -> None:
-    with torch.no_grad():
-        model.layers[0].up.weight.add_(torch.zeros(10, device=models.device()))  # through the module: full
-        _weights(model)[1].add_(torch.zeros(10, device=models.device()))  # one row, which no shard has
-
-
 def _func_grad(model: nn.Module, batch: Tensor, backward: Backward) -> None:
     torch.func.grad(lambda x: model.layers[0](x).sum())(torch.ones(2, 10))
 
@@ -374,7 +414,6 @@ RAISES: dict[str, tuple[User, tuple[str, ...]]] = {
     "added": (_added, ("`head.bias` was added", "configure_model")),
     "cast": (_cast, ("`head.weight`", "torch.float16", "configure_model")),
     "other dtype": (_other_dtype, ("`head.weight`", "torch.bfloat16", "nn.Parameter(value)", "configure_model")),
-    "mixed": (_mixed, ("`layers.0.up.weight`", "strategy.full_parameters")),
     "torch.func.grad": (_func_grad, ("torch.func", "strategy.full_parameters")),
     "torch.func.vmap": (_func_vmap, ("torch.func", "`head.weight`", "strategy.full_parameters")),
     "torch.func.jvp": (_func_jvp, ("torch.func", "strategy.full_parameters")),
