@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile.checkpoint.directory import on_all_ranks
 from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.layout import on_the_wire
 from lightning_zerocompile.sharding.module_swap import PARAMETERS
 from lightning_zerocompile.sharding.pretrained import INDEX, SINGLE, saved_tensors
 
@@ -102,10 +103,15 @@ def _files(tensors: Mapping[str, tuple[Tensor, torch.dtype]], limit: int) -> dic
 
 
 def _value(tensor: Tensor, dtype: torch.dtype, keep: bool) -> Tensor | None:
-    """The whole value on the CPU where ``keep``; collective."""
+    """The whole value on the CPU where ``keep``, of what is not sharded rank 0's; collective."""
     value = tensor.detach()
     if isinstance(value, DTensor):
         value = full_value(value, dtype=dtype if dtype.itemsize < value.dtype.itemsize else None)  # less to move
+    elif value.numel() and dist.get_world_size() > 1:
+        value = value.contiguous().clone()
+        kinds = [device.type for device in dist.distributed_c10d._get_default_group()._device_types]
+        value = value if value.device.type in kinds else value.to(kinds[0])  # after a fit the module may be on the CPU
+        dist.broadcast(on_the_wire(value), src=0)
     # a copy: the next step may write to the module's own memory while a thread still reads it
     return value.to(device="cpu", dtype=dtype, copy=True).contiguous() if keep else None
 

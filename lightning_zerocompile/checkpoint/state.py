@@ -100,7 +100,9 @@ def _is_same(value: Any, master: Tensor) -> bool:
     """Whether an entry of a state dict is the master itself, and not a value that a hook has made of it."""
     if not isinstance(value, DTensor) or not isinstance(master, DTensor) or value.dtype != master.dtype:
         return False
-    return value._local_tensor.data_ptr() == master._local_tensor.data_ptr()
+    one, other = value._local_tensor, master._local_tensor  # the storage itself: without rows all addresses are 0
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.storage_offset() == other.storage_offset() and value.shape == master.shape
 
 
 def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
