@@ -293,7 +293,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer of the sharded module, in the same form as :meth:`get_module_state_dict`."""
-        if self._engine is None or optimizer not in self._optimizers:
+        if self._engine is None or not self._has(optimizer):
             return super().get_optimizer_state(optimizer)
         return self._checkpoints.optimizer_state(optimizer)
 
@@ -323,7 +323,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
                 f"state_dict_type='sharded' saves the module that was set up: the state must hold it once, and holds "
                 f"it {len(modules)} times. Use state_dict_type='full' for anything else."
             )
-        optimizers = [key for key, value in state.items() if value in self._optimizers]
+        optimizers = [key for key, value in state.items() if self._has(value)]
         rest = {key: value for key, value in converted.items() if key not in (modules[0], *optimizers)}
         return {
             "state_dict": converted[modules[0]],
@@ -352,11 +352,15 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
                 state[key] = value
         return loaded
 
+    def _has(self, thing: Any) -> bool:
+        """Whether this is an optimizer of the sharded module."""
+        return any(optimizer is thing for optimizer in self._optimizers)
+
     def _restore(self, thing: Any, value: Any, strict: bool) -> bool:
         """Loads ``value`` into ``thing`` if that has a state; returns whether it has one."""
         if isinstance(thing, nn.Module):
             self.load_module_state_dict(thing, value, strict)
-        elif isinstance(thing, Optimizer) and thing in self._optimizers:
+        elif self._has(thing):
             self._checkpoints.load_optimizers([thing], [value])
             self.engine.steps.restored()
         elif hasattr(thing, "load_state_dict"):
