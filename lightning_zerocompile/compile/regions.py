@@ -21,7 +21,7 @@ from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.autocast import forward_of
 from lightning_zerocompile.sharding.module_swap import PARAMETERS, REGION, Seen
 from lightning_zerocompile.sharding.parameter import StepState
-from lightning_zerocompile.sharding.unsharded import unwatch
+from lightning_zerocompile.sharding.unsharded import plain_inputs
 
 if TYPE_CHECKING:
     from lightning_zerocompile.runtime.core import Runtime as Core
@@ -110,8 +110,7 @@ class Region:
         hooked = self.compiled and has_hooks(self.inside)
         compiled = self.compiled and not hooked
         if compiled:
-            for value in (*args, *kwargs.values()):
-                unwatch(value)
+            args, kwargs = plain_inputs(args, kwargs)
         reads = self.core.enter(self.units, self.trusted)
         self.step_state.depth += 1
         try:

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.sharding import float8
-from lightning_zerocompile.sharding.module_swap import BASE, CAST, INPUTS, ISLAND, PARAMETERS, TRACED, ClassCache
-from lightning_zerocompile.sharding.parameter import Core, ShardedParameter
+from lightning_zerocompile.sharding.module_swap import BASE, CAST, INPUTS, ISLAND, PARAMETERS, ClassCache
+from lightning_zerocompile.sharding.parameter import TRACED, Core, ShardedParameter
 
 STEPS = 2  # training steps that are watched before the ranks agree
 

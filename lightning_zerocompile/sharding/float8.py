@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
-from lightning_zerocompile.sharding.module_swap import BASE, CAST, TRACED
+from lightning_zerocompile.sharding.module_swap import BASE, CAST
+from lightning_zerocompile.sharding.parameter import TRACED
 
 DTYPE = torch.float8_e4m3fn
 

@@ -40,13 +40,14 @@ as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # context: masters are
 _PROPERTIES = ("__get__", "__set__", "__delete__")
 _GRAD: Any = Tensor.grad  # the property itself; torch's stub types it as the value
 _GRAD_DTYPE: Any = Tensor.grad_dtype
+_REQUIRES_GRAD: Any = Tensor.requires_grad
 _COMPUTED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _DESCRIBING = frozenset(  # answered by the shard's DTensor
     {
     "size", "stride", "dim", "ndimension", "numel", "nelement", "storage_offset", "element_size", "is_contiguous",
     "is_floating_point", "is_complex", "is_signed", "data_ptr", "type", "get_device", "is_inference", "is_pinned",
     "is_shared", "has_names", "untyped_storage", "storage", "__len__", "_typed_storage", "__repr__", "__format__",
-    "__hash__", "__deepcopy__", "__reduce_ex__", "requires_grad_", "retain_grad", "detach", "is_same_size",
+    "__hash__", "__deepcopy__", "__reduce_ex__", "retain_grad", "is_same_size",
     "dim_order", "register_post_accumulate_grad_hook"
     }
 )  # fmt: skip
@@ -92,8 +93,8 @@ class Master(Sharded):
                 args, kwargs = tree_map(sharded.like_master, (args, kwargs))
             try:
                 result = func(*args, **kwargs)
-                if changes:  # a write through `data` changes no version
-                    torch.autograd.graph.increment_version(sharded.master)
+                if changes:  # a write through `data` changes no version, and one of a list only that of the first
+                    torch.autograd.graph.increment_version(_masters_of(written))
                 return result
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):
@@ -102,6 +103,8 @@ class Master(Sharded):
                     f"`{name}` mixes parameter `{sharded.name}`, of which this rank holds a shard, with full tensors. "
                     "Do it inside `with strategy.full_parameters(module) as values:`, which gives full values by name."
                 ) from error
+
+    data = Tensor.data  # `_HANDLERS` have what reads and sets it
 
     # Optimizers ask every parameter for `grad` several times a step; `__torch_function__` would take five times as long
     @property  # type: ignore[override, misc, unused-ignore]
@@ -212,6 +215,12 @@ def _parameter_of(arguments: Any) -> ShardedParameter | None:
     return None
 
 
+def _masters_of(arguments: Any) -> list[Tensor]:
+    """The masters in the arguments; of what is the ``data`` of one, that master."""
+    records = [leaf.__dict__[PARAMETER]() for leaf in tree_leaves(arguments) if isinstance(leaf, Master)]
+    return [record.master for record in records if record is not None]
+
+
 def is_in_place(name: str) -> bool:
     """Whether a function or method of this name writes to its first argument, by torch's convention or Python's."""
     return name.strip("_") in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
@@ -252,7 +261,15 @@ def _get_data(master: Tensor) -> Tensor:
     sharded: ShardedParameter | None = master.__dict__[PARAMETER]()
     if sharded is not None:
         adopt_master(data, sharded)
+        sharded.give_out(data)
     return data
+
+
+def _detach(master: Tensor) -> Tensor:
+    detached = Tensor.detach(master)
+    if (sharded := _parameter_of(master)) is not None:
+        sharded.give_out(detached)
+    return detached
 
 
 def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
@@ -310,8 +327,18 @@ def set_data(master: Tensor, value: Tensor) -> None:
             "after the model was sharded. Put a new parameter there (`module.weight = nn.Parameter(value)`), or change "
             "it in `configure_model` or `setup`, before `fit` shards the model."
         )
+    for given in sharded.given_out():
+        if given is not value and given is not master:
+            _part(given)
     with torch.no_grad():
         master.copy_(sharded.like_master(value))
+
+
+def _part(given: Any) -> None:
+    """Gives what user code has of a master's ``data`` memory of its own: in torch it keeps the values that it had."""
+    given._local_tensor = given._local_tensor.detach().clone()
+    given.__dict__.pop(PARAMETER, None)
+    given.__class__ = Sharded
 
 
 def _set_grad_dtype(master: Tensor, value: torch.dtype | None) -> None:
@@ -364,6 +391,17 @@ def refuse_input(sharded: ShardedParameter) -> NoReturn:
     )
 
 
+def _set_requires_grad(master: Tensor, value: bool) -> None:
+    _REQUIRES_GRAD.__set__(master, value)
+    if (sharded := _parameter_of(master)) is not None:
+        sharded.show_to_compilers()
+
+
+def _requires_grad(master: Tensor, requires_grad: bool = True) -> Tensor:
+    _set_requires_grad(master, requires_grad)
+    return master
+
+
 def _iterate(master: Tensor) -> Iterable[Tensor]:
     sharded = _parameter_of(master)
     value = sharded.read(master) if sharded is not None and sharded.step_state.in_step else None
@@ -372,9 +410,12 @@ def _iterate(master: Tensor) -> Iterable[Tensor]:
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: refuse_hook,
+    Tensor.detach: _detach,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     _GRAD_DTYPE.__set__: _set_grad_dtype,
+    _REQUIRES_GRAD.__set__: _set_requires_grad,
+    Tensor.requires_grad_: _requires_grad,
     Tensor.__iter__: _iterate,
     torch.autograd.grad: _grad,
     torch.autograd.backward: _backward,

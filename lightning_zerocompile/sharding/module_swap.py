@@ -32,7 +32,7 @@ from lightning_zerocompile.sharding.master import (
     keep_hooks,
     release_master,
 )
-from lightning_zerocompile.sharding.parameter import Core, ShardedParameter
+from lightning_zerocompile.sharding.parameter import TRACED, Core, ShardedParameter
 from lightning_zerocompile.sharding.replaced import Changes
 from lightning_zerocompile.sharding.sharded import refuse_left
 from lightning_zerocompile.sharding.unsharded import sharded_of
@@ -44,7 +44,6 @@ INPUTS = "_zerocompile_inputs"  # the handle of the hook that casts what the mod
 
 ISLAND = "_zerocompile_island"  # the `forward` of a module that computes in float32, see [Note: float32 islands]
 PARAMETERS = "_zerocompile_parameters"
-TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, the arguments of the operator `gather`
 CAST = TRACED + "cast:"  # + name: the source of the traced gather of the cast, an empty tensor of its dtype
 BASE = "_zerocompile_base"
 CLASSES = "_zerocompile_classes"  # the :class:`ClassCache` that has made the class
@@ -247,6 +246,16 @@ def _ignore_flat_weights(self: nn.RNNBase, value: object) -> None:
     """RNNs cache their weights in a list. A sharded one reads them anew, so the list is dropped."""
 
 
+class _Unheard:
+    """Keeps the classes that are made here from their base's ``__init_subclass__``, as of a registry of layers.
+
+    It has no ``__slots__``: an object cannot be given a class of another layout.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
 class ClassCache:
     """Makes one subclass per class, parameter names and forward: equal modules keep equal types, and share code."""
 
@@ -300,7 +309,10 @@ class ClassCache:
             namespace["forward"] = namespace["_zerocompile_forward"] = forward
         if issubclass(base, nn.RNNBase):
             namespace["_flat_weights"] = property(_flat_weights, _ignore_flat_weights)
-        return type(base.__name__, (base,), namespace)
+        owner = next(one for one in base.__mro__ if "__init_subclass__" in one.__dict__)
+        if owner.__module__ in ("builtins", "typing"):
+            return type(base.__name__, (base,), namespace)
+        return type(base.__name__, (_Unheard, base), namespace)
 
 
 KEPT = "_zerocompile_kept"

@@ -36,6 +36,9 @@ FUNCTORCH = (
 )
 
 
+TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, the arguments of the operator `gather`
+
+
 class Unbound(Protocol):
     """The kind of a gradient that is not bound to its master: its name is "REDUCED", "SUM" or "EARLY".
 
@@ -121,6 +124,7 @@ class ShardedParameter:
     places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)  # modules that have it, and its name
     renewed: nn.Parameter | None = None  # what took its place by `p.data = value`, see [Note: other layouts]
     shares_source: bool = False  # whether ``source`` has this value during a use only, see [Note: fixed places]
+    given: list[weakref.ref[Tensor]] = field(default_factory=list)  # what user code got of the master's memory
     on_host: bool = False  # whether ``local`` is in host memory, see [Note: masters in host memory]
 
     @property
@@ -150,7 +154,7 @@ class ShardedParameter:
         value = self.core.read(self.index, self.handle, requires_grad, cast)
         if cast is not None:
             return value
-        watched = requires_grad and self.step_state.depth == 0
+        watched = requires_grad and self.step_state.depth == 0 and torch.is_grad_enabled()
         return as_unsharded(value, self, watched)
 
     def traced(self) -> tuple[Tensor, Tensor, tuple[int, ...], torch.dtype | None]:
@@ -202,9 +206,34 @@ class ShardedParameter:
             if not exact:
                 self.widen()
 
+    def show_to_compilers(self) -> None:
+        """After the parameter was frozen or unfrozen inside a step: what is compiled and runs next sees it.
+
+        Between steps the next one does this, see ``refresh_all`` in module_swap.py. In a step a block sees what is in
+        it, see :class:`~lightning_zerocompile.sharding.module_swap.Seen`, but not a layer that it only uses; and users
+        may have compiled something themselves.
+        """
+        if not self.step_state.in_step:
+            return
+        for held, name in self.places:
+            module = held()
+            if module is not None and TRACED + name in module.__dict__:
+                module.__dict__[TRACED + name] = self.traced()
+        self.step_state.changes += 1
+
     def require_grad(self, value: bool) -> None:
         """Freezes or unfreezes the parameter, from the next forward on."""
         self.master.requires_grad_(value)
+
+    def give_out(self, value: Tensor) -> None:
+        """Notes that user code got ``value``, the master's ``data`` or what ``detach`` gives."""
+        self.given = [one for one in self.given if one() is not None]
+        self.given.append(weakref.ref(value))
+
+    def given_out(self) -> list[Tensor]:
+        """What is left of what was given out. It is forgotten here: the master gets other values now."""
+        given, self.given = [one() for one in self.given], []
+        return [value for value in given if value is not None]
 
     def renew(self, value: Tensor) -> None:
         """Puts a parameter of another shape in the place of this one, in all modules that have it.

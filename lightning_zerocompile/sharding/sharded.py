@@ -55,6 +55,7 @@ _LIBRARY: Any = torch.library.Library  # untyped
 # The libraries by namespace; the rules are removed when these objects are freed.
 _RULES = {name: _LIBRARY(name, "FRAGMENT") for name in ("aten", "c10d")} if _BY_RULES else {}
 
+_DATA: Any = Tensor.data  # the property itself; torch's stub types it as the value
 _READS = "_zerocompile_reads"  # compares the ranks before a read; None: the strategy is gone
 _ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when the tensor is made zero in place
 _NAME = "_zerocompile_name"  # the name of a parameter that a failed run has left as a shard
@@ -72,6 +73,7 @@ _ADDS = frozenset(  # see [Note: sums in half precision]
 _REDUCES = frozenset(  # these compute this rank's part of the result, without communication
     {"norm", "linalg_vector_norm", "sum", "max", "min", "amax", "amin", "prod", "any", "all", "count_nonzero"}
 )
+_OVER_ALL = _ADDS | _REDUCES | {"var", "std", "var_mean", "std_mean"}  # an empty list of dimensions means all of them
 _MAKES = frozenset(
     {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones",
@@ -83,7 +85,17 @@ _UNKNOWN = (  # DTensor has no rule for an operation
 )  # fmt: skip
 _BY_ELEMENT = frozenset({"copy_", "fill_", "masked_fill", "masked_fill_"})  # of these torch does not say so
 _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", "isclose"})
-_NEEDS_ELEMENTS = frozenset({"max", "min", "amax", "amin", "aminmax", "norm", "linalg_vector_norm", "_foreach_norm"})
+_NEEDS_ELEMENTS = frozenset(
+    {
+    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "norm", "linalg_vector_norm", "_foreach_norm"
+    }
+)  # fmt: skip
+_DRAWS = frozenset(  # these draw random numbers in the shape of their first argument, and do not read it
+    {
+    "rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_", "cauchy_",
+    "exponential_", "geometric_", "log_normal_"
+    }
+)  # fmt: skip
 
 _LEFT = (
     "Parameter `{}` is a shard (a DTensor): a former run of this model raised, so it could not be made whole again "
@@ -124,6 +136,10 @@ class Sharded(DTensor):
         name = func._schema.name.removeprefix("aten::")
         if name == "_local_scalar_dense":
             return func(_whole(args[0], "item"))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return _draw(func, name, args, kwargs, ours[0])
+        if name in _OVER_ALL and len(args) > 1 and args[1] == []:  # DTensor would leave out the other ranks
+            args = (args[0], list(range(args[0].dim())), *args[2:])
         others = [tensor for tensor in tensors if not isinstance(tensor, Sharded)]
         numbers = all(tensor.dim() == 0 for tensor in ours) and not any(isinstance(other, DTensor) for other in others)
         written = _written(func, args, kwargs)
@@ -133,10 +149,14 @@ class Sharded(DTensor):
             return _on_whole_values(func, name, args, kwargs)
         alike = reads is None or reads.all_alike
         mixes = not alike and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in ours))
-        if others and mixes and _is_by_element(func, name):  # see [Note: full tensors]
-            if any(leaf is other for leaf in written for other in others):
+        if others and mixes and (written or _is_by_element(func, name)):  # see [Note: full tensors]
+            if not _is_by_element(func, name) or any(leaf is other for leaf in written for other in others):
                 return _on_whole_values(func, name, args, kwargs)
             args, kwargs = tree_map(lambda leaf: _beside(leaf, ours[0]), (args, kwargs))
+        if name == "_foreach_copy_":  # DTensor knows `copy_` only
+            for target, source in zip(args[0], args[1], strict=True):
+                torch.ops.aten.copy_.default(target, source)
+            return None
         if name in _NEEDS_ELEMENTS and any(map(_is_empty_somewhere, ours)):
             args, kwargs = tree_map(_replicated, (args, kwargs))
         elif not func._schema.is_mutable and not _keeps_parts(name, kwargs) and any(map(_is_part, ours)):
@@ -162,8 +182,12 @@ class Sharded(DTensor):
                 call = leaf.__dict__.get(_ZEROED)
                 if call is not None and (drop := call()) is not None:
                     drop()
+        if name.startswith("_foreach") and written:  # of a list of DTensors torch itself raises no version
+            torch.autograd.graph.increment_version(written)
         if name.endswith("_") and isinstance(args[0], DTensor):
             return args[0]
+        if name in ("detach", "alias") and isinstance(result, DTensor):  # a write to its rows counts as one to these
+            result._local_tensor = args[0]._local_tensor
         result = _with_pieces(func, args, kwargs, tree_map(lambda leaf: as_sharded(leaf, reads, left), result))
         return tree_map(mark_on_host, result) if on_host else result
 
@@ -229,6 +253,26 @@ class Sharded(DTensor):
             return super().full_tensor(grad_placements=grad_placements)
         whole: Tensor = _whole(self, "full_tensor")
         return whole
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override, unused-ignore]
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copies ``value``, a full tensor or a DTensor of this shape and dtype, to the rows."""
+        if isinstance(value, DTensor):
+            local, own = value._local_tensor, self._local_tensor
+            if (local.dtype, local.device) != (own.dtype, own.device):  # as `module.half()` and `module.cpu()` set it
+                _DATA.__set__(self, value)
+                return
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise RuntimeError(
+                f"`data` of {_what(self)}, in {self.dtype}, was set to a tensor of shape {tuple(value.shape)} in "
+                f"{value.dtype}: it takes only values of its own shape and dtype."
+            )
+        with torch.no_grad():
+            self.copy_(value)
 
     # ---- copies ----
 
@@ -436,14 +480,7 @@ def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharde
     The result is a :class:`Sharded`, which mixes with others, if all arguments are DTensors; else an ordinary tensor.
     """
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, Sharded) or not isinstance(value, DTensor):
-            return _whole(value, name)
-        with torch.no_grad(), _dispatched():
-            return full_value(value)
-
-    args, kwargs = tree_map(whole, (args, kwargs))
+    args, kwargs = tree_map(partial(_whole_of_any, what=name), (args, kwargs))
     result = func(*args, **kwargs)
     if not all(isinstance(leaf, DTensor) for leaf in leaves):
         return result
@@ -452,29 +489,61 @@ def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharde
 
 def _on_whole_values(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The result of an operation that is done on whole values. Of what it writes to each rank keeps its part."""
+    return _on_others(func, args, kwargs, partial(_whole_of_any, what=name), _keep_part)
+
+
+def _whole_of_any(leaf: Any, what: str) -> Any:
+    """The detached full value of any DTensor; anything else as it is."""
+    if isinstance(leaf, Sharded) or not isinstance(leaf, DTensor):
+        return _whole(leaf, what)
+    with torch.no_grad(), _dispatched():
+        return full_value(leaf)
+
+
+def _keep_part(original: Sharded, value: Tensor) -> None:
+    """Takes over what was written to ``value``, the full value of ``original``."""
+    placement = original.placements[0]
+    if isinstance(placement, Shard):
+        original._local_tensor.copy_(value.narrow(placement.dim, *_rows_of(original)))
+    elif isinstance(placement, Partial):
+        original._local_tensor, original._spec = value, _everywhere(value, original)._spec
+    elif value.data_ptr() != original._local_tensor.data_ptr():
+        original._local_tensor.copy_(value)
+    if (piece := original.__dict__.get(_PIECE)) is not None:
+        piece.write()
+
+
+def _draw(func: Any, name: str, args: Any, kwargs: Any, first: Sharded) -> Any:
+    """The result of an operation that draws random numbers, see [Note: random numbers] in random_numbers.py."""
 
     def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, DTensor):
-            return leaf
-        if isinstance(leaf, Sharded):
-            return _whole(leaf, name)
-        with torch.no_grad(), _dispatched():
-            return full_value(leaf)
+        if leaf is args[0] and name in _DRAWS:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf._local_tensor.device)
+        return _whole_of_any(leaf, name)
 
-    def written(original: Sharded, value: Tensor) -> None:
-        placement, mesh = original.placements[0], original.device_mesh
-        if isinstance(placement, Shard):
-            rows, first = Shard.local_shard_size_and_offset(
-                original.shape[placement.dim], mesh.size(), mesh.get_local_rank()
-            )
-            original._local_tensor.copy_(value.narrow(placement.dim, first, rows))
-        elif isinstance(placement, Partial):
-            replicated = _everywhere(value, original)
-            original._local_tensor, original._spec = value, replicated._spec
-        if (piece := original.__dict__.get(_PIECE)) is not None:
-            piece.write()
+    result = _on_others(func, args, kwargs, whole, _keep_part)
+    if func._schema.is_mutable:
+        return result
+    return tree_map(lambda value: _rows_like(value, first) if isinstance(value, Tensor) else value, result)
 
-    return _on_others(func, args, kwargs, whole, written)
+
+def _rows_like(value: Tensor, like: Sharded) -> Any:
+    """This rank's rows of a full tensor as a :class:`Sharded`; one of another shape than ``like`` is on every rank."""
+    if value.shape != like.shape or not isinstance(like.placements[0], Shard):
+        return _everywhere(value, like)
+    local = value.narrow(like.placements[0].dim, *_rows_of(like)).clone()
+    rows = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+    return as_sharded(rows, like.__dict__.get(_READS))
+
+
+def _rows_of(value: DTensor) -> tuple[int, int]:
+    """Of a tensor with sharded rows, the first of this rank's rows and how many they are."""
+    placement: Any = value.placements[0]
+    mesh = value.device_mesh
+    rows, first = Shard.local_shard_size_and_offset(value.shape[placement.dim], mesh.size(), mesh.get_local_rank())
+    return first, rows
 
 
 class _Piece:
@@ -493,16 +562,15 @@ class _Piece:
     def write(self) -> None:
         """Copies the values to the rows of the origin that this rank holds."""
         places = torch.zeros(self._view.shape, dtype=torch.int64, device=self._value.device)
-        places += self._view.storage_offset()
+        places += int(self._view.storage_offset())
         for dim, (size, stride) in enumerate(zip(self._view.shape, self._view.stride(), strict=True)):
             steps = torch.arange(size, device=places.device) * stride
             places += steps.view([size if d == dim else 1 for d in range(places.dim())])
         origin, values = self._origin, self._value.reshape(-1)
         index = list(torch.unravel_index(places.view(-1), origin.shape))
-        placement, mesh = origin.placements[0], origin.device_mesh
+        placement = origin.placements[0]
         if isinstance(placement, Shard):
-            dim = placement.dim
-            rows, first = Shard.local_shard_size_and_offset(origin.shape[dim], mesh.size(), mesh.get_local_rank())
+            dim, (first, rows) = placement.dim, _rows_of(origin)
             ours = (index[dim] >= first) & (index[dim] < first + rows)
             index, values = [one[ours] for one in index], values[ours]
             index[dim] -= first

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zerocompile.sharding.master import (
     PARAMETER,
@@ -129,13 +129,25 @@ def as_unsharded(value: Tensor, sharded: ShardedParameter, watched: bool = False
 skip_code(as_unsharded.__code__)  # as for the getter that calls it, Dynamo must not compile it as a frame of its own
 
 
-def unwatch(value: object) -> None:
-    """Stops watching ``value``, a :class:`Watched`, before compiled code gets it and traces the interception in vain.
+def plain_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of compiled code with views that are ordinary tensors in the place of gathered values.
 
-    Any other object stays as it is.
+    Code that torch has traced takes no tensors of other classes; the interception of a :class:`Watched` would be traced
+    in vain.
     """
-    if type(value) is Watched:
-        value.__class__ = Unsharded  # type: ignore[assignment, unused-ignore]
+    if all(type(value) is Tensor for value in args) and not kwargs:
+        return args, kwargs
+    if not any(isinstance(leaf, Unsharded) for leaf in tree_leaves((args, kwargs))):
+        return args, kwargs
+    plain: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(_plain, (args, kwargs))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Unsharded):
+        return value
+    with as_plain_tensors():
+        return value.view_as(value)
 
 
 def master_of(value: Tensor) -> Tensor:

@@ -147,6 +147,45 @@ def _write_rows_in_the_step(model: nn.Module) -> None:
         model.head.weight.data[1].zero_()
 
 
+def _write_lists(model: nn.Module) -> None:
+    """Lists of parameters of several units, as torch's averages and fused code of users write them."""
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        torch._foreach_mul_(parameters, 0.95)
+        torch._foreach_copy_(parameters[:2], [p * 0.9 for p in parameters[:2]])
+    torch._foreach_mul_([p.detach() for p in parameters], 0.95)
+    torch._foreach_mul_([p.data for p in parameters], 0.95)
+
+
+def _write_data_of_gradients(model: nn.Module) -> None:
+    """Also noise, of which all ranks draw the same, and the mean over no dimension, which is that over all."""
+    torch.manual_seed(7)
+    for parameter in model.parameters():
+        parameter.grad.data = parameter.grad.data * 0.5
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+        parameter.grad.add_(torch.zeros_like(parameter.grad).uniform_(), alpha=0.01)
+        parameter.grad.sub_(parameter.grad.mean(dim=()))
+
+
+def _write_states(model: nn.Module) -> None:
+    """Through a state dict, after a read of the module's attribute."""
+    assert model.head.weight.shape
+    for value in model.state_dict().values():
+        value.detach().mul_(0.9)
+
+
+def _swap(model: nn.Module) -> None:
+    """As averages are swapped in and out: what was taken from ``data`` keeps its values."""
+    for take in (lambda p: p.data, lambda p: p.detach()):
+        kept = [take(p) for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = torch.ones_like(parameter.data)
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            parameter.data = value
+    for parameter in model.parameters():
+        parameter.data.mul_(0.95)
+
+
 def _hooked(model: nn.Module) -> list[Any]:
     def hook(parameter: Tensor) -> None:
         parameter.grad.mul_(0.5)
@@ -177,6 +216,10 @@ WORKS = {
     "clamp before the step": Works(after=_clamp),
     "rows": Works(between=_write_rows),
     "rows of gradients": Works(after=_write_rows_of_gradients),
+    "lists": Works(between=_write_lists),
+    "data of gradients": Works(after=_write_data_of_gradients),
+    "states": Works(between=_write_states),
+    "swap": Works(between=_swap),
     "rows in the step": Works(inside=_write_rows_in_the_step),
 }
 
