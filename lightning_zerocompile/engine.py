@@ -156,6 +156,9 @@ class Engine:
         )
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype, islands)
+            held = [(one, one.original()) for one in self.runtime.sharded_parameters]
+            self._held = [one for one, original in held if original is not None and original.grad is None]
+            del held
             move_buffers(model.modules(), device)
             self.buffers.broadcast()
             self.regions = Regions(self.runtime, config)
@@ -277,7 +280,7 @@ class Engine:
     def forward(self) -> Iterator[None]:
         """Around one forward of a loop that does not say where its steps begin; several may belong to one backward."""
         if not torch.is_grad_enabled():
-            with self.evaluation_step():
+            with self.evaluation_step(fitting=True):
                 yield
         elif self.windows.is_open or self.runtime.core.unequal():  # there their numbers may differ between ranks
             with self.runtime.forward(), self._user_code():
@@ -443,9 +446,27 @@ class Engine:
             self.steps.backward_failed()
             raise
         self.runtime.core.finish_backward()
+        self._refuse_held()
         if self.runtime.activations is not None:
             self.runtime.activations.settle()
         self.end_backward()
+
+    def _refuse_held(self) -> None:
+        """Refuses a loss that used a parameter as it was before the model was sharded, which somebody still holds.
+
+        Raises:
+            RuntimeError: names the parameter and the remedy.
+        """
+        self._held = [sharded for sharded in self._held if sharded.original() is not None]
+        for sharded in self._held:
+            if (original := sharded.original()) is not None and original.grad is not None:
+                original.grad = None
+                raise RuntimeError(
+                    f"The loss uses parameter `{sharded.name}` by a reference from before the model was sharded (a "
+                    "list that `__init__` or `setup` has made?). That tensor is not trained: it keeps the values from "
+                    f"before. Read `{sharded.name}` from the module in the step, or take it from `parameters()` in "
+                    "`configure_optimizers`."
+                )
 
     def end_backward(self) -> None:
         """After a backward or a window: see [Note: optimizer in backward]."""

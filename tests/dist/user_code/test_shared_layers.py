@@ -1,0 +1,102 @@
+"""Parameters and layers that code uses past the module that holds them: as arguments, from lists, from registries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zerocompile import ZeroCompileStrategy
+from tests.support import engines, models
+from tests.support.harness import on_ranks
+from tests.support.parity import AOT, CELLS, EAGER, SCOPES, assert_trains_like_ddp
+
+WIDTH = 6
+
+
+class Registered(nn.Module):
+    """Its subclasses are registered by name, each once, as layers of some libraries are."""
+
+    names: list[str] = []  # noqa: RUF012
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__name__ in Registered.names:
+            raise ValueError(f"{cls.__name__} is registered twice")
+        Registered.names.append(cls.__name__)
+
+
+class Block(Registered):
+    """Uses a layer and a parameter that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, layer: nn.Module, bias: Tensor, pair: list[Tensor]) -> Tensor:
+        return x + torch.tanh(layer(self.own(x)) + bias) @ pair[0]
+
+
+class Sharing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, WIDTH] -> [rows, WIDTH]
+        for block in self.blocks:
+            x = block(x, self.shared, self.bias, [self.matrix])
+        return x
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def _frozen_in_between(model: Any, batch: Tensor) -> Tensor:
+    """The shared layer is trained by one part of the loss only."""
+    loss = _loss(model, batch)
+    model.shared.requires_grad_(False)
+    loss = loss + _loss(model, batch * 3)
+    model.shared.requires_grad_(True)
+    return loss
+
+
+def _data(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, WIDTH, generator=generator).to(models.device()) for _ in range(3)]
+
+
+@pytest.mark.parametrize("loss", [_loss, _frozen_in_between])
+@on_ranks()
+def test_blocks_use_what_they_are_given(loss: Any) -> None:
+    for stage, scope in CELLS:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        options = AOT if scope else EAGER
+        trained = assert_trains_like_ddp(Sharing(), stage, loss=loss, data=_data, lr=0.1, **options)
+        assert (trained.compiled.backward > 0) is bool(scope)
+
+
+class Listed(models.Module):
+    """The loss has a term over a list that was made before the model is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [p for p in self.model.parameters() if p.dim() == 2]
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return engines.token_loss(self.model, batch) + sum(p.square().sum() for p in self.weights)
+
+
+@SCOPES
+@on_ranks()
+def test_a_parameter_from_before_the_fit_is_refused_in_a_loss(scope: Any) -> None:
+    """It would be trained under DDP; here it is no parameter any more, and nothing would say so."""
+    strategy = ZeroCompileStrategy(stage=3, **(AOT if scope else EAGER))
+    with pytest.raises(RuntimeError, match=r"parameter `model\.\S+` by a reference from before the model was sharded"):
+        models.make_trainer(strategy, max_steps=2).fit(Listed(), models.Batches(models.rank()))
