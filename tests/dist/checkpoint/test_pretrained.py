@@ -172,6 +172,22 @@ def test_out_as_from_pretrained_reads_it(ranks: Ranks, tmp_path: Path, stage: in
 
 
 @on_ranks()
+def test_buffers_in_files_are_rank_0s(tmp_path: Path) -> None:
+    """Each rank writes files, and has statistics of its own data."""
+    torch.manual_seed(0)
+    layers = [nn.BatchNorm1d(4) for _ in range(4)]
+    model = nn.Sequential(*layers).to(models.device())
+    model(torch.randn(8, 4, device=models.device()) + models.rank())
+    expected = torch.stack([layer.get_buffer("running_mean") for layer in layers])
+    dist.broadcast(expected, 0)
+    exports.export(model, tmp_path, None, 16)
+    files = [safetensors.torch.load_file(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    found = {name: value for file in files for name, value in file.items()}
+    assert len(files) > models.world()
+    assert torch.equal(torch.stack([found[f"{n}.running_mean"] for n in range(4)]), expected.cpu())
+
+
+@on_ranks()
 def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
