@@ -100,3 +100,19 @@ def test_a_parameter_from_before_the_fit_is_refused_in_a_loss(scope: Any) -> Non
     strategy = ZeroCompileStrategy(stage=3, **(AOT if scope else EAGER))
     with pytest.raises(RuntimeError, match=r"parameter `model\.\S+` by a reference from before the model was sharded"):
         models.make_trainer(strategy, max_steps=2).fit(Listed(), models.Batches(models.rank()))
+
+
+@on_ranks()
+def test_torchs_fast_path_in_evaluation() -> None:
+    """nn.TransformerEncoder leaves out padded positions, and asks whether its weights are plain tensors before."""
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2).eval()
+        x, padded = torch.randn(2, 5, WIDTH), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+        with torch.no_grad():
+            expected = model(x, src_key_padding_mask=padded)
+        assert expected[1, 3:].abs().sum() == 0  # the fast path ran
+        with engines.engine(model, stage, **EAGER) as engine, engine.evaluation_step(), torch.no_grad():
+            found = model(x.to(engines.place()), src_key_padding_mask=padded.to(engines.place()))
+        assert torch.allclose(found.cpu(), expected, atol=1e-6), stage
