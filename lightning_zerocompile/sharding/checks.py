@@ -209,9 +209,10 @@ def check_devices(model: nn.Module) -> None:
 
 SHARD = (
     "This rank holds a shard of each parameter, a DTensor, and `grad` is a DTensor, too. `with "
-    "strategy.full_parameters(module) as values:` gives full values by name. A tensor that is added to a gradient, or "
-    "that it is multiplied by (noise, a mask of rows), must have the gradient's layout: `torch.randn_like(p.grad)` has "
-    "it, and `torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements)` gives it."
+    "strategy.full_parameters(module) as values:` gives full values by name. In an optimizer's step a tensor that is "
+    "added to a gradient, or that it is multiplied by (noise, a mask of rows), must have the gradient's layout: "
+    "`torch.randn_like(p.grad)` has it, and `torch.distributed.tensor.distribute_tensor(value, p.device_mesh, "
+    "p.placements)` gives it."
 )
 
 
