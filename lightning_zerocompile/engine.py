@@ -156,9 +156,7 @@ class Engine:
         )
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype, islands)
-            held = [(one, one.original()) for one in self.runtime.sharded_parameters]
-            self._held = [one for one, original in held if original is not None and original.grad is None]
-            del held
+            self._held = [p for p in self.runtime.sharded_parameters if getattr(p.original(), "grad", None) is None]
             move_buffers(model.modules(), device)
             self.buffers.broadcast()
             self.regions = Regions(self.runtime, config)

@@ -21,6 +21,7 @@ _IN_PLACE = frozenset(
     {"normal_", "uniform_", "random_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"}
 )
 _LIKE = frozenset({"randn_like", "rand_like", "randint_like"})
+DRAWN_IN_SHAPE = _IN_PLACE | _LIKE  # in the shape of their first argument, which they do not read
 _OF = frozenset({"bernoulli", "normal", "poisson", "multinomial", "dropout", "dropout_", "alpha_dropout"})
 _SCRATCH = frozenset({"empty_like", "new_empty"})  # where those schemes of torch.nn.init draw that need several draws
 

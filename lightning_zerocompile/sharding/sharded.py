@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from typing_extensions import override
 
 from lightning_zerocompile.sharding.full_values import ON_HOST, full_value
+from lightning_zerocompile.sharding.random_numbers import DRAWN_IN_SHAPE
 
 if TYPE_CHECKING:
     from lightning_zerocompile.ranks.consistency import Reads
@@ -76,7 +77,7 @@ _REDUCES = frozenset(  # these compute this rank's part of the result, without c
 _OVER_ALL = _ADDS | _REDUCES | {"var", "std", "var_mean", "std_mean"}  # an empty list of dimensions means all of them
 _MAKES = frozenset(
     {
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones",
     "new_empty", "new_full", "new_empty_strided", "copy_", "fill_", "zero_"
     }
 )  # fmt: skip
@@ -88,12 +89,6 @@ _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", 
 _NEEDS_ELEMENTS = frozenset(
     {
     "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "norm", "linalg_vector_norm", "_foreach_norm"
-    }
-)  # fmt: skip
-_DRAWS = frozenset(  # these draw random numbers in the shape of their first argument, and do not read it
-    {
-    "rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_", "cauchy_",
-    "exponential_", "geometric_", "log_normal_"
     }
 )  # fmt: skip
 
@@ -237,8 +232,7 @@ class Sharded(DTensor):
             return repr(self._local_tensor.detach())
         what, rank = f"of shape {tuple(self.shape)}", f"rank {mesh.get_local_rank()} of {mesh.size()}"
         if isinstance(placement, Shard):
-            length, here = self.shape[placement.dim], mesh.get_local_rank()
-            count, first = Shard.local_shard_size_and_offset(length, mesh.size(), here)
+            first, count = _rows_of(self)
             rows = f"{first}:{first + count}"
             part = f"holds [{', '.join([':'] * placement.dim + [rows])}] of it"
         else:
@@ -517,7 +511,7 @@ def _draw(func: Any, name: str, args: Any, kwargs: Any, first: Sharded) -> Any:
     """The result of an operation that draws random numbers, see [Note: random numbers] in random_numbers.py."""
 
     def whole(leaf: Any) -> Any:
-        if leaf is args[0] and name in _DRAWS:
+        if leaf is args[0] and name in DRAWN_IN_SHAPE:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf._local_tensor.device)
         return _whole_of_any(leaf, name)
 
