@@ -191,11 +191,11 @@ void Gathers::come_apart(std::function<void()> meet) {
 
 // [Note: in-place gather] Each rank casts its master straight into its own rows of the result, and the collective
 // runs in place on it: no second copy of the shard in the model's dtype, nothing to unpack afterwards.
-// `restores`: an older forward saw the same values. `full`: what is gathered anew must be exact. `checked`: the ranks
-// know that they gather the same.
-void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool checked) {
+// `full`: what is gathered anew must be exact. `checked`: the ranks know that they gather the same.
+void Gathers::launch(const Units& units, Way way, bool full, bool checked) {
   const auto* const where = way == Way::Back ? " in backward" : " in forward";
   RECORD_USER_SCOPE(text("zerocompile: gather ", registry_.names_of(units), where));
+  for (auto index : units) write_back_all(registry_.units()[index]);  // what user code has written to resident values
   const bool inner = has_secondary(units, way, full);
   const bool scales = unequal_ ? take_turn(units, full) : !inner && needs_scales(units, full);
   if (!unequal_ && !checked) check_order(units, way, full, inner);
@@ -219,7 +219,7 @@ void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool
       }
       if (inner) follow_secondary(unit);
     }
-    start(units, restores, inner, started);
+    start(units, inner, started);
   } catch (...) {
     give_up(units, started);
     throw;
@@ -238,10 +238,10 @@ void Gathers::launch(const Units& units, Way way, bool restores, bool full, bool
 }
 
 // Into the units' memory. `started`: see [Note: unfinished launches].
-void Gathers::start(const Units& units, bool restores, bool inner, std::vector<Pending>& started) {
+void Gathers::start(const Units& units, bool inner, std::vector<Pending>& started) {
   Lane::Launch launch(lane_, started);
   RowsByDtype calls, unmoved;
-  for (auto index : units) add_rows(registry_.units()[index], restores, inner, calls, unmoved);
+  for (auto index : units) add_rows(registry_.units()[index], inner, calls, unmoved);
   for (const auto& [dtype, call] : unmoved) fill_rows(call);
   if (!unequal_) sequence_.add_run(units.size());
   if (inner) move_inside(calls, launch);
@@ -330,7 +330,7 @@ void Gathers::masters_written(const Units& units) {
 
 // Adds a unit's rows to the collectives of a gather. Once that is started its values count as those that the masters
 // have now. `inner`: its rows are the secondary shards.
-void Gathers::add_rows(const Unit& unit, bool restores, bool inner, RowsByDtype& calls, RowsByDtype& unmoved) {
+void Gathers::add_rows(const Unit& unit, bool inner, RowsByDtype& calls, RowsByDtype& unmoved) {
   auto& state = of(unit);
   state.updated = false;
   std::set<at::ScalarType> dtypes;
@@ -348,8 +348,9 @@ void Gathers::add_rows(const Unit& unit, bool restores, bool inner, RowsByDtype&
       if (placed != placed_.end()) rows.placed = placed->second;
       (moves ? calls : unmoved)[dtype].push_back(std::move(rows));
     }
-    const bool changes = !(restores || state.stale) || v.gathered_version != p.version();
-    if (changes) v.value.unsafeGetTensorImpl()->bump_version();  // an older forward's backward must see it
+    if (v.gathered_version != p.version()) {  // an older forward's backward must see it
+      v.value.unsafeGetTensorImpl()->bump_version();
+    }
     v.value_version = static_cast<int64_t>(v.value._version());
     v.gathered_version = p.version();
     const auto bytes = static_cast<int64_t>(v.full.nbytes());
@@ -372,7 +373,7 @@ void Gathers::gather_in_runs(const Units& units, bool full) {
   const bool padded = peers_ != nullptr;
   if (!unequal_) check_order(units, Way::Forth, full, /*inner=*/false);
   for (const auto& run : registry_.runs_of(units, merge_bytes_, padded)) {
-    launch(run, Way::Forth, /*restores=*/false, full, /*checked=*/true);
+    launch(run, Way::Forth, full, /*checked=*/true);
   }
 }
 
@@ -483,7 +484,7 @@ void Gathers::acquire(const Unit& unit, Phase phase, int64_t needed, bool full) 
                      "rank ", registry_.global_rank(), ". Read it in the forward, or after the backward"));
     if (phase != Phase::Backward && unit.lifetime == Lifetime::Use && !unequal_) questions_.ask_outside(unit.name);
     drop(unit);
-    launch({unit.index}, way, /*restores=*/false, full);
+    launch({unit.index}, way, full);
   }
   if (unit.lifetime == Lifetime::Use) demanded(way, unit.index);
 }

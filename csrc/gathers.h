@@ -163,6 +163,7 @@ class Gathers {
   int64_t parameter_of(const Tensor& value) const;  // -1: it is none's
   void write_back();
   void write_back(const Units& units);
+  void write_back_parameter(int64_t parameter);
 
   // all at once
   void refresh(const Units& units);
@@ -221,13 +222,13 @@ class Gathers {
   void await(const Unit& unit);
   void acquire(const Unit& unit, Phase phase, int64_t needed, bool full = false);
   bool current(const Unit& unit, int64_t needed, bool full) const;
-  void launch(const Units& units, Way way, bool restores = false, bool full = false, bool checked = false);
-  void start(const Units& units, bool restores, bool inner, std::vector<Pending>& started);
+  void launch(const Units& units, Way way, bool full = false, bool checked = false);
+  void start(const Units& units, bool inner, std::vector<Pending>& started);
   void move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch);
   void move_inside(RowsByDtype& calls, Lane::Launch& launch);
   Tensor rows_of(const Parameter& p) const;
   void give_up(const Units& units, const std::vector<Pending>& started);
-  void add_rows(const Unit& unit, bool restores, bool inner, RowsByDtype& calls, RowsByDtype& unmoved);
+  void add_rows(const Unit& unit, bool inner, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const Units& units, bool full);
   Units in_order(const Units& units, const Units& order) const;
   void check_order(const Units& units, Way way, bool full, bool inner);

@@ -29,7 +29,7 @@ void Gathers::lend(const Units& indices) {
       if (!whole) {
         if (!unequal_) questions_.ask_outside(unit.name);
         drop(unit);
-        launch({index}, Way::Forth, /*restores=*/false, /*full=*/true);
+        launch({index}, Way::Forth, /*full=*/true);
       }
       await(unit);
       for (auto i : unit.parameters) {
@@ -68,7 +68,7 @@ void Gathers::take_back(const Units& indices, bool keep, bool together) {
       if (unit.lifetime == Lifetime::Use && !held_ && state.open_modules <= 0 && state.graph_uses == 0) {
         drop(unit);
       } else if (together) {
-        launch({indices[done]}, Way::Forth, /*restores=*/!keep);
+        launch({indices[done]}, Way::Forth);
       } else {
         state.stale = true;
       }

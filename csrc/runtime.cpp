@@ -299,6 +299,11 @@ void Runtime::write_back() {
   gathers_.write_back();
 }
 
+void Runtime::write_back_parameter(int64_t parameter) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  gathers_.write_back_parameter(parameter);
+}
+
 std::vector<int64_t> Runtime::unit_order() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   return reductions_.unit_order();

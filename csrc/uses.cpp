@@ -208,6 +208,15 @@ void Gathers::write_back(const Units& units) {
   for (auto index : units) write_back_all(registry_.unit(index));
 }
 
+// Before somebody reads or writes the master itself.
+void Gathers::write_back_parameter(int64_t index) {
+  if (registry_.is_shut_down()) return;
+  const auto& p = registry_.parameter(index);
+  if (p.unit < 0 || !of(p).full.defined() || !may_be_written(p)) return;
+  await(registry_.units()[p.unit]);
+  write_back(p);
+}
+
 void Gathers::write_back_all(const Unit& unit) {
   if (!of(unit).resident) return;
   await(unit);

@@ -51,6 +51,7 @@ _DESCRIBING = frozenset(  # answered by the shard's DTensor
     "dim_order", "register_post_accumulate_grad_hook"
     }
 )  # fmt: skip
+_COPYING = frozenset({"__repr__", "__format__", "__deepcopy__", "__reduce_ex__"})  # of these, what reads the values
 _IN_PLACE = frozenset(  # functions of the module ``operator``; their methods have two underscores on each side
     {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
@@ -71,13 +72,17 @@ class Master(Sharded):
                 return handler(*args, **kwargs)
             name = getattr(func, "__name__", "")
             if random_numbers.are_drawn(func, name):
+                _take_writes((args, kwargs))
                 masters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Master)]
                 return random_numbers.draw(func, name, masters, _parameter_of(masters), _whole, args, kwargs)
             scheme = random_numbers.scheme(name, sys._getframe(1))
             if scheme:
                 random_numbers.refuse(scheme, _parameter_of(args[0]))
+            if name in _COPYING:
+                _take_writes(args)
             if name in _DESCRIBING or (name in _PROPERTIES and func not in _COMPUTED):
                 return func(*args, **kwargs)
+            _take_writes((args, kwargs))
             written = _written(name, args, kwargs)
             sharded = _parameter_of(written)
             changes = sharded is not None  # a master is written; else it is read, perhaps into a tensor of the user's
@@ -221,6 +226,15 @@ def _masters_of(arguments: Any) -> list[Tensor]:
     return [record.master for record in records if record is not None]
 
 
+def _take_writes(arguments: Any) -> None:
+    """Gives the masters in the arguments what user code has written to their gathered values, before they are used."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, Master):
+            sharded: ShardedParameter | None = leaf.__dict__[PARAMETER]()
+            if sharded is not None:
+                sharded.core.write_back_parameter(sharded.index)
+
+
 def is_in_place(name: str) -> bool:
     """Whether a function or method of this name writes to its first argument, by torch's convention or Python's."""
     return name.strip("_") in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
@@ -257,6 +271,7 @@ def refuse_hook(master: Tensor, *_: Any, **__: Any) -> NoReturn:
 
 
 def _get_data(master: Tensor) -> Tensor:
+    _take_writes(master)
     data: Tensor = Tensor.data.__get__(master)  # type: ignore[attr-defined]
     sharded: ShardedParameter | None = master.__dict__[PARAMETER]()
     if sharded is not None:
@@ -266,6 +281,7 @@ def _get_data(master: Tensor) -> Tensor:
 
 
 def _detach(master: Tensor) -> Tensor:
+    _take_writes(master)
     detached = Tensor.detach(master)
     if (sharded := _parameter_of(master)) is not None:
         sharded.give_out(detached)
@@ -327,6 +343,7 @@ def set_data(master: Tensor, value: Tensor) -> None:
             "after the model was sharded. Put a new parameter there (`module.weight = nn.Parameter(value)`), or change "
             "it in `configure_model` or `setup`, before `fit` shards the model."
         )
+    _take_writes(master)
     for given in sharded.given_out():
         if given is not value and given is not master:
             _part(given)

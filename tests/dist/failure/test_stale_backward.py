@@ -164,7 +164,20 @@ def _bias(at: Session) -> None:
     at.step()
 
 
-LEGAL = {"abandoned": _abandoned, "interleaved": _interleaved, "data": _data, "bias": _bias}
+def _other(at: Session) -> None:
+    """A parameter that this backward does not read is written by its own optimizer, and read again in a forward.
+
+    It is in one unit with others that the backward does read.
+    """
+    loss = at.loss(at.data[1])
+    with torch.no_grad():
+        dict(at.model.named_parameters())["shift"].add_(0.5)
+    at.backward(at.loss(at.data[2]))
+    at.backward(loss)
+    at.step()
+
+
+LEGAL = {"abandoned": _abandoned, "interleaved": _interleaved, "data": _data, "bias": _bias, "other": _other}
 
 
 def _reference(name: str, twin: nn.Module) -> None:

@@ -186,6 +186,27 @@ def _swap(model: nn.Module) -> None:
         parameter.data.mul_(0.95)
 
 
+def _write_both(model: nn.Module) -> None:
+    """By a module's attribute, and then to another parameter of its unit, or to the same one; reads see both."""
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        model.layers[1].up.weight.mul_(0.5)
+        named["layers.1.up.bias"].add_(0.1)
+        model.head.weight.mul_(0.5)
+        named["head.weight"].mul_(0.9)
+        model.layers[2].up.weight.mul_(2.0)
+        named["layers.2.up.weight"].mul_(0.2 + 0.1 * float(named["layers.2.up.weight"].norm()))
+        model.layers[2].down.weight.fill_(0.03)
+        named["layers.2.norm.bias"].copy_(named["layers.2.down.weight"].detach()[:, 0])
+    model.layers[0].down.weight.data.mul_(0.7)
+    named["layers.0.norm.weight"].data = torch.full_like(named["layers.0.norm.weight"].data, 0.8)
+    model.embedding.weight.data.mul_(0.6)
+    named["embedding.weight"].data.mul_(0.9)
+    torch.manual_seed(3)
+    model.layers[0].up.weight.data.mul_(0.7)
+    named["layers.0.up.weight"].data.add_(0.05 * torch.randn_like(named["layers.0.up.weight"].data))
+
+
 def _hooked(model: nn.Module) -> list[Any]:
     def hook(parameter: Tensor) -> None:
         parameter.grad.mul_(0.5)
@@ -220,6 +241,8 @@ WORKS = {
     "data of gradients": Works(after=_write_data_of_gradients),
     "states": Works(between=_write_states),
     "swap": Works(between=_swap),
+    "both": Works(between=_write_both),
+    "both in the step": Works(inside=_write_both),
     "rows in the step": Works(inside=_write_rows_in_the_step),
 }
 
