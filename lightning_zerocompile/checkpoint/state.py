@@ -35,17 +35,59 @@ def _full(value: Any, keep: bool) -> Any:
     return whole.to("cpu", copy=shared)  # a 0-dim value shares its memory, and would change with the next step
 
 
+_NOTHING = object()
+
+
+class NamesOnly(dict[str, Any]):
+    """A model's state on a rank that does not keep its values.
+
+    [Note: states of other ranks] Under DDP ``on_save_checkpoint`` finds the model's state on all ranks. Here rank 0
+    alone has it. What goes over the state finds nothing on the other ranks. What names an entry (``del``, ``pop``,
+    ``in``, ``[...]``) finds it there as on rank 0: a tensor on the meta device. That has a size and a dtype, and raises
+    where its values are read.
+
+    Args:
+        state: the state whose names, sizes and dtypes are known.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._known = {
+            name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._known
+
+    def __missing__(self, name: str) -> Any:
+        return self._known[name]
+
+    def __delitem__(self, name: str) -> None:
+        self.pop(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name, self._known.get(name, default))
+
+    def pop(self, name: str, *default: Any) -> Any:
+        known = self._known.pop(name, _NOTHING)
+        if super().__contains__(name) or known is _NOTHING:
+            return super().pop(name, *default)
+        return known
+
+
 def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
     """The module's ``state_dict`` with full tensors, one after the other; collective over the shard group.
 
     Args:
         module: sharded or not.
-        keep: whether this rank keeps the values (on the CPU); the others only take part.
+        keep: whether this rank keeps the values (on the CPU); the others only take part, and get a :class:`NamesOnly`.
     """
     masters = dict(module.named_parameters(remove_duplicate=False))
     tied: dict[Tensor, Tensor] = {}  # tied parameters share one tensor, as in DDP's file
     state: dict[str, Any] = {}
-    for name, value in module.state_dict().items():
+    shown = module.state_dict()
+    for name, value in shown.items():
         master = masters.get(name)
         if master is None or not _is_same(value, master):
             state[name] = _full(value, keep)
@@ -53,7 +95,7 @@ def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
         if master not in tied:
             tied[master] = _full(value, keep)
         state[name] = tied[master]
-    return state if keep else {}
+    return state if keep else NamesOnly(shown)
 
 
 @contextmanager

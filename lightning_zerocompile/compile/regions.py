@@ -42,9 +42,9 @@ OVER_LIMIT = (
 )
 
 HOOKED = (
-    "`{}` ({}) runs eagerly as long as hooks are registered on a module inside it or on all modules: one compilation "
-    "serves all equal modules, and would call the hooks of none of them, or of all. Hooks on `{}` itself do not stop "
-    "it from being compiled. Equal modules are not reported again."
+    "`{}` ({}) runs eagerly as long as hooks are registered on a module that it calls or on all modules: one "
+    "compilation serves all equal modules, and would call the hooks of none of them, or of all. Hooks on `{}` itself "
+    "do not stop it from being compiled. Equal modules are not reported again."
 )
 
 
@@ -84,7 +84,7 @@ class Region:
     eager: Callable[..., Any]  # the class's forward
     run: Callable[..., Any]  # the same, compiled once for all equal regions
     seen: Seen = field(default_factory=lambda: Seen(()))  # of the modules inside that hold parameters
-    inside: list[nn.Module] = field(default_factory=list)  # all modules inside, but not the region itself
+    inside: list[nn.Module] = field(default_factory=list)  # all modules that it may call, but not the region itself
     trusted: bool = False  # its code is torch's own: it reads parameters and never writes to them
     regathers: bool = False  # its units are gathered again for its backward, see [Note: entry of backward]
     compiled: bool = False
@@ -107,7 +107,7 @@ class Region:
     def _run(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not self.seen.refresh():
             return _base(module).forward(module, *args, **kwargs)  # graphs know the module's own parameters only
-        hooked = self.compiled and has_hooks(self.inside)
+        hooked = self.compiled and (has_hooks(self.inside) or _is_given_hooks(args, kwargs))
         compiled = self.compiled and not hooked
         if compiled:
             args, kwargs = plain_inputs(args, kwargs)
@@ -159,6 +159,25 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     return False
 
 
+def _is_given_hooks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether hooks of the user's are on a module that a region is given as an argument."""
+    values = (*args, *kwargs.values()) if kwargs else args
+    return any(isinstance(value, nn.Module) and has_hooks(value.modules()) for value in values)
+
+
+def _called_by(module: nn.Module) -> list[nn.Module]:
+    """The modules inside, and those that they hold in lists, tuples or dicts, which torch does not register."""
+    inside = dict.fromkeys(module.modules())
+    for inner in list(inside):
+        for held in vars(inner).values():
+            values = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else ()
+            for value in values:
+                if isinstance(value, nn.Module) and module not in (others := set(value.modules())):  # not its parent
+                    inside |= dict.fromkeys(others)
+    del inside[module]
+    return list(inside)
+
+
 def _is_users(hook: Callable[..., Any]) -> bool:
     return (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "lightning_zerocompile")
 
@@ -184,7 +203,7 @@ class Regions:
         gathers each parameter where it is used."""
         core, compiled, eager = self._runtime.core, bool(self._config.compile), forward_of(module)
         region = Region(name, core, units, eager, eager, compiled=compiled)
-        region.inside = list(module.modules())[1:]
+        region.inside = _called_by(module)
         region.seen = Seen([inner for inner in module.modules() if PARAMETERS in inner.__dict__])
         region.checkpointed = bool(units) and bool(self._config.activation_checkpointing)
         region.offload = self._runtime.activations if units else None
@@ -216,7 +235,7 @@ class Regions:
             return
         self._warned.add(kind)
         if hooked:
-            text, reason = HOOKED.format(name, base.__name__, name), "hooks are registered on a module inside it."
+            text, reason = HOOKED.format(name, base.__name__, name), "hooks are registered on a module that it calls."
         elif refused is None:
             broken = f"torch.compile broke its graph ({code.broken})" if code.broken else _SKIPPED
             text, reason = EAGER.format(name, base.__name__, broken), f"{broken}."

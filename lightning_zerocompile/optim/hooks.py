@@ -30,9 +30,11 @@ from lightning_zerocompile.optim.supported import (
 )
 from lightning_zerocompile.optim.taken_over import (
     give_back,
+    is_whole,
     keep_on_host,
     move,
     rename,
+    sharded_states,
     take_masters,
     written_by_updates,
 )
@@ -238,10 +240,14 @@ class OptimizerSteps:
 
         watched = MethodType(step, optimizer)
         optimizer.step = watched  # type: ignore[method-assign]
-        hook = optimizer.register_step_pre_hook(self._refuse_unwatched)
+        hooks = [
+            optimizer.register_step_pre_hook(self._refuse_unwatched),
+            optimizer.register_load_state_dict_post_hook(self._shard_loaded),
+        ]
 
         def restore() -> None:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
             if vars(optimizer).get("step") is not watched:
                 return  # somebody else has wrapped our wrapper: it stays, and lets every step pass from now on
             if mine is None:
@@ -250,6 +256,15 @@ class OptimizerSteps:
                 optimizer.step = mine  # type: ignore[method-assign]
 
         return restore
+
+    def _shard_loaded(self, optimizer: Optimizer) -> None:
+        """After the user's own ``load_state_dict`` of a whole state: each rank keeps its rows."""
+        states = [(p, optimizer.state[p]) for p in masters_of(optimizer) if p in optimizer.state]
+        if not any(is_whole(kept, master) for master, state in states for kept in state.values()):
+            return
+        whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
+        for (master, _), state in zip(states, sharded_states(states, whole), strict=True):
+            optimizer.state[master] = state
 
     def _refuse_unwatched(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self._running:

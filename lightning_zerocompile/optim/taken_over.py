@@ -207,6 +207,11 @@ def _is_moment(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and parameter.dim() > 0
 
 
+def is_whole(value: Any, master: Tensor) -> bool:
+    """Whether a state tensor has all rows of a sharded parameter."""
+    return _is_moment(value, master) and isinstance(master, DTensor) and not isinstance(value, DTensor)
+
+
 def _sharded_state(name: str, value: Any, parameter: Tensor, moment: bool, whole: bool) -> Any:
     """One entry of :func:`sharded_states`.
 

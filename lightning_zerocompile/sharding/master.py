@@ -96,6 +96,9 @@ class Master(Sharded):
                 args, kwargs = tree_map(_full, (args, kwargs))
             else:
                 args, kwargs = tree_map(sharded.like_master, (args, kwargs))
+            if changes and _is_made_anew(written, args, kwargs):
+                with torch.no_grad():
+                    return written.copy_(sharded.like_master(_made(func, written, args, kwargs)))
             try:
                 result = func(*args, **kwargs)
                 if changes:  # a write through `data` changes no version, and one of a list only that of the first
@@ -135,6 +138,12 @@ class Master(Sharded):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def apply_(self, callable: Callable[[Any], Any]) -> Tensor:
+        _take_writes(self)
+        super().apply_(callable)
+        torch.autograd.graph.increment_version(_masters_of(self))
+        return self
 
     def __tensor_flatten__(self) -> Any:
         if torch._guards.TracingContext.try_get() is not None:
@@ -245,6 +254,20 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("out") is not None:
         return kwargs["out"]
     return args[0] if is_in_place(name) and args else None
+
+
+def _is_made_anew(written: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function such as ``torch.eye`` writes to one master (``out=``) what depends on no tensor."""
+    one = isinstance(written, Master) and written is kwargs.get("out")
+    return one and sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))) == 1
+
+
+def _made(func: Any, master: Master, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What such a function makes in the whole size."""
+    result: Tensor = func(
+        *args, **{**kwargs, "out": torch.empty(master.shape, dtype=master.dtype, device=master.device)}
+    )
+    return result
 
 
 def _whole(value: Any) -> Any:

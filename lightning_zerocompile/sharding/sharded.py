@@ -268,6 +268,14 @@ class Sharded(DTensor):
         with torch.no_grad():
             self.copy_(value)
 
+    def apply_(self, callable: Callable[[Any], Any]) -> Tensor:
+        """On each rank for its rows; torch has no implementation for a DTensor, and would end the process."""
+        if self.requires_grad:
+            raise RuntimeError("Can't call apply_() on Variable that requires grad. Use var.detach().apply_() instead.")
+        self._local_tensor.apply_(callable)
+        torch.autograd.graph.increment_version(self._local_tensor)
+        return self
+
     # ---- copies ----
 
     @override

@@ -162,7 +162,15 @@ class Hooks(models.Module):
         self.model.embedding.weight.requires_grad_(False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"].pop("model.embedding.weight", None)
+        state = checkpoint["state_dict"]
+        size = tuple(state["model.embedding.weight"].shape)  # on all ranks, as under DDP
+        assert "model.embedding.weight" in state and "else" not in state and state.get("else", 3) == 3
+        del state["model.embedding.weight"]
+        assert "model.embedding.weight" not in state and size == (models.VOCABULARY, 10)
+        with pytest.raises(KeyError):
+            del state["model.embedding.weight"]
+        state["model.layers.0.other"] = state.pop("model.layers.0.norm.bias")
+        state["model.layers.0.norm.bias"] = state.pop("model.layers.0.other")
         checkpoint["mine"] = {"mean": torch.ones(3)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -146,7 +146,7 @@ def _half_way(pair: _Pair) -> None:
     bad = dict(pair.model.named_parameters())["layers.1.norm.weight"]
     buffer = optimizer.state[bad].pop("momentum_buffer")
     optimizer.state[bad]["momentum_buffer"] = torch.zeros(7, 5, 3, device=engine.device)
-    with pytest.raises(RuntimeError, match="size|shape"):
+    with pytest.raises(RuntimeError, match=r"size|shape"):
         engine.step(optimizer, lambda: None)
     optimizer.state[bad]["momentum_buffer"] = buffer
     left = {name for name, p in pair.model.named_parameters() if p.grad is not None}

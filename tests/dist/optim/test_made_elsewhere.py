@@ -97,6 +97,18 @@ def _is_back(module: Made, twin: Made) -> None:
                 assert kept == expected
 
 
+class Loads(Made):
+    """Loads a whole state into its optimizer when it is sharded already."""
+
+    def __init__(self, kind: str, state: Any) -> None:
+        super().__init__(kind)
+        self.loaded = state
+
+    def on_train_start(self) -> None:
+        self.optimizers().optimizer.load_state_dict(self.loaded)  # type: ignore[union-attr]
+        super().on_train_start()
+
+
 CELLS = [
     (1, "eager", "sgd"),
     (3, "aot_eager", "adamw"),
@@ -105,6 +117,22 @@ CELLS = [
     pytest.param(2, "eager", "adagrad", marks=pytest.mark.long),
     pytest.param(1, "aot_eager", "adamw", marks=pytest.mark.long),
 ]
+
+
+@pytest.mark.parametrize(("stage", "mode", "kind"), CELLS)
+@on_ranks()
+def test_user_code_loads_a_whole_state(stage: int, mode: str, kind: str) -> None:
+    before = Made(kind)
+    _warm(before)
+    state = copy.deepcopy(before.made.state_dict())
+    module, twin = Loads(kind, copy.deepcopy(state)), Made(kind)  # torch does not copy counters that it loads
+    twin.load_state_dict(module.state_dict())
+    twin.made.load_state_dict(state)
+    _fit(module, stage, 2, **(EAGER if mode == "eager" else AOT))
+    _plain(twin, 2)
+    assert module.taken and (kind == "adafactor" or (module.states and all(module.states)))
+    assert models.deviation(module, twin) <= 2e-6
+    _is_back(module, twin)
 
 
 @pytest.mark.parametrize(("stage", "mode", "kind"), CELLS)

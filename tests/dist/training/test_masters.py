@@ -186,6 +186,19 @@ def _swap(model: nn.Module) -> None:
         parameter.data.mul_(0.95)
 
 
+def _write_whole(model: nn.Module) -> None:
+    """By what writes all of a parameter and takes no tensor."""
+    first, second, third, *_ = _weights(model)
+    nn.init.eye_(first)
+    with torch.no_grad():
+        torch.linspace(-0.2, 0.2, len(model.layers[0].norm.weight), out=next(model.layers[0].norm.parameters()))
+        if second.device.type == "cpu":
+            second.detach().apply_(lambda value: 0.5 * value)
+            third.data.apply_(lambda value: value + 0.01)
+        else:
+            second.mul_(0.5)
+
+
 def _write_both(model: nn.Module) -> None:
     """By a module's attribute, and then to another parameter of its unit, or to the same one; reads see both."""
     named = dict(model.named_parameters())
@@ -241,6 +254,7 @@ WORKS = {
     "data of gradients": Works(after=_write_data_of_gradients),
     "states": Works(between=_write_states),
     "swap": Works(between=_swap),
+    "whole": Works(between=_write_whole),
     "both": Works(between=_write_both),
     "both in the step": Works(inside=_write_both),
     "rows in the step": Works(inside=_write_rows_in_the_step),

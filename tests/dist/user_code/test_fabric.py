@@ -48,21 +48,33 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 
 
+def _momenta() -> dict[str, Any]:
+    """The whole state of an optimizer that has made a step."""
+    model = models.ByteModel()
+    optimizer = _sgd(model)
+    engines.token_loss(model, torch.arange(models.LENGTH)[None] % models.VOCABULARY).backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks()
 def test_it_trains_as_fabric_s_ddp(stage: int, mode: str) -> None:
-    """The optimizer is made before the set-up at odd stages, and after it at even ones."""
+    """The optimizer is made before the set-up at odd stages, and after it at even ones. It loads a whole state."""
     ours, theirs = models.pair(models.ByteModel)
-    ddp = _fabric("ddp")
+    ddp, momenta = _fabric("ddp"), _momenta()
     clip = {"max_norm": 0.05} if mode == "eager" else {"clip_val": 0.01}
-    expected = _loop(ddp, *ddp.setup(theirs, _sgd(theirs)), **clip)
+    model, optimizer = ddp.setup(theirs, _sgd(theirs))
+    optimizer.load_state_dict(copy.deepcopy(momenta))  # torch does not copy what it loads
+    expected = _loop(ddp, model, optimizer, **clip)
     fabric = _fabric(ZeroCompileFabricStrategy(stage, **MODES[mode]))
     if stage % 2:
         model, optimizer = fabric.setup(ours, _sgd(ours))
     else:
         model = fabric.setup_module(ours)
         optimizer = fabric.setup_optimizers(_sgd(model))
+    optimizer.load_state_dict(momenta)
     norms = _loop(fabric, model, optimizer, **clip)
     stats, compiled = fabric.strategy.stats, fabric.strategy.compile_stats  # type: ignore[attr-defined]
     fabric.strategy.unshard()  # type: ignore[attr-defined]

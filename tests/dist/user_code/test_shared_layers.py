@@ -53,6 +53,30 @@ class Sharing(nn.Module):
         return x
 
 
+class Holder(nn.Module):
+    """Calls a layer that it holds in a list, so that torch does not count it to this module."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.others = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.others[0](self.own(x)))
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Holder(self.shared[0]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, WIDTH] -> [rows, WIDTH]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
@@ -66,19 +90,30 @@ def _frozen_in_between(model: Any, batch: Tensor) -> Tensor:
     return loss
 
 
+def _hooked_in_between(model: Any, batch: Tensor) -> Tensor:
+    """A hook on the shared layer comes and goes."""
+    loss = _loss(model, batch)
+    layer = model.shared if isinstance(model, Sharing) else model.shared[0]
+    handle = layer.register_forward_hook(lambda module, inputs, output: output * 2)
+    loss = loss + _loss(model, batch * 3)
+    handle.remove()
+    return loss + _loss(model, batch * 0.5)
+
+
 def _data(rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(4, WIDTH, generator=generator).to(models.device()) for _ in range(3)]
 
 
-@pytest.mark.parametrize("loss", [_loss, _frozen_in_between])
+@pytest.mark.parametrize("loss", [_loss, _frozen_in_between, _hooked_in_between])
+@pytest.mark.parametrize("model", [Sharing, Holding])
 @on_ranks()
-def test_blocks_use_what_they_are_given(loss: Any) -> None:
+def test_blocks_use_what_they_are_given(model: Any, loss: Any) -> None:
     for stage, scope in CELLS:
         torch.manual_seed(0)
         torch._dynamo.reset()
         options = AOT if scope else EAGER
-        trained = assert_trains_like_ddp(Sharing(), stage, loss=loss, data=_data, lr=0.1, **options)
+        trained = assert_trains_like_ddp(model(), stage, loss=loss, data=_data, lr=0.1, **options)
         assert (trained.compiled.backward > 0) is bool(scope)
 
 
