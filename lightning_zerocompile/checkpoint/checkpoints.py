@@ -61,10 +61,13 @@ class Checkpoints:
         self._sharded, self._full_param_optimizers, self._timeout = sharded, full_param_optimizers, timeout
         self.io = io
         # weak: masters that optimizers hold outlive the sharded model; this table must not keep the others alive
-        self._names: MutableMapping[Tensor, str] = {}
+        self._names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_names": {}}  # weak references cannot be pickled
+        return {name: value for name, value in self.__dict__.items() if name != "_names"}  # weak: it cannot be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= {**state, "_names": WeakTensorKeyDictionary()}
 
     @property
     def io(self) -> CheckpointIO:

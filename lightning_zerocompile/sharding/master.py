@@ -132,6 +132,8 @@ class Master(Sharded):
         with as_plain_tensors():
             sharded = self.__dict__[PARAMETER]()
             if sharded is not None:
+                if _takes_sum(self, sharded, value):
+                    return
                 sharded.core.drop_gradient(sharded.index)
             _GRAD.__set__(self, value)
 
@@ -333,6 +335,19 @@ def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
         return None
     value, kind = found
     return sharded.own_gradient(value, kind.name)  # type: ignore[no-any-return]
+
+
+def _takes_sum(master: Tensor, sharded: ShardedParameter, value: Tensor | None) -> bool:
+    """Whether ``value`` becomes this rank's own sum, which waits for its reduction and is what ``grad`` has given."""
+    if value is None or isinstance(value, DTensor) or _GRAD.__get__(master) is not None:
+        return False
+    found = sharded.core.unbound_gradient(sharded.index, True)
+    if found is None or found[1].name != "SUM" or found[0].shape != value.shape:
+        return False
+    if found[0].data_ptr() != value.data_ptr():
+        with torch.no_grad():
+            found[0].copy_(value)
+    return True
 
 
 def bound_gradient(master: Tensor) -> Tensor | None:

@@ -261,8 +261,7 @@ class Side(ABC):
 
     def do_write(self, op: Write) -> None:
         names = [name for name, p in self.net.named_parameters()]
-        name = "head.bias" if op.how == "attribute" else names[op.which % len(names)]
-        self.write(name, op.how)
+        self.write(names[op.which % len(names)], op.how)
 
     def do_save(self, op: Save) -> None:
         self.save()
@@ -271,6 +270,13 @@ class Side(ABC):
     def do_load(self, op: Load) -> None:
         if self.saved:
             self.load()
+
+
+def attribute_of(net: Net, name: str) -> Tensor:
+    """A parameter as the attribute of its module."""
+    path, _, last = name.rpartition(".")
+    value: Tensor = getattr(net.get_submodule(path), last)
+    return value
 
 
 def op_block(op: Backward, number: int) -> int:

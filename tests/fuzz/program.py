@@ -158,17 +158,17 @@ class Snap(Op):
 
 @dataclass(frozen=True)
 class Read(Op):
-    """Reads parameters, to be compared: by ``full_parameters``, from ``parameters()``, or from a module's attribute."""
+    """Reads parameters, to be compared: by ``full_parameters``, from ``parameters()``, or as modules' attributes."""
 
     how: Literal["full", "masters", "attribute"] = "full"
 
 
 @dataclass(frozen=True)
 class Write(Op):
-    """Halves a parameter's values."""
+    """Halves a parameter's values, by what :class:`Read` names, or by ``data``."""
 
     which: int = 0
-    how: Literal["full", "masters", "data", "attribute"] = "full"
+    how: Literal["full", "masters", "data", "attribute", "attribute_data"] = "full"
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,9 @@ _OPS: dict[str, st.SearchStrategy[Op]] = {
     "snap": st.just(Snap()),
     "read": st.builds(Read, how=st.sampled_from(("full", "masters", "attribute"))),
     "write": st.builds(
-        Write, which=st.integers(0, 9), how=st.sampled_from(("full", "masters", "data", "attribute"))
+        Write,
+        which=st.integers(0, 9),
+        how=st.sampled_from(("full", "masters", "data", "attribute", "attribute_data")),
     ),
     "save": st.sampled_from((Save(), Load())),
     "scale": st.just(Scale()),

@@ -182,8 +182,6 @@ class Reference(Side):
         return {name: None if p not in self.mean else self.mean[p].clone() for p, name in self.names.items()}
 
     def values(self, how: str) -> dict[str, Tensor | None]:
-        if how == "attribute":
-            return {"head.bias": self.net.head.bias.detach().clone()}
         return {name: p.detach().clone() for p, name in self.names.items()}
 
     def write(self, name: str, how: str) -> None:

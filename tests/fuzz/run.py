@@ -18,7 +18,7 @@ from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.fuzz import nets, reference
 from tests.fuzz.nets import Boom
-from tests.fuzz.play import Note, Side, make_optimizers
+from tests.fuzz.play import Note, Side, attribute_of, make_optimizers
 from tests.fuzz.program import Clip, Program, Step, Window, sums_early
 from tests.support import models
 
@@ -116,7 +116,7 @@ class Sharded(Side):
 
     def values(self, how: str) -> dict[str, Tensor | None]:
         if how == "attribute":
-            return {"head.bias": self.net.head.bias.detach().clone()}
+            return {name: attribute_of(self.net, name).detach().clone() for name, _ in self.net.named_parameters()}
         if how == "full":
             with self.strategy.full_parameters(self.net, writeback=False) as values:
                 return {name: values[name].detach().clone() for name, _ in self.net.named_parameters()}
@@ -129,7 +129,9 @@ class Sharded(Side):
             return
         with torch.no_grad():
             if how == "attribute":
-                self.net.head.bias.mul_(0.5)
+                attribute_of(self.net, name).mul_(0.5)
+            elif how == "attribute_data":
+                attribute_of(self.net, name).data.mul_(0.5)
             elif how == "data":
                 dict(self.net.named_parameters())[name].data.mul_(0.5)
             else:

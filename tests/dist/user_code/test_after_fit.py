@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import lightning as L
@@ -164,3 +166,16 @@ def test_noise_is_drawn_for_whole_gradients(stage: int, options: dict[str, Any])
     for module in (start, full, quiet):
         models.train(module, ZeroCompileStrategy(stage, **options), steps=2)
     assert models.deviation(start, full) <= 1e-6 < 1e-2 < models.deviation(start, quiet)
+
+
+@on_ranks()
+def test_a_model_that_was_only_validated_is_freed() -> None:
+    """Its trainer goes on with another one."""
+    first, data = models.Module(), models.Batches(models.rank(), 2)
+    trainer = models.make_trainer(ZeroCompileStrategy(1, **EAGER), max_steps=1)
+    trainer.validate(first, data, verbose=False)
+    held = [weakref.ref(parameter) for parameter in first.parameters()]
+    del first
+    trainer.validate(models.Module(), data, verbose=False)
+    gc.collect()
+    assert [reference() for reference in held if reference() is not None] == []

@@ -73,6 +73,33 @@ def test_grad_inside_a_window(stage: int) -> None:
             assert next(engine.model.parameters()).grad is bound
 
 
+@pytest.mark.parametrize(("stage", "where"), ((1, "window"), (3, "window"), (1, "accumulation")))
+@on_ranks()
+def test_what_waits_is_scaled(stage: int, where: str) -> None:
+    """Between two backwards, in place or by assignment, as under DDP in `no_sync`."""
+    with twins.pair(stage) as (engine, twin, _):
+        inside = engine.accumulation if where == "accumulation" else lambda: engine.windows.open("auto", None, None)
+
+        def scale(model: nn.Module) -> None:
+            first, second, *_ = model.parameters()
+            first.grad *= 0.5
+            second.grad = second.grad * 0.25
+
+        with engine.training_step():
+            with inside():
+                engines.backward(engine, twins.loss(engine.model, twins.mine(0)))
+                scale(engine.model)
+                if where == "window":
+                    engines.backward(engine, twins.loss(engine.model, twins.mine(1)))
+            if where == "accumulation":
+                engines.backward(engine, twins.loss(engine.model, twins.mine(1)))
+        twins.gradients(twin, twins.on_all(0))
+        scale(twin)
+        twins.gradients(twin, twins.on_all(1))
+        result = twins.grad_deviation(engine, twin)
+    assert result <= 1e-6
+
+
 @pytest.mark.parametrize("how", ("step", "closure", "clip"))
 @on_ranks()
 def test_a_step_reduces_an_unfinished_accumulation(how: str) -> None:
