@@ -186,6 +186,9 @@ def _serve(
         except BaseException:
             answer = ("error", traceback.format_exc())
         gc.collect()
+        if torch.get_float32_matmul_precision() != "highest":  # later tests would not be exact to 1e-6
+            torch.set_float32_matmul_precision("highest")
+            answer = ("error", f"the test leaves another float32 matmul precision behind, and said: {answer}")
         if answer[0] == "ok" and device == "cuda":
             torch.cuda.empty_cache()  # ranks of other tests share the GPU
         pipe.send((*answer, _has_ended_group()))
