@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.support import engines, models
 from tests.support.harness import on_ranks
-from tests.support.parity import SCOPES, STAGES
+from tests.support.parity import ENDS, SCOPES
 
 STEPS = 3
 
@@ -58,7 +58,7 @@ def _train(model: Any, ranks: list[int], backward: Callable[[Tensor], None], att
             generator.step()
 
 
-@STAGES
+@ENDS
 @SCOPES
 @on_ranks()
 def test_a_critic_steps_before_the_generators_backward(stage: int, scope: Any) -> None:

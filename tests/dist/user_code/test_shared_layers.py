@@ -105,8 +105,10 @@ def _data(rank: int) -> list[Tensor]:
     return [torch.randn(4, WIDTH, generator=generator).to(models.device()) for _ in range(3)]
 
 
-@pytest.mark.parametrize("loss", [_loss, _frozen_in_between, _hooked_in_between])
-@pytest.mark.parametrize("model", [Sharing, Holding])
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [(Sharing, _loss), (Sharing, _frozen_in_between), (Sharing, _hooked_in_between), (Holding, _hooked_in_between)],
+)
 @on_ranks()
 def test_blocks_use_what_they_are_given(model: Any, loss: Any) -> None:
     for stage, scope in CELLS:
