@@ -82,23 +82,26 @@ class Master(Sharded):
                 _take_writes(args)
             if name in _DESCRIBING or (name in _PROPERTIES and func not in _COMPUTED):
                 return func(*args, **kwargs)
-            _take_writes((args, kwargs))
             written = _written(name, args, kwargs)
             sharded = _parameter_of(written)
             changes = sharded is not None  # a master is written; else it is read, perhaps into a tensor of the user's
             if sharded is None:
                 sharded = _parameter_of((args, kwargs))
-            if sharded is None or (not changes and any(isinstance(one, DTensor) for one in tree_leaves(written))):
+            directly = not changes and any(isinstance(one, DTensor) for one in tree_leaves(written))
+            reads = not changes and sharded is not None and sharded.step_state.in_step  # full values, which have writes
+            if directly or not reads:
+                _take_writes((args, kwargs))
+            if sharded is None or directly:
                 return func(*args, **kwargs)
-            if not changes and sharded.step_state.in_step:
+            if reads:
                 args, kwargs = tree_map(_whole, (args, kwargs))
             elif not changes and written is not None:  # a tensor of the user's (an EMA): a shard of it would be a copy
                 args, kwargs = tree_map(_full, (args, kwargs))
             else:
                 args, kwargs = tree_map(sharded.like_master, (args, kwargs))
             if changes and _is_made_anew(written, args, kwargs):
-                with torch.no_grad():
-                    return written.copy_(sharded.like_master(_made(func, written, args, kwargs)))
+                value = sharded.like_master(_made(func, written, args, kwargs))
+                func, args, kwargs = Tensor.copy_, (written, value), {}
             try:
                 result = func(*args, **kwargs)
                 if changes:  # a write through `data` changes no version, and one of a list only that of the first

@@ -192,6 +192,7 @@ def _write_whole(model: nn.Module) -> None:
     nn.init.eye_(first)
     with torch.no_grad():
         torch.linspace(-0.2, 0.2, len(model.layers[0].norm.weight), out=next(model.layers[0].norm.parameters()))
+        torch.full(model.head.weight.shape, 0.03, out=next(model.head.parameters()).data)
         if second.device.type == "cpu":
             second.detach().apply_(lambda value: 0.5 * value)
             third.data.apply_(lambda value: value + 0.01)
