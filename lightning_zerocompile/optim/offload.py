@@ -592,10 +592,12 @@ class Stream:
 
         The current stream is the one that updates the round.
         """
-        if not self._sizes.get(number):
-            return {}
+        slabs = self._order.get(number, ())
+        if not self._sizes.get(number):  # this rank has no rows of it, and yet an update of them is one on the device
+            nothing = torch.empty(0, dtype=torch.uint8, device=self._runtime.device)
+            return _staged((slab, nothing) for slab in slabs)
         self._in_turn()
-        slabs, came = self._order[number], self._came.get(number)
+        came = self._came.get(number)
         if came is None:
             found = self._empty(())
             assert found is not None  # each round leaves before the next is entered
@@ -609,13 +611,7 @@ class Stream:
             self._users[here] = None
         self._next = self._places.get(number, self._next - 1) + 1
         self.begin(_AHEAD)
-        staged = {}
-        for slab, part in zip(slabs, came.parts, strict=True):
-            for master, slot in slab.slots.items():
-                places = slot.places(part)
-                value = places.pop(MASTER, slot.sharded.local)
-                staged[master] = Staged(value, places, slot.states, slot, value._version)
-        return staged
+        return _staged(zip(slabs, came.parts, strict=True))
 
     def options(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Around an update, which runs with the optimizer's own options."""
@@ -676,6 +672,20 @@ class Stream:
         if any(number in self.entered for number in self._came):
             self.drop()  # its update has raised, and what was queued of it may still run
         self._came, self._buffers = {}, []
+
+
+def _staged(slabs: Iterable[tuple[Slab, Tensor]]) -> dict[Tensor, Staged]:
+    """What is updated in the place of the masters of these slabs, by master.
+
+    ``slabs``: each with its place on the device, [bytes] of uint8.
+    """
+    staged = {}
+    for slab, part in slabs:
+        for master, slot in slab.slots.items():
+            places = slot.places(part)
+            value = places.pop(MASTER, slot.sharded.local)
+            staged[master] = Staged(value, places, slot.states, slot, value._version)
+    return staged
 
 
 def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.report.report import memory_by_kind
 from lightning_zerocompile.report.start import costs_of
+from lightning_zerocompile.sharding.master import record_of
 from tests.support import engines, models, precisions
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
@@ -116,6 +117,46 @@ def test_bit_equal(kind: str, stage: int, scope: str) -> None:
     """At stage 3 in float32 gathers read the masters at each use, so the states alone are in host memory."""
     ours, _ = _assert_bit_equal(kind, stage, **(AOT if scope == "aot" else EAGER))
     assert bool(ours.on_host) == (stage != 3)
+
+
+class Narrow(torch.nn.Module):
+    """A block of which one rank has all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, 10]
+        return x * torch.tanh(self.gate(x))
+
+
+def _narrow(**options: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = models.Stacked(Narrow)
+    with engines.engine(model, **options) as engine:
+        units = engine.runtime.units_in_order()
+        rows = [sum(record_of(master).local.numel() for master in masters) for _, masters in units]
+        assert (0 in rows) == (models.rank() > 0)
+        optimizer = torch.optim.SGD(model.parameters(), **MOMENTUM)
+        engine.attach_optimizers([optimizer])
+        for number in range(3):
+            batch = models.Batches(models.rank())[number]
+            with engine.training_step():
+                engines.backward(engine, engines.token_loss(model, batch))
+            engine.step(optimizer, lambda: None)
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_units_of_which_a_rank_has_no_rows(stage: int) -> None:
+    """Their update on that rank has no elements, and is one on the device like those of the other ranks."""
+    plain = _narrow(stage=stage, **EAGER)
+    for more in ({}, {"optimizer_in_backward": True}, {"offload_update": "cpu"}):
+        for options in (EAGER, AOT):
+            offloaded = _narrow(stage=stage, **options, **OFFLOAD, **more)
+            assert models.deviation(offloaded, plain) <= 1e-6, (more, options)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
