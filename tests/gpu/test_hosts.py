@@ -47,7 +47,7 @@ def _trained(nodes: int, stage: int, **options: Any) -> tuple[torch.nn.Module, t
 
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks()
+@on_ranks(2)
 def test_a_unit_is_one_tensor_between_hosts(stage: int, options: dict[str, Any]) -> None:
     """Inside a host nothing is packed. The result is the same to the bit: two ranks add in one order only."""
     inside, twin, events = _trained(1, stage, **options)

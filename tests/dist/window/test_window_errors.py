@@ -234,6 +234,8 @@ def test_ranks_that_have_gathered_different_units_in_a_window(max_bytes: int | N
     """One fails early and all catch that: their gathers would not match any more, so all raise, now and later."""
     said, engine, _ = _goes_on_apart(max_bytes, compiled, (0,))
     engine.abandon()
+    if models.device() == "cuda":  # some ranks wait in gathers to which rank 0 does not come
+        engine.runtime.messages.end(said[-1])
     first, second, third = said
     assert ("early" if models.rank() == 0 else "failed inside window 2") in first, said
     for text in (second, third):
