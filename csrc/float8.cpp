@@ -98,12 +98,31 @@ void Gathers::forget_scale(GatheredValue& v) {
   if (v.float8.has_value()) v.float8->version = -1;
 }
 
+// What user code has written here has changed no version. So the scale stays the one of this version, but is that of
+// these values, which all ranks have.
+void Gathers::scale_again(const Parameter& p, const FullValue& from) {
+  auto& float8 = of(p).float8;
+  if (!float8.has_value() || float8->version != p.version()) return;
+  c10::InferenceMode normal_tensors(false);
+  at::NoGradGuard no_grad;
+  if (!registry_.device().is_cpu()) keep_for(float8->agreed, current_stream(registry_.device()));
+  float8->agreed.copy_(scale_of(largest_of(from.value), p.dtype, float8->power_of_two));
+}
+
+// `full` in the dtype of `low`, which has the same shape.
+void Gathers::cast_into(const Parameter& p, const Tensor& full, Tensor& low) {
+  c10::InferenceMode normal_tensors(false);
+  at::NoGradGuard no_grad;
+  low.copy_(low.scalar_type() == kFloat8 ? to_float8(full, of(p).float8->agreed) : full);
+}
+
 void Gathers::forget_scales() {
   for (auto& v : values_) forget_scale(v);
 }
 
 // The ranks agree on the scales of all weights that gathers move as float8.
 void Gathers::agree_on_scales() {
+  take_late();  // so that the ranks' rows are equally new
   Units indices;
   for (const auto& p : registry_.parameters()) {
     if (of(p).float8.has_value() && of(p).low == kFloat8) indices.push_back(p.index);

@@ -72,6 +72,7 @@ void Gathers::clear() {
   values_.clear();
   units_.clear();
   places_.clear();
+  late_.clear();
   by_storage_.clear();
   meet_ = nullptr;
   peers_.reset();
@@ -112,6 +113,7 @@ void Gathers::forget(const Parameter& p) {
   v.value.reset();
   v.rows_here.reset();
   v.own.reset();
+  v.held = false;
 }
 
 // Waits for the unit's gather, which fails with a message that names it.
@@ -195,6 +197,7 @@ void Gathers::come_apart(std::function<void()> meet) {
 void Gathers::launch(const Units& units, Way way, bool full, bool checked) {
   const auto* const where = way == Way::Back ? " in backward" : " in forward";
   RECORD_USER_SCOPE(text("zerocompile: gather ", registry_.names_of(units), where));
+  take_late(units);
   for (auto index : units) write_back_all(registry_.units()[index]);  // what user code has written to resident values
   const bool inner = has_secondary(units, way, full);
   const bool scales = unequal_ ? take_turn(units, full) : !inner && needs_scales(units, full);
@@ -410,6 +413,7 @@ void Gathers::drop(const Unit& unit) {
     write_back(record(i));
     write_secondary(unit, record(i), written);
     keep_for_readers(unit, values_[i].full);
+    keep_late(record(i));
     forget(record(i));
   }
   state.resident = false;

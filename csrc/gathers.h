@@ -61,15 +61,22 @@ struct FixedPlace {
   std::vector<c10::Stream> readers;  // since it was written last
 };
 
-// The value of one parameter. Its tensors are defined while the parameter is resident.
-struct GatheredValue {
+// A parameter's values in memory of their own; the tensors share it.
+struct FullValue {
   Tensor full;          // [world*rows, ...]
   Tensor value;         // its first size[0] rows, shaped as the parameter
   Tensor rows_here;     // [rows, ...]: this rank's, padding included
   Tensor own;           // [<=rows, ...]: those of them that the master's local part has
-  int64_t gathered_version = -1;  // of the master, when it was gathered
-  int64_t value_version = 0;  // of `value`, when it was gathered: later versions are writes of user code
+  int64_t gathered_version = -1;  // of the master, when it had these values
+  int64_t value_version = 0;  // of `value` then: later versions are writes of user code
+
+  int64_t writes() const { return value.defined() ? static_cast<int64_t>(value._version()) - value_version : 0; }
+};
+
+// The value of one parameter. Its tensors are defined while the parameter is resident.
+struct GatheredValue : FullValue {
   bool read_eagerly = false;  // user code may have written to it: see [Note: write back]
+  bool held = false;          // others on this rank may refer to its memory: see [Note: late writes]
   std::optional<at::ScalarType> low;  // what a gather moves, if not `dtype`: see [Note: low gathers]
   bool asked_cast = false, asked_full = false;  // what this rank's uses have asked for
   std::optional<Float8> float8;   // absent: no use asks for float8
@@ -78,8 +85,6 @@ struct GatheredValue {
   int64_t shown_version = -1;     // of the rows in host memory that `Parameter::local` shows
   Tensor secondary;               // [world * rows / inner, ...], see [Note: secondary shards]; undefined: there is none
   int64_t secondary_version = -1;  // of the master, whose values it has; -1: it has none yet
-
-  int64_t writes() const { return value.defined() ? static_cast<int64_t>(value._version()) - value_version : 0; }
 };
 
 // The values of one unit.
@@ -248,6 +253,8 @@ class Gathers {
   bool needs_scales(const Unit& unit, bool full) const;
   bool needs_scales(const Units& units, bool full) const;
   static void forget_scale(GatheredValue& v);
+  void scale_again(const Parameter& p, const FullValue& from);
+  void cast_into(const Parameter& p, const Tensor& full, Tensor& low);
   void forget_scales();
   void agree_on_scales();
   void take_scales(const Units& indices, const Tensor& largest);
@@ -268,6 +275,7 @@ class Gathers {
   void allocate_secondary(const Parameter& p);
   bool may_be_written(const Parameter& p) const { return of(p).read_eagerly || of(p).writes() != 0; }
   void write_secondary(const Unit& unit, const Parameter& p, bool written);
+  void write_secondary_again(const Parameter& p, const Tensor& full);
   void follow_secondary(const Unit& unit) const;
   void forget_secondary(const Unit& unit);
 
@@ -279,6 +287,12 @@ class Gathers {
   void unneed(const Units& parameters, size_t count);
   void write_back(const Parameter& p);
   void write_back_all(const Unit& unit);
+  void merge(const Parameter& p, FullValue& from);
+  void keep_late(const Parameter& p);
+  void take_late(const Parameter& p);
+  void take_late(const Units& units);
+  void take_late();
+  void give_late(const Parameter& p);
 
   // lend.cpp
   void forget_writes(const Parameter& p);
@@ -302,6 +316,7 @@ class Gathers {
   std::vector<GatheredValue> values_;                    // by parameter
   std::vector<GatheredUnit> units_;                      // by unit
   std::vector<FixedPlace> places_;
+  std::map<int64_t, FullValue> late_;                    // by parameter, see [Note: late writes]
   std::unordered_map<const void*, int64_t> by_storage_;  // storage of a gathered value -> parameter
   GatherOrder order_;
   GatherSequence sequence_;

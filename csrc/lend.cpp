@@ -33,6 +33,7 @@ void Gathers::lend(const Units& indices) {
       }
       await(unit);
       for (auto i : unit.parameters) {
+        give_late(record(i));
         write_back(record(i));  // what was written before counts
         move_out(record(i));
       }
@@ -86,7 +87,7 @@ void Gathers::take_back(const Units& indices, bool keep, bool together) {
 // What user code has written to the value so far never reaches the master.
 void Gathers::forget_writes(const Parameter& p) {
   auto& v = of(p);
-  v.read_eagerly = false;
+  v.read_eagerly = v.held = false;
   if (v.value.defined()) v.value_version = static_cast<int64_t>(v.value._version());
 }
 
@@ -107,6 +108,8 @@ void Gathers::keep(int64_t index) {
   if (unit.lifetime == Lifetime::Step) return;
   drop(unit);
   forget_secondary(unit);
+  take_late({index});
+  for (auto i : unit.parameters) late_.erase(i);
   try {
     for (auto i : unit.parameters) allocate(record(i), record(i).dtype, values_[i]);
   } catch (...) {  // out of memory: the unit lives for one use, as before

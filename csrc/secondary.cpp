@@ -82,6 +82,20 @@ void Gathers::write_secondary(const Unit& unit, const Parameter& p, bool written
   v.secondary_version = v.gathered_version;
 }
 
+// What was written to `full` [world*rows, ...] changes no version: a secondary shard that serves goes on with it.
+void Gathers::write_secondary_again(const Parameter& p, const Tensor& full) {
+  auto& v = of(p);
+  if (!v.secondary.defined() || v.secondary_version != p.version()) return;
+  const auto& unit = registry_.units()[p.unit];
+  if (!registry_.device().is_cpu()) {
+    await_readers(unit);
+    follow_secondary(unit);
+    of(unit).copied_on = current_stream(registry_.device());
+  }
+  const auto begin = v.secondary.numel() * inner_->getRank();
+  cast_into(p, view_of(full, v.secondary.sizes(), begin), v.secondary);
+}
+
 // Orders the current stream after the writes to the unit's secondary shards.
 void Gathers::follow_secondary(const Unit& unit) const {
   const auto& copied_on = of(unit).copied_on;

@@ -108,6 +108,7 @@ void Gathers::serve(const std::string& turn) {
   bool agrees = false;
   for (const auto& [index, wide, scales] : units) {
     const auto& unit = registry_.units()[index];
+    take_late({index});
     names += text(names.empty() ? "" : "`, `", unit.name);
     if (const auto written = std::exchange(of(unit).written, {})) written->block(current_stream(registry_.device()));
     write_back_all(unit);  // what user code has written counts

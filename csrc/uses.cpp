@@ -4,12 +4,25 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <set>
+#include <utility>
 
 #include "gathers.h"
 #include "text.h"
 #include "views.h"
 
 namespace zerocompile {
+
+namespace {
+
+// Whether anything else refers to this memory.
+bool is_held_elsewhere(const FullValue& v) {
+  const std::set<const c10::TensorImpl*> ours = {v.full.unsafeGetTensorImpl(), v.value.unsafeGetTensorImpl(),
+                                                 v.rows_here.unsafeGetTensorImpl(), v.own.unsafeGetTensorImpl()};
+  return v.full.storage().use_count() > ours.size();
+}
+
+}  // namespace
 
 Tensor Gathers::resident_value(int64_t index) const {
   const auto& p = registry_.parameter(index);
@@ -28,6 +41,7 @@ Tensor Gathers::read(int64_t index, std::optional<at::ScalarType> cast) {
   const auto before = counts_.gathers;
   acquire(unit, phase(), index, needs_full(p, dtype));
   await(unit);
+  give_late(p);
   counts_.eager_reads += 1;
   of(unit).eager_reads += 1;
   counts_.eager_gathers += counts_.gathers - before;
@@ -98,6 +112,7 @@ void Gathers::need(const Units& indices, const std::vector<at::ScalarType>& dtyp
       auto& v = of(p);
       acquire(unit, now, p.index, full.count(p.unit) > 0);
       await(unit);
+      give_late(p);
       TORCH_CHECK(now != Phase::Backward || v.forward_version < 0 || v.forward_version == seen_version(p.index),
                   text("zerocompile: parameter `", p.name, "` was modified between its forward and its backward (by an "
                        "optimizer step or an in-place write), so the gradients would be wrong. Run the backward before "
@@ -149,6 +164,7 @@ void Gathers::release(const Units& indices, bool last) {
     write_back(p);
     write_secondary(unit, p, written);
     keep_for_readers(unit, of(p).full);
+    keep_late(p);
     forget(p);
     const bool empty = std::none_of(unit.parameters.begin(), unit.parameters.end(),
                                     [&](int64_t k) { return values_[k].full.defined(); });
@@ -161,6 +177,7 @@ Tensor Gathers::value_in_backward(int64_t index) {
   const auto& unit = registry_.unit_of(p);
   acquire(unit, phase(), index, needs_full(p, p.dtype));
   await(unit);
+  give_late(p);
   move_out(p);
   return of(p).full;
 }
@@ -178,33 +195,131 @@ int64_t Gathers::parameter_of(const Tensor& value) const {
 void Gathers::write_back(const Parameter& p) {
   auto& v = of(p);
   const auto writes = v.writes();
-  if ((!v.read_eagerly && writes == 0) || units_[p.unit].lent) return;
+  const bool read = may_be_written(p);
+  if ((!read && !v.held) || units_[p.unit].lent) return;
   v.read_eagerly = false;
-  forget_scale(v);  // see [Note: float8 gathers]
-  if (v.gathered_version != p.version() || v.own.scalar_type() != p.dtype) return;
+  v.held = is_held_elsewhere(v);  // see [Note: late writes]
+  if (read) forget_scale(v);      // see [Note: float8 gathers]
+  if (v.gathered_version == p.version() && v.own.scalar_type() == p.dtype) merge(p, v);
+}
+
+// Gives the master what was written to its rows since it had these values.
+void Gathers::merge(const Parameter& p, FullValue& from) {
+  auto& v = of(p);
   const bool on_host = p.host.defined();  // see [Note: masters in host memory]
   const bool shown = on_host && v.shown_version == p.version();
   const auto& master = on_host ? p.host : p.local;
+  const auto writes = from.writes();
+  if (writes == 0) {
+    scale_again(p, from);
+    write_secondary_again(p, from.full);
+  }
   for (int64_t write = 0; write < writes; ++write) master.unsafeGetTensorImpl()->bump_version();
-  v.value_version += writes;
-  v.gathered_version = p.version();
+  from.value_version += writes;
+  from.gathered_version = p.version();
   if (p.local.numel() == 0) return;
   await_readers(registry_.units()[p.unit]);
   c10::InferenceMode normal_tensors(false);
   at::AutoDispatchBelowADInplaceOrView no_version_change;
   const auto rows = on_host ? p.host.to(registry_.device()) : p.local;
-  const auto written = v.own.ne(rows.to(v.own.scalar_type()));
-  const auto merged = at::where(written, v.own.to(rows.scalar_type()), rows);
+  const auto written = from.own.ne(rows.to(from.own.scalar_type()));
+  const auto merged = at::where(written, from.own.to(rows.scalar_type()), rows);
   master.copy_(merged);
   if (shown) p.local.copy_(merged);  // so later gathers need not read host memory
   v.shown_version = shown ? p.version() : -1;
 }
 
+// [Note: late writes] User code may hold a value for longer than its unit is gathered, and write to it then. Of
+// `target.weight.data.lerp_(online.weight.data, 0.1)` Python reads the target first, and to read the other one drops
+// the target's unit. So a dropped value that others refer to is kept here, which takes no memory that is not taken
+// anyway. What was written to it goes to the master before that is used or gathered, unless the master has changed
+// meanwhile. Whoever is given the parameter's value next is given this memory (`give_late`): what user code still holds
+// is what it reads, as in torch. An entry ends then, or with the last reference of others.
+//
+// A value that lives for a step is not dropped. While others refer to it (`held`), it is compared with its master at
+// each `write_back`, and once after that.
+//
+// A write through `data` changes no version, so nothing tells whether there was one. Ranks may differ in what is held:
+// Python frees what refers to itself at any time. So nothing here decides what is gathered. What was made of the values
+// before (a scale, a secondary shard, a gather that was started before it was asked for) is made again of the whole
+// value, which every rank has, and stays valid.
+void Gathers::keep_late(const Parameter& p) {
+  const auto& v = of(p);
+  if (!v.held || v.own.scalar_type() != p.dtype) return;
+  late_[p.index] = v;
+}
+
+void Gathers::take_late(const Parameter& p) {
+  const auto found = late_.find(p.index);
+  if (found == late_.end()) return;
+  auto& late = found->second;
+  const bool held = is_held_elsewhere(late);
+  if (!registry_.device().is_cpu()) keep_for(late.full, current_stream(registry_.device()));
+  if (late.gathered_version == p.version()) merge(p, late);
+  if (of(p).full.defined() && of(p).gathered_version == p.version()) {
+    await(registry_.units()[p.unit]);
+    give_late(p);
+  }
+  if (!held) late_.erase(p.index);
+}
+
+// Those of these units, and those that nobody else refers to any more.
+void Gathers::take_late(const Units& units) {
+  Units due;
+  for (const auto& [index, late] : late_) {
+    const bool asked = std::find(units.begin(), units.end(), record(index).unit) != units.end();
+    if (asked || !is_held_elsewhere(late)) due.push_back(index);
+  }
+  for (auto index : due) take_late(record(index));
+}
+
+void Gathers::take_late() {
+  Units all;
+  for (const auto& entry : late_) all.push_back(entry.first);
+  for (auto index : all) take_late(record(index));
+}
+
+// The value, which has been gathered and awaited, is in the memory that user code has held meanwhile.
+void Gathers::give_late(const Parameter& p) {
+  const auto found = late_.find(p.index);
+  if (found == late_.end()) return;
+  auto& v = of(p);
+  const auto& unit = registry_.units()[p.unit];
+  const bool newer = found->second.gathered_version == p.version();  // it may have writes that the master does not have
+  c10::InferenceMode normal_tensors(false);
+  at::NoGradGuard no_grad;
+  if (!registry_.device().is_cpu()) keep_for(found->second.full, current_stream(registry_.device()));
+  if (found->second.full.scalar_type() != v.full.scalar_type()) {  // see [Note: low gathers]
+    if (newer && v.gathered_version == p.version()) {
+      await_readers(unit);
+      scale_again(p, found->second);
+      cast_into(p, found->second.full, v.full);
+    }
+    return;
+  }
+  auto late = std::move(found->second);
+  late_.erase(found);
+  if (!newer) {
+    await_readers(unit);
+    late.full.copy_(v.full);
+    late.value.unsafeGetTensorImpl()->bump_version();
+    late.value_version = static_cast<int64_t>(late.value._version());
+    late.gathered_version = v.gathered_version;
+  }
+  keep_for_readers(unit, v.full);
+  forget(p);
+  static_cast<FullValue&>(v) = std::move(late);
+  v.held = true;
+  by_storage_[v.full.storage().unsafeGetStorageImpl()] = p.index;
+}
+
 void Gathers::write_back() {
+  take_late();
   for (const auto& unit : registry_.units()) write_back_all(unit);
 }
 
 void Gathers::write_back(const Units& units) {
+  take_late(units);
   for (auto index : units) write_back_all(registry_.unit(index));
 }
 
@@ -212,7 +327,9 @@ void Gathers::write_back(const Units& units) {
 void Gathers::write_back_parameter(int64_t index) {
   if (registry_.is_shut_down()) return;
   const auto& p = registry_.parameter(index);
-  if (p.unit < 0 || !of(p).full.defined() || !may_be_written(p)) return;
+  if (p.unit < 0) return;
+  take_late(p);
+  if (!of(p).full.defined() || !(may_be_written(p) || of(p).held)) return;
   await(registry_.units()[p.unit]);
   write_back(p);
 }

@@ -317,8 +317,20 @@ def _written_late(engine: Any, model: Any, optimizer: Any, number: int) -> None:
     _step(engine, model, optimizer, number)
 
 
+def _held(engine: Any, model: Any, optimizer: Any, number: int) -> None:
+    """Through `data`, to values whose units are dropped by then; what comes next asks for float8."""
+    if number >= 3:  # the ranks have agreed on what moves
+        with torch.no_grad(), engine.evaluation_step():
+            held = [layer.up.weight.data for layer in model.layers]
+        for value in held:
+            value.mul_(4)
+        _evaluated(engine, model, number)
+        held[0].mul_(0.5)
+    _step(engine, model, optimizer, number)
+
+
 PROGRAMS = [
-    _step, _alone, _read_alone, _written_late,
+    _step, _alone, _read_alone, _written_late, _held,
     *(pytest.param(program, marks=LONG) for program in (_window, _loaded, _written, _lent)),
 ]  # fmt: skip
 

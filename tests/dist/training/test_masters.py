@@ -221,6 +221,43 @@ def _write_both(model: nn.Module) -> None:
     named["layers.0.up.weight"].data.add_(0.05 * torch.randn_like(named["layers.0.up.weight"].data))
 
 
+def _write_late(model: nn.Module) -> None:
+    """To values that were read before those of other units, as target networks are updated."""
+    first, second, third = model.layers
+    first.up.weight.data.lerp_(third.up.weight.data, 0.3)
+    first.down.weight.data.copy_(third.down.weight.data)
+    with torch.no_grad():
+        second.down.weight.lerp_(third.down.weight, 0.3)
+        second.norm.bias.add_(first.norm.weight, alpha=0.1)
+    held = second.up.weight.data
+    assert first.up.bias.sum() != third.up.bias.sum()
+    held.mul_(0.5)
+    assert torch.equal(second.up.weight.data, held)
+    assert first.up.bias.sum() != third.up.bias.sum()
+    held.add_(0.01)
+    with torch.no_grad():
+        dict(second.named_parameters())["up.weight"].mul_(0.9)
+    assert torch.equal(second.up.weight.data, held)  # one memory, as in torch
+    held = first.norm.weight.data
+    assert second.up.bias.sum() != third.up.bias.sum()
+    held.mul_(0.5)
+    assert first.norm.weight.data.sum() == held.sum()
+    assert second.up.bias.sum() != third.up.bias.sum()
+    held.add_(0.01)  # it is the last reference, and ends here
+
+
+def _hold(model: nn.Module, batch: Tensor, backward: Callable[[Tensor], None]) -> None:
+    first, second, third = model.layers
+    attributes = first.down.weight, second.up.weight, third.norm.bias, model.head.weight
+    model.__dict__["held"] = [value.data for value in attributes]
+    backward(engines.token_loss(model, batch))
+
+
+def _write_held(model: nn.Module) -> None:
+    for held in model.__dict__.pop("held"):
+        held.mul_(0.9)
+
+
 def _hooked(model: nn.Module) -> list[Any]:
     def hook(parameter: Tensor) -> None:
         parameter.grad.mul_(0.5)
@@ -256,6 +293,9 @@ WORKS = {
     "states": Works(between=_write_states),
     "swap": Works(between=_swap),
     "whole": Works(between=_write_whole),
+    "late": Works(between=_write_late),
+    "late in the step": Works(inside=_write_late),
+    "held over a backward": Works(step=_hold, inside=_write_held),
     "both": Works(between=_write_both),
     "both in the step": Works(inside=_write_both),
     "rows in the step": Works(inside=_write_rows_in_the_step),

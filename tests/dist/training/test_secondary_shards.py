@@ -174,6 +174,41 @@ def test_what_the_forward_writes_is_in_them() -> None:
     assert trained.stats.inner_gathers > 0
 
 
+class ClampsLate(models.Stacked):
+    """Its forward writes, through `data`, to weights of blocks that have run. So the backward has others than it."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        super().__init__(lambda: nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, held = self.embedding(tokens), []
+        for layer in self.layers:
+            held.append(layer[0].weight.data)
+            x = x + layer(x)
+        logits = self.head(x)
+        for weight in held:
+            weight.clamp_(-self.bound, self.bound)
+        return logits  # type: ignore[no-any-return]
+
+
+@on_ranks(4)
+def test_what_is_written_after_them_is_in_them() -> None:
+    """As at stage 1, where the backward reads the memory that is written to."""
+    source, trained, inner = ClampsLate(0.1), [], 0
+    for stage, bound, more in ((1, 0.1, {}), (1, 10.0, {}), (3, 0.1, {"reshard_after_forward": 2})):
+        model = copy.deepcopy(source)
+        model.bound = bound
+        with engines.engine(model, stage, **EAGER, **more) as engine:
+            optimizer = engines.sgd(engine, model)
+            for number in range(3):
+                engines.step(engine, optimizer, lambda: engines.token_loss(model, _batch(number)))  # noqa: B023
+            inner = engine.runtime.stats().inner_gathers
+        trained.append(model)
+    assert inner > 0
+    assert models.deviation(trained[0], trained[2]) <= 1e-6 < 1e-3 < models.deviation(trained[0], trained[1])
+
+
 class Sometimes(nn.Module):
     """A layer that not every forward uses, while every backward reads its weight."""
 
