@@ -233,7 +233,8 @@ def _sharded_state(name: str, value: Any, parameter: Tensor, moment: bool, whole
     if value.numel() == 1 or whole:  # `step` may be a number of the host: see torch.optim.Optimizer.load_state_dict
         return value if name == "step" or on_host else value.to(parameter.device)
     raise ValueError(
-        f"The optimizer state `{name}` has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}: it is "
-        "not elementwise and cannot be sharded with its parameter. If the optimizer treats each parameter on its own, "
-        "name its class in ZeroCompileStrategy(full_param_optimizers=[...])."
+        f"The optimizer state `{name}` has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}, so it "
+        "cannot be sharded with its parameter. If the state was loaded, create the optimizer in `configure_optimizers` "
+        "with the same parameters in the same order as when it was saved. If the optimizer is not elementwise but "
+        "treats each parameter on its own, name its class in ZeroCompileStrategy(full_param_optimizers=[...])."
     )

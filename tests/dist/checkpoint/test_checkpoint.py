@@ -251,3 +251,17 @@ def test_checkpoint_of_another_model(tmp_path: Path) -> None:
     missing, shape = errors
     assert "Missing key" in missing and "model.scale" in missing
     assert "size mismatch for model.layers.0.up.weight" in shape
+
+
+class Reversed(Saved):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(reversed(list(self.parameters())), lr=self.lr)
+
+
+@on_ranks()
+def test_checkpoint_of_an_optimizer_in_another_order(tmp_path: Path) -> None:
+    """Its file names parameters by positions, as torch does; where shapes differ the error has the remedy."""
+    path = f"{tmp_path}/a.ckpt"
+    _fit(Saved(), 2, 1).save_checkpoint(path)
+    with pytest.raises(ValueError, match="`exp_avg` has shape .* in the same order as when it was saved"):
+        _fit(Reversed(), 2, 2, path)
