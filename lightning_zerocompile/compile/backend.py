@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
+from lightning_zerocompile.compile.passes.merge_reductions import merge_reductions
 from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
 from lightning_zerocompile.compile.passes.recompute import SaveRandom, TagRecompute, save_random, tag_recompute
 from lightning_zerocompile.compile.passes.reject_writes import reject_writes
@@ -167,6 +168,7 @@ def _aot_eager(config: Config, lower: CustomGraphPass) -> Callable[[fx.GraphModu
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        merge_reductions(joint.graph)
         tag_recompute(joint.graph)
         if config.activation_budget is not None:
             save_random(joint.graph)

@@ -34,12 +34,14 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from lightning_zerocompile.compile.passes import merge_reductions
 from lightning_zerocompile.compile.passes.recompute import TRAINING
 from lightning_zerocompile.runtime.ops import flatten
 
 _SMALL = 2**20  # bytes: a smaller value shares a call with a neighbour of any size
 
-_SOURCE = get_hash_for_files((__file__,))  # at import: the file may change while this process runs its old code
+# at import: the files may change while this process runs their old code
+_SOURCE = get_hash_for_files((__file__, merge_reductions.__file__))
 
 
 def _output(graph: fx.Graph) -> fx.Node:
@@ -184,7 +186,10 @@ class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
             by_handle.setdefault(node.args[1], []).append(node)
         position = _positions(graph)
         in_order = sorted(by_handle.items(), key=lambda one: position[one[1][-1]])
-        grads = [(_own(graph, _sum(graph, nodes), nodes[-1]), handle, nodes[-1]) for handle, nodes in in_order]
+        grads = [
+            (_own(graph, merge_reductions.sum_of_gradients(graph, nodes), nodes[-1]), handle, nodes[-1])
+            for handle, nodes in in_order
+        ]
         if self.regional:
             with graph.inserting_before(_output(graph)):
                 _hand_over(graph, [(grad, handle) for grad, handle, _ in grads])
@@ -358,16 +363,3 @@ def _drop_dummies(graph: fx.Graph, reductions: list[fx.Node]) -> list[fx.Node]:
         output.meta["user_visible_output_idxs"] = [i for i in visible if results[i] not in dead]  # type: ignore
     output.args = (type(results)(None if isinstance(r, fx.Node) and r in dead else r for r in results),)  # type: ignore
     return order
-
-
-def _sum(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
-    """The gradient of a parameter that the graph uses several times: one sum, handed over once."""
-    total = nodes[0].args[0]
-    assert isinstance(total, fx.Node)
-    with graph.inserting_before(nodes[-1]):
-        for node in nodes[1:]:
-            part = node.args[0]
-            value = torch.ops.aten.add.Tensor(total.meta["val"], part.meta["val"])  # type: ignore[union-attr]
-            total = graph.call_function(torch.ops.aten.add.Tensor, (total, part))
-            total.meta["val"] = value
-    return total

@@ -15,6 +15,8 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_zerocompile.compile.passes import merge_reductions
+
 TRAINING = "zerocompile_training"  # in node.meta: this gather comes from a graph that has a backward
 
 
@@ -76,13 +78,15 @@ def _draws(node: fx.Node) -> bool:
     return bool(given.get("dropout_p") != 0)  # attention without dropout draws nothing
 
 
-_SOURCE = get_hash_for_files((__file__,))  # at import: the file may change while this process runs its old code
+# at import: the files may change while this process runs their old code
+_SOURCE = get_hash_for_files((__file__, merge_reductions.__file__))
 
 
 class TagRecompute(CustomGraphPass):  # type: ignore[misc, unused-ignore]
-    """:func:`tag_recompute` as an Inductor pass."""
+    """:func:`merge_reductions` and :func:`tag_recompute` as an Inductor pass."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        merge_reductions.merge_reductions(graph)
         tag_recompute(graph)
 
     def uuid(self) -> bytes:
