@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -240,6 +241,10 @@ class OptimizerSteps:
 
         watched = MethodType(step, optimizer)
         optimizer.step = watched  # type: ignore[method-assign]
+        for table in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+            made = vars(optimizer).get(table)  # by `Optimizer.__init__`, which wrappers such as timm's Lookahead skip
+            if not isinstance(made, OrderedDict):
+                setattr(optimizer, table, OrderedDict(made or {}))
         hooks = [
             optimizer.register_step_pre_hook(self._refuse_unwatched),
             optimizer.register_load_state_dict_post_hook(self._shard_loaded),

@@ -244,3 +244,38 @@ def test_a_step_that_a_mock_has_replaced_is_called_once() -> None:
         engines.accumulate(engine, model, models.Batches(models.rank())[0])
         assert engine.step(optimizer, lambda: None) is step.return_value
     assert step.call_count == 1
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As timm's Lookahead: it shares the groups of an optimizer, and skips the constructor of its own class."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, {}, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class Wrapped(models.Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Wrapper(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9))
+
+
+class Bare(models.Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_a_wrapper_without_a_constructor(stage: int) -> None:
+    module, twin = models.pair(Wrapped)
+    models.fit(module, ZeroCompileStrategy(stage=stage, compile=False), 3)
+    other = Bare()
+    other.load_state_dict(twin.state_dict())
+    models.fit(other, ZeroCompileStrategy(stage=stage, compile=False), 3)
+    models.assert_equal(module, other)
+    assert models.deviation(module, twin) > 1e-3
