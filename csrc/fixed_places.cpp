@@ -161,11 +161,7 @@ void Gathers::move_out(const Parameter& p) {
   allocate(p, place.scalar_type(), v);
   v.full.copy_(place);
   v.value_version = static_cast<int64_t>(v.value._version());
-  if (!registry_.device().is_cpu()) {
-    Pending copied(mark(registry_.device()));
-    (void)copied.wait(registry_.device(), nullptr);
-    of(unit).gathering = std::move(copied);
-  }
+  values_written(unit);
   by_storage_[v.full.storage().unsafeGetStorageImpl()] = p.index;
   counts_.place_copies += 1;
 }

@@ -113,7 +113,7 @@ void Gathers::forget(const Parameter& p) {
   v.value.reset();
   v.rows_here.reset();
   v.own.reset();
-  v.held = false;
+  v.read_eagerly = v.held = false;
 }
 
 // Waits for the unit's gather, which fails with a message that names it.
@@ -401,6 +401,15 @@ void Gathers::await_streams(const std::vector<c10::Stream>& streams) const {
     const auto here = current_stream(registry_.device());
     if (stream != here) mark(stream)->block(here);
   }
+}
+
+// The current stream, which goes after all that have read the unit, has written to its values: who reads them next does
+// so after that.
+void Gathers::values_written(const Unit& unit) {
+  if (registry_.device().is_cpu()) return;
+  Pending written(mark(registry_.device()));
+  (void)written.wait(registry_.device(), nullptr);
+  of(unit).gathering = std::move(written);
 }
 
 void Gathers::drop(const Unit& unit) {

@@ -169,6 +169,7 @@ class Gathers {
   void write_back();
   void write_back(const Units& units);
   void write_back_parameter(int64_t parameter);
+  void disown_values(int64_t parameter);
 
   // all at once
   void refresh(const Units& units);
@@ -242,6 +243,7 @@ class Gathers {
   void drop_after_exception(const Unit& unit);
   void keep_for_readers(const Unit& unit, const Tensor& full) const;
   void await_readers(const Unit& unit) const;
+  void values_written(const Unit& unit);
   void await_streams(const std::vector<c10::Stream>& streams) const;
   void demanded(Way way, int64_t unit);
   Units predicted() const;

@@ -63,7 +63,9 @@ void Gathers::take_back(const Units& indices, bool keep, bool together) {
       auto& state = of(unit);
       for (auto i : unit.parameters) {
         if (keep) write_back(record(i));
+        const bool held = keep && values_[i].held;
         forget_writes(record(i));
+        values_[i].held = held;
       }
       forget_secondary(unit);  // the value has what the masters may not get
       if (unit.lifetime == Lifetime::Use && !held_ && state.open_modules <= 0 && state.graph_uses == 0) {

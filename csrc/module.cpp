@@ -156,6 +156,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("follow_gathers", &Runtime::follow_gathers, Release())
       .def("write_back", changes("write_back", static_cast<void (Runtime::*)()>(&Runtime::write_back)), Release())
       .def("write_back_parameter", &Runtime::write_back_parameter, Release())
+      .def("disown_values", &Runtime::disown_values, Release())
       .def("keep", changes("keep", &Runtime::keep), Release())
       .def("lend", changes("lend", &Runtime::lend), Release())
       .def("lent_value", changes("lent_value", &Runtime::lent_value), Release())

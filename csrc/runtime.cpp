@@ -304,6 +304,11 @@ void Runtime::write_back_parameter(int64_t parameter) {
   gathers_.write_back_parameter(parameter);
 }
 
+void Runtime::disown_values(int64_t parameter) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  gathers_.disown_values(parameter);
+}
+
 std::vector<int64_t> Runtime::unit_order() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   return reductions_.unit_order();

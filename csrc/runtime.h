@@ -110,6 +110,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void follow_gathers(const std::vector<int64_t>& units) const;
   void write_back();
   void write_back_parameter(int64_t parameter);
+  void disown_values(int64_t parameter);
   void keep(int64_t unit);
   void lend(const std::vector<int64_t>& units);
   Tensor lent_value(int64_t parameter);

@@ -198,8 +198,8 @@ void Gathers::write_back(const Parameter& p) {
   const bool read = may_be_written(p);
   if ((!read && !v.held) || units_[p.unit].lent) return;
   v.read_eagerly = false;
-  v.held = is_held_elsewhere(v);  // see [Note: late writes]
-  if (read) forget_scale(v);      // see [Note: float8 gathers]
+  v.held = !is_in_place(p) && is_held_elsewhere(v);  // see [Note: late writes]
+  if (read) forget_scale(v);                         // see [Note: float8 gathers]
   if (v.gathered_version == p.version() && v.own.scalar_type() == p.dtype) merge(p, v);
 }
 
@@ -254,9 +254,10 @@ void Gathers::take_late(const Parameter& p) {
   if (found == late_.end()) return;
   auto& late = found->second;
   const bool held = is_held_elsewhere(late);
+  const bool current = of(p).full.defined() && of(p).gathered_version == p.version();  // it must stay so, as above
   if (!registry_.device().is_cpu()) keep_for(late.full, current_stream(registry_.device()));
   if (late.gathered_version == p.version()) merge(p, late);
-  if (of(p).full.defined() && of(p).gathered_version == p.version()) {
+  if (current) {
     await(registry_.units()[p.unit]);
     give_late(p);
   }
@@ -288,13 +289,23 @@ void Gathers::give_late(const Parameter& p) {
   const bool newer = found->second.gathered_version == p.version();  // it may have writes that the master does not have
   c10::InferenceMode normal_tensors(false);
   at::NoGradGuard no_grad;
-  if (!registry_.device().is_cpu()) keep_for(found->second.full, current_stream(registry_.device()));
+  keep_for_readers(unit, v.full);
+  if (!registry_.device().is_cpu()) {
+    keep_for(found->second.full, current_stream(registry_.device()));
+    if (of(unit).home) keep_for(found->second.full, *of(unit).home);
+  }
   if (found->second.full.scalar_type() != v.full.scalar_type()) {  // see [Note: low gathers]
-    if (newer && v.gathered_version == p.version()) {
-      await_readers(unit);
+    if (!newer) return;
+    const bool scaled = v.float8.has_value() && v.float8->version == p.version();
+    merge(p, found->second);
+    if (scaled) {
+      v.float8->version = p.version();
       scale_again(p, found->second);
-      cast_into(p, found->second.full, v.full);
     }
+    await_readers(unit);
+    cast_into(p, found->second.full, v.full);
+    v.gathered_version = p.version();
+    values_written(unit);
     return;
   }
   auto late = std::move(found->second);
@@ -306,11 +317,21 @@ void Gathers::give_late(const Parameter& p) {
     late.value_version = static_cast<int64_t>(late.value._version());
     late.gathered_version = v.gathered_version;
   }
-  keep_for_readers(unit, v.full);
   forget(p);
   static_cast<FullValue&>(v) = std::move(late);
   v.held = true;
   by_storage_[v.full.storage().unsafeGetStorageImpl()] = p.index;
+  if (!newer) values_written(unit);
+}
+
+// The parameter has other memory from here on, as torch's `p.data = x` gives it. What user code holds of its values
+// stays as it is, and is not the parameter any more.
+void Gathers::disown_values(int64_t index) {
+  if (registry_.is_shut_down()) return;
+  const auto& p = registry_.parameter(index);
+  if (p.unit < 0 || of(registry_.units()[p.unit]).lent) return;
+  late_.erase(index);
+  forget_writes(p);
 }
 
 void Gathers::write_back() {

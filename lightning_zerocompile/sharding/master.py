@@ -388,6 +388,7 @@ def set_data(master: Tensor, value: Tensor) -> None:
     for given in sharded.given_out():
         if given is not value and given is not master:
             _part(given)
+    sharded.core.disown_values(sharded.index)
     with torch.no_grad():
         master.copy_(sharded.like_master(value))
 

@@ -263,5 +263,5 @@ def test_checkpoint_of_an_optimizer_in_another_order(tmp_path: Path) -> None:
     """Its file names parameters by positions, as torch does; where shapes differ the error has the remedy."""
     path = f"{tmp_path}/a.ckpt"
     _fit(Saved(), 2, 1).save_checkpoint(path)
-    with pytest.raises(ValueError, match="`exp_avg` has shape .* in the same order as when it was saved"):
+    with pytest.raises(ValueError, match=r"`exp_avg` has shape .* in the same order as when it was saved"):
         _fit(Reversed(), 2, 2, path)

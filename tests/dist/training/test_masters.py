@@ -626,3 +626,36 @@ def test_torch_func_on_full_parameters(stage: int, scope: Any) -> None:
             seen = gradients(model, {name: 0.9 * value for name, value in values.items()})
         result = max((seen[name] - expected[name]).abs().max().item() for name in expected)
     assert result <= 1e-6
+
+
+@pytest.mark.parametrize("scope", [False, "blocks"])
+@on_ranks()
+def test_values_that_are_held_over_a_drop(scope: Any) -> None:
+    """Of attributes at stage 3: a swap and its way back, a write that one rank notices alone, and a lent unit."""
+    model = models.ByteModel()
+    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with engines.engine(model, 3, compile=scope) as engine, torch.no_grad():
+        first, second, third = model.layers
+        kept = [layer.up.weight.data for layer in model.layers]
+        for layer in model.layers:
+            layer.up.weight.data = torch.ones_like(layer.up.weight.data)
+        assert all(layer.up.weight.min() == 1 == layer.up.weight.max() for layer in model.layers)
+        for layer, backup in zip(model.layers, kept, strict=True):
+            layer.up.weight.data = backup
+
+        held = first.down.weight
+        assert third.up.bias.sum() != first.up.bias.sum()  # the unit is dropped, and gathered again
+        held.mul_(0.5)
+        if models.rank() == 0:
+            _ = dict(model.named_parameters())["layers.0.down.weight"].data
+        assert torch.equal(first.down.weight, held) and second.up.bias.sum() != third.up.bias.sum()
+
+        held = second.down.weight.data
+        with engine.full_parameters(second, True) as values:
+            values["down.weight"].add_(1)
+        held.mul_(3)
+        assert torch.equal(second.down.weight, held)
+    whole["layers.0.down.weight"] *= 0.5
+    whole["layers.1.down.weight"] = 3 * (whole["layers.1.down.weight"] + 1)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.cpu(), whole[name]), name
