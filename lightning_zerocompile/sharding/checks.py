@@ -67,6 +67,7 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
     Raises:
         RuntimeError: the ranks differ, and the message names the setting, or the first parameter or buffer, and the
             rank; or a tensor is on a device that is not supported.
+        TypeError: TorchScript has parameters of the model.
     """
     loaded = {  # rank 0 sends values or not, depending on where they come from
         f"{path}.{name}" if path else name: source.name
@@ -98,6 +99,7 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
             "model on every rank (same code path, same configuration; do not depend on the rank)."
         )
     check_devices(model)
+    check_not_scripted(model)
 
 
 def check_has_parameters(model: nn.Module) -> None:
@@ -205,6 +207,21 @@ def check_devices(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type not in ("cpu", "cuda", "meta"):
             raise RuntimeError(f"`{name}` is on {tensor.device}; only cpu, cuda and meta tensors can be sharded.")
+
+
+def check_not_scripted(model: nn.Module) -> None:
+    """Called before a model is sharded.
+
+    Raises:
+        TypeError: a module that TorchScript has compiled has parameters; the message names it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise TypeError(
+                f"`{name or type(model).__name__}` was compiled by `torch.jit`. TorchScript reads its parameters where "
+                "they were, so they cannot be sharded. Use the module itself, which torch.compile compiles. If it is "
+                "not trained it can stay out of the model: keep it in a list, `self.teacher = [scripted]`."
+            )
 
 
 SHARD = (

@@ -309,10 +309,19 @@ class ClassCache:
             namespace["forward"] = namespace["_zerocompile_forward"] = forward
         if issubclass(base, nn.RNNBase):
             namespace["_flat_weights"] = property(_flat_weights, _ignore_flat_weights)
+        if issubclass(base, nn.ParameterList):
+            namespace["__getitem__"] = _item
         owner = next(one for one in base.__mro__ if "__init_subclass__" in one.__dict__)
         if owner.__module__ in ("builtins", "typing"):
             return type(base.__name__, (base,), namespace)
         return type(base.__name__, (_Unheard, base), namespace)
+
+
+def _item(parameters: Any, index: Any) -> Any:
+    """``parameters[index]`` of a list of parameters. A slice is a plain list: torch would make new parameters of it."""
+    if isinstance(index, slice):
+        return [parameters[position] for position in range(*index.indices(len(parameters)))]
+    return getattr(type(parameters), BASE).__getitem__(parameters, index)
 
 
 KEPT = "_zerocompile_kept"

@@ -119,7 +119,7 @@ class Buffers(nn.Module):
 
 
 class Collections(nn.Module):
-    """Parameters in ParameterList and ParameterDict, read by index, key and iteration."""
+    """Parameters in ParameterList and ParameterDict, read by index, slice, key and iteration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Collections(nn.Module):
         for key in self.nested:
             inner = self.nested[key]
             x = inner(x) if isinstance(inner, nn.Linear) else inner[0](x)
-        total = self.list[1].mean() + sum(v.mean() for v in self.dict.values())
+        total = self.list[1].mean() + sum(v.mean() for v in self.dict.values()) + sum(v.std() for v in self.list[1:])
         return x * self.dict["scale"] + self.dict["shift"] + total
 
 

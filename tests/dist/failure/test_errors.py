@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zerocompile import ZeroCompileStrategy
-from lightning_zerocompile.sharding.checks import check_devices
+from lightning_zerocompile.sharding.checks import check_devices, check_not_scripted
 from tests.support import engines, failing, harness, models
 from tests.support.harness import Ranks, on_ranks
 from tests.support.parity import AOT, EAGER
@@ -309,3 +309,16 @@ def test_parameter_on_another_device() -> None:
     """A parameter that is neither on the CPU nor on CUDA is named."""
     with pytest.raises(RuntimeError, match=r"`head\.weight` is on mps"):
         check_devices(_On("mps"))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@on_ranks()
+def test_scripted_modules() -> None:
+    """TorchScript's parameters cannot be sharded; a function has none."""
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Tanh()), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(TypeError, match=r"`2` was compiled by `torch.jit`.*in a list"):
+        engines.make_engine(model, 3, compile=False)
+    check_not_scripted(model[:2])
+    model = nn.Sequential(model[0], torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)))
+    with pytest.raises(TypeError, match=r"`1` was compiled by `torch.jit`"):
+        check_not_scripted(model)
