@@ -8,6 +8,7 @@ half of the gradient would be lost. So the calls are merged into one before that
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ def merge_reductions(graph: fx.Graph) -> int:
     for handle, nodes in by_handle.items():
         if len(nodes) == 1:
             continue
-        last, sums = nodes[-1], _computed_from(graph, nodes)
-        last.args = (sum_of_gradients(graph, nodes), handle)
+        last, sums = nodes[-1], computed_from(graph, nodes)
+        last.args = (_sum_of_gradients(graph, nodes), handle)
         for node in (*nodes[:-1], *sums):  # the graph's result has the whole sum, which comes after all of them
             node.replace_all_uses_with(last, delete_user_cb=lambda user: user.op == "output")
         for node in (*reversed(sums), *nodes[:-1]):
@@ -34,7 +35,7 @@ def merge_reductions(graph: fx.Graph) -> int:
     return gone
 
 
-def sum_of_gradients(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
+def _sum_of_gradients(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
     """The sum of the gradients that these ``reduce_grad`` nodes have, before the last of them."""
     total = nodes[0].args[0]
     assert isinstance(total, fx.Node)
@@ -47,8 +48,8 @@ def sum_of_gradients(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
     return total
 
 
-def _computed_from(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
-    """What is computed from nothing but the results of these nodes, in graph order."""
+def computed_from(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
+    """What is computed from nothing but the results of these nodes, without themselves, in graph order."""
     known, found = set(nodes), []
     for node in graph.nodes:
         inputs = node.all_input_nodes

@@ -181,15 +181,7 @@ class PlaceCommunication(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         if not reductions:
             return
         dummies = _drop_dummies(graph, reductions)
-        by_handle: dict[Any, list[fx.Node]] = {}
-        for node in reductions:
-            by_handle.setdefault(node.args[1], []).append(node)
-        position = _positions(graph)
-        in_order = sorted(by_handle.items(), key=lambda one: position[one[1][-1]])
-        grads = [
-            (_own(graph, merge_reductions.sum_of_gradients(graph, nodes), nodes[-1]), handle, nodes[-1])
-            for handle, nodes in in_order
-        ]
+        grads = [(_own(graph, node.args[0], node), node.args[1], node) for node in reductions]  # one for each handle
         if self.regional:
             with graph.inserting_before(_output(graph)):
                 _hand_over(graph, [(grad, handle) for grad, handle, _ in grads])
@@ -348,14 +340,9 @@ def _copy_what_is_returned(graph: fx.Graph, gathers: list[fx.Node]) -> None:
 
 
 def _drop_dummies(graph: fx.Graph, reductions: list[fx.Node]) -> list[fx.Node]:
-    """Replaces the handles' gradients in the output by None; returns the nodes that compute them, in graph order."""
-    dead = set(reductions)
-    order = []
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op == "call_function" and (node in dead or (inputs and all(i in dead for i in inputs))):
-            dead.add(node)
-            order.append(node)
+    """Replaces the handles' gradients in the output by None; returns the nodes that compute them, users after uses."""
+    order = [*reductions, *merge_reductions.computed_from(graph, reductions)]
+    dead = set(order)
     output = _output(graph)
     results = output.args[0]
     visible = output.meta.get("user_visible_output_idxs")  # Inductor has set it before this pass

@@ -42,17 +42,12 @@ def tag_what_follows(graph: fx.Graph, sources: Collection[fx.Node]) -> int:
 
     An input of the graph is a source that needs no tag.
     """
-    recomputed, tagged = set(sources), 0
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        inputs = node.all_input_nodes
-        if node in recomputed or (inputs and all(i in recomputed for i in inputs)):
-            recomputed.add(node)
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta.setdefault("ac_graph_id", 0)
-            tagged += 1
-    return tagged
+    calls = [source for source in sources if source.op == "call_function"]
+    recomputed = [*calls, *merge_reductions.computed_from(graph, sources)]
+    for node in recomputed:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta.setdefault("ac_graph_id", 0)
+    return len(recomputed)
 
 
 def save_random(graph: fx.Graph) -> int:
