@@ -113,7 +113,8 @@ void Gathers::scale_again(const Parameter& p, const FullValue& from) {
 void Gathers::cast_into(const Parameter& p, const Tensor& full, Tensor& low) {
   c10::InferenceMode normal_tensors(false);
   at::NoGradGuard no_grad;
-  low.copy_(low.scalar_type() == kFloat8 ? to_float8(full, of(p).float8->agreed) : full);
+  const bool scales = low.scalar_type() == kFloat8 && full.scalar_type() != kFloat8;
+  low.copy_(scales ? to_float8(full, of(p).float8->agreed) : full);
 }
 
 void Gathers::forget_scales() {

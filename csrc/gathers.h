@@ -278,6 +278,7 @@ class Gathers {
   bool may_be_written(const Parameter& p) const { return of(p).read_eagerly || of(p).writes() != 0; }
   void write_secondary(const Unit& unit, const Parameter& p, bool written);
   void write_secondary_again(const Parameter& p, const Tensor& full);
+  void copy_to_secondary(const Parameter& p, const Tensor& full);
   void follow_secondary(const Unit& unit) const;
   void forget_secondary(const Unit& unit);
 
@@ -297,7 +298,7 @@ class Gathers {
   void give_late(const Parameter& p);
 
   // lend.cpp
-  void forget_writes(const Parameter& p);
+  void forget_writes(const Parameter& p, bool held = false);
 
   // low_gathers.cpp
   void ask(const Parameter& p, at::ScalarType dtype);

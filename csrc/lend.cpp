@@ -63,9 +63,7 @@ void Gathers::take_back(const Units& indices, bool keep, bool together) {
       auto& state = of(unit);
       for (auto i : unit.parameters) {
         if (keep) write_back(record(i));
-        const bool held = keep && values_[i].held;
-        forget_writes(record(i));
-        values_[i].held = held;
+        forget_writes(record(i), /*held=*/keep && values_[i].held);
       }
       forget_secondary(unit);  // the value has what the masters may not get
       if (unit.lifetime == Lifetime::Use && !held_ && state.open_modules <= 0 && state.graph_uses == 0) {
@@ -86,10 +84,11 @@ void Gathers::take_back(const Units& indices, bool keep, bool together) {
   }
 }
 
-// What user code has written to the value so far never reaches the master.
-void Gathers::forget_writes(const Parameter& p) {
+// What user code has written to the value so far never reaches the master. `held`: what it writes after this may.
+void Gathers::forget_writes(const Parameter& p, bool held) {
   auto& v = of(p);
-  v.read_eagerly = v.held = false;
+  v.read_eagerly = false;
+  v.held = held;
   if (v.value.defined()) v.value_version = static_cast<int64_t>(v.value._version());
 }
 

@@ -66,29 +66,26 @@ void Gathers::allocate_secondary(const Parameter& p) {
 // The value, which is dropped after this, is what the masters have now. `written`: user code may have written to it.
 void Gathers::write_secondary(const Unit& unit, const Parameter& p, bool written) {
   auto& v = of(p);
-  auto& state = of(unit);
+  const auto& state = of(unit);
   if (!v.secondary.defined() || unequal_ || (state.gathered_in == Way::Back && !written)) return;
   v.secondary_version = -1;
   if (state.stale || v.gathered_version != p.version() || v.secondary.scalar_type() != v.full.scalar_type()) return;
-  c10::InferenceMode normal_tensors(false);
-  at::NoGradGuard no_grad;
-  if (!registry_.device().is_cpu()) {
-    await_readers(unit);  // they may have written
-    follow_secondary(unit);
-    state.copied_on = current_stream(registry_.device());
-  }
-  const auto begin = v.secondary.numel() * inner_->getRank();
-  v.secondary.copy_(view_of(v.full, v.secondary.sizes(), begin));
+  copy_to_secondary(p, v.full);
   v.secondary_version = v.gathered_version;
 }
 
 // What was written to `full` [world*rows, ...] changes no version: a secondary shard that serves goes on with it.
 void Gathers::write_secondary_again(const Parameter& p, const Tensor& full) {
+  const auto& v = of(p);
+  if (v.secondary.defined() && v.secondary_version == p.version()) copy_to_secondary(p, full);
+}
+
+// Its part of `full` [world*rows, ...].
+void Gathers::copy_to_secondary(const Parameter& p, const Tensor& full) {
   auto& v = of(p);
-  if (!v.secondary.defined() || v.secondary_version != p.version()) return;
   const auto& unit = registry_.units()[p.unit];
   if (!registry_.device().is_cpu()) {
-    await_readers(unit);
+    await_readers(unit);  // they may have written
     follow_secondary(unit);
     of(unit).copied_on = current_stream(registry_.device());
   }

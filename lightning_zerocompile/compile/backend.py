@@ -17,9 +17,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
-from lightning_zerocompile.compile.passes.merge_reductions import merge_reductions
 from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
-from lightning_zerocompile.compile.passes.recompute import SaveRandom, TagRecompute, save_random, tag_recompute
+from lightning_zerocompile.compile.passes.recompute import PrepareJointGraph, SaveRandom, save_random
 from lightning_zerocompile.compile.passes.reject_writes import reject_writes
 from lightning_zerocompile.compile.passes.unify_casts import unify_casts
 from lightning_zerocompile.config import Config
@@ -82,7 +81,10 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
     if config.mode is not None:
         options |= torch._inductor.list_mode_options(config.mode, config.dynamic)
     options |= {name.replace("-", "_"): value for name, value in config.options.items()}
-    passes: dict[str, CustomGraphPass] = {"joint_custom_pre_pass": TagRecompute(), "post_grad_custom_post_pass": lower}
+    passes: dict[str, CustomGraphPass] = {
+        "joint_custom_pre_pass": PrepareJointGraph(),
+        "post_grad_custom_post_pass": lower,
+    }
     if config.activation_budget is not None:
         passes["joint_custom_post_pass"] = SaveRandom()  # after Inductor has put its own random operators in
     for place, ours in passes.items():
@@ -167,9 +169,10 @@ def _aot_eager(config: Config, lower: CustomGraphPass) -> Callable[[fx.GraphModu
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    prepare = PrepareJointGraph()
+
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        merge_reductions(joint.graph)
-        tag_recompute(joint.graph)
+        prepare(joint.graph)
         if config.activation_budget is not None:
             save_random(joint.graph)
         pair: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)

@@ -113,6 +113,14 @@ class OneRead(Layer):
         return F.linear(torch.tanh(F.linear(x, weight)), weight, self.bias) + weight.mean()
 
 
+class EqualGradients(Layer):
+    """Several uses of a parameter have the same gradient, see [Note: equal gradients]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.weight, self.bias) + F.linear(x.sin(), self.weight, self.bias)
+        return x + self.weight.mean() + self.weight.mean()
+
+
 class Broken(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(F.linear(x, self.weight))
@@ -269,10 +277,11 @@ class RawNone(RawSame):
 
 KINDS: dict[str, type[Layer]] = {
     "plain": Layer, "transposed": Transposed, "sliced": Sliced, "unbound": Unbound, "indexed": Indexed, "flat": Flat,
-    "complex": Complex, "two_reads": TwoReads, "one_read": OneRead, "broken": Broken, "disabled": Disabled,
-    "skipped": Skipped, "checkpointed": Checkpointed, "reentrant": Reentrant, "scalar": Scalar, "normed": Normed,
-    "squared": Squared, "detached": Detached, "in_place": InPlace, "empty": Empty, "frozen": Frozen, "unused": Unused,
-    "by_rank": ByRank, "raw_same": RawSame, "raw_mixed": RawMixed, "raw_two_reads": RawTwoReads, "raw_none": RawNone,
+    "complex": Complex, "two_reads": TwoReads, "one_read": OneRead, "equal_gradients": EqualGradients, "broken": Broken,
+    "disabled": Disabled, "skipped": Skipped, "checkpointed": Checkpointed, "reentrant": Reentrant, "scalar": Scalar,
+    "normed": Normed, "squared": Squared, "detached": Detached, "in_place": InPlace, "empty": Empty, "frozen": Frozen,
+    "unused": Unused, "by_rank": ByRank, "raw_same": RawSame, "raw_mixed": RawMixed, "raw_two_reads": RawTwoReads,
+    "raw_none": RawNone,
 }  # fmt: skip
 
 

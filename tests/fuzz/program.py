@@ -204,9 +204,10 @@ def sums_early(program: Program) -> bool:
 # ---- strategies; what is simplest comes first, as Hypothesis shrinks towards it ----
 
 _LAYERS = (
-    "plain", "transposed", "sliced", "unbound", "indexed", "flat", "complex", "two_reads", "one_read", "checkpointed",
-    "reentrant", "broken", "disabled", "skipped", "scalar", "normed", "squared", "detached", "in_place", "empty",
-    "frozen", "unused", "by_rank", "raw_same", "raw_mixed", "raw_two_reads", "raw_none",
+    "plain", "transposed", "sliced", "unbound", "indexed", "flat", "complex", "two_reads", "one_read",
+    "equal_gradients", "checkpointed", "reentrant", "broken", "disabled", "skipped", "scalar", "normed", "squared",
+    "detached", "in_place", "empty", "frozen", "unused", "by_rank", "raw_same", "raw_mixed", "raw_two_reads",
+    "raw_none",
 )  # fmt: skip
 
 _models = st.builds(

@@ -77,8 +77,8 @@ def _draws(node: fx.Node) -> bool:
 _SOURCE = get_hash_for_files((__file__, merge_reductions.__file__))
 
 
-class TagRecompute(CustomGraphPass):  # type: ignore[misc, unused-ignore]
-    """:func:`merge_reductions` and :func:`tag_recompute` as an Inductor pass."""
+class PrepareJointGraph(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+    """:func:`merge_reductions` and :func:`tag_recompute` in their order: what the partitioner needs."""
 
     def __call__(self, graph: fx.Graph) -> None:
         merge_reductions.merge_reductions(graph)

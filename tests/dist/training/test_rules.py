@@ -158,7 +158,7 @@ def test_rule_05_options(tmp_path: Path) -> None:
     """No reordering, mode expanded below the user's options, the user's passes first, CUDA graphs if asked for."""
     from lightning_zerocompile.compile.backend import Composed, inductor_options
     from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
-    from lightning_zerocompile.compile.passes.recompute import TagRecompute
+    from lightning_zerocompile.compile.passes.recompute import PrepareJointGraph
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.runtime import build as runtime_build
 
@@ -169,14 +169,14 @@ def test_rule_05_options(tmp_path: Path) -> None:
     options = inductor_options(config, PlaceCommunication(True), True)
     assert options["reorder_for_peak_memory"] is False
     assert options["max_autotune"] is True and options["max_autotune_gemm"] is False  # the mode's; the user's
-    assert isinstance(options["joint_custom_pre_pass"], TagRecompute)
+    assert isinstance(options["joint_custom_pre_pass"], PrepareJointGraph)
     composed = options["post_grad_custom_post_pass"]
     assert isinstance(composed, Composed) and composed.uuid() is None  # an unhashable pass: not cached
     graph = torch.fx.Graph()
     graph.output((graph.placeholder("x"),))
     composed(graph)
     assert order == ["user"]
-    with torch._inductor.config.patch(joint_custom_pre_pass=TagRecompute()):  # set globally instead
+    with torch._inductor.config.patch(joint_custom_pre_pass=PrepareJointGraph()):  # set globally instead
         assert isinstance(inductor_options(Config(), PlaceCommunication(True), True)["joint_custom_pre_pass"], Composed)
     for graphs in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}):
         recorded = inductor_options(Config(**graphs), PlaceCommunication(True), True)
