@@ -204,6 +204,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("resident_units", &Runtime::resident_units, Release())
       .def("gathered_so_far", &Runtime::gathered_so_far, Release())
       .def("started", &Runtime::started)
+      .def("begun", &Runtime::begun)
       .def("eager_reads_of", &Runtime::eager_reads_of, Release())
       .def("gathers_of", &Runtime::gathers_of, Release())
       .def("set_gradient_divisor", changes("set_gradient_divisor", &Runtime::set_gradient_divisor), Release())

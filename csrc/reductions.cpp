@@ -29,6 +29,8 @@ int64_t row_numel(const Parameter& p) {
 constexpr std::array<at::ScalarType, 7> kGradDtypes = {
     at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble};
 constexpr char kUnused = '0', kUsed = '1', kFirstDtype = '2';
+constexpr char kBegun = '+';   // begins an answer that is no letters, see [Note: begun reductions]
+constexpr int kUnitBits = 24;  // of `begun_`
 
 char letter_of(const Parameter& p, at::ScalarType dtype) {
   const auto found = std::find(kGradDtypes.begin(), kGradDtypes.end(), dtype);
@@ -137,9 +139,36 @@ void Reductions::begin_backward() {
   home_.reset();  // nothing of an earlier backward is on its way
   again_ = false;
   next_ = 0;
+  begins(0);
   launched_.assign(launched_.size(), false);
   taken_.assign(taken_.size(), false);
   untaken_.clear();
+}
+
+// [Note: begun reductions] A rank that misses gradients waits at the end of its backward for the used flags of the
+// others. Another one may still be in its backward, where its device waits for the first rank in a reduction that is
+// begun. Its host may stand then, too: CUDA loads a kernel at its first launch only when the device is idle, a queue of
+// launches may be full, or user code may read a number. So a rank that stands in its backward for more than a second
+// says how many units of the order it has begun to reduce, by the thread that watches for it (ranks/messages.py). Ranks
+// that wait for its flags hear that, and reduce the same units, as they would after its flags.
+std::pair<int64_t, int64_t> Reductions::begun() const {
+  const uint64_t both = begun_;
+  return {static_cast<int64_t>(both >> kUnitBits), static_cast<int64_t>(both & ((uint64_t{1} << kUnitBits) - 1))};
+}
+
+void Reductions::begins(size_t units) {
+  begun_ = (static_cast<uint64_t>(exchanges_) << kUnitBits) | static_cast<uint64_t>(units);
+}
+
+// What another rank has begun to reduce in its backward: so many units of the order.
+void Reductions::launch_begun(int64_t units) {
+  TORCH_CHECK(units >= 0 && units <= static_cast<int64_t>(order_.size()),
+              text("zerocompile: another rank has begun to reduce ", units, " units, and there are ", order_.size()));
+  for (int64_t k = 0; k < units; ++k) {
+    if (!launched_[order_[k]] && trainable(registry_.units()[order_[k]])) {
+      launch({order_[k]}, /*latest=*/{}, gradients_.partial());
+    }
+  }
 }
 
 // Called while a backward runs that is to be reduced. `latest`: what `Gradients::mark_ready` has just returned.
@@ -149,6 +178,7 @@ void Reductions::launch_complete(const Ready& latest) {
     const auto& unit = registry_.units()[index];
     if (launched_[index] || !trainable(unit)) continue;
     if (!gradients_.complete(unit)) return;
+    begins(next_ + 1);
     launch({index}, latest, gradients_.partial());
   }
 }
@@ -445,9 +475,18 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
   const bool alone = registry_.all_ranks() == 1 || questions_.unite == nullptr;
   if (!alone) questions_.unite(exchanges_, used, /*asks=*/false);
   if (!gradients_.deferred()) meanwhile();
-  if (!alone && asks) used = questions_.unite(exchanges_, used, /*asks=*/true);
+  while (!alone && asks) {
+    auto answer = questions_.unite(exchanges_, used, /*asks=*/true);
+    if (answer.empty() || answer.front() != kBegun) {
+      used = std::move(answer);
+      break;
+    }
+    launch_begun(std::stoll(answer.substr(1)));
+    if (!gradients_.deferred()) meanwhile();
+  }
   if (gradients_.deferred()) meanwhile();
   exchanges_ += 1;
+  begins(0);
   TORCH_CHECK(used.size() == registry_.parameters().size(),
               "zerocompile: the ranks have different numbers of parameters");
   for (size_t i = 0; i < registry_.parameters().size(); ++i) {

@@ -120,6 +120,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::string gathered_so_far() const;
   // How many gathers and reductions were started. Without the lock, which a thread that waits holds.
   std::pair<int64_t, int64_t> started() const { return {gathers_.started(), reductions_.started()}; }
+
+  // The number of the exchange of used flags that comes next, and how many units of the order of reductions this rank
+  // has begun before it. Without the lock. See [Note: begun reductions].
+  std::pair<int64_t, int64_t> begun() const { return reductions_.begun(); }
   void come_apart(std::function<void()> meet);
   int64_t parameter_of(const Tensor& value) const;
   int64_t parameter_of_handle(const Tensor& tensor) const;

@@ -41,6 +41,7 @@ class Consistency:
         self._window = 0
         self._used = ("used", 0)  # the last exchange of used flags: its series and its number there
         self._outside = 0  # how many of these exchanges were outside of windows
+        self._begun = (-1, 0)  # an exchange of used flags, and how many units another rank reduces before it
         self._compared = ""  # the last gather that was compared
         self._reads = 0  # how many reads were compared
         self._met: Counter[str] = Counter()  # how many meetings of each stream there were
@@ -135,7 +136,9 @@ class Consistency:
             asks: whether to wait for the letters of all ranks.
 
         Returns:
-            With ``asks`` the letters that count, else ``used``.
+            With ``asks`` the letters that count, else ``used``. Or "+" and a number of units, more than this has
+            returned for this exchange so far, which another rank reduces in its backward: this rank must reduce
+            them, too, and ask again. See [Note: begun reductions] in csrc/reductions.cpp.
 
         Raises:
             CommunicationError: a rank has not sent its letters in time, or has ended.
@@ -152,7 +155,14 @@ class Consistency:
         def late(rank: int) -> CommunicationError:
             return self._messages.silent(rank, f"has ended backward number {exchange}")
 
-        return self._messages.join_numbered(series, number, used, _largest_letters, what, late)
+        def begun(missing: Sequence[int]) -> str | None:
+            units = self._messages.has_begun(exchange, missing)
+            if (exchange, units) <= self._begun or not units:
+                return None
+            self._begun = (exchange, units)
+            return f"+{units}"
+
+        return self._messages.join_numbered(series, number, used, _largest_letters, what, late, begun)
 
     def read(self, what: str, within: timedelta) -> None:
         """Compares what the ranks read, where each reads a number of a sharded tensor, before the read communicates.

@@ -34,6 +34,7 @@ Late = Callable[[int], "CommunicationError"]
 HAS_LEFT = "which has ended:"  # is in every error of a rank that waits for a rank that is gone
 _NONE = "zerocompile/none"  # the store's answer if there is no message; no message is equal to it
 _STANDS = "stands"  # the topic under which a rank says where it stands, on devices
+_BEGUN = "begun"  # the topic under which a rank says what it reduces in a backward in which it stands
 _JOINED = "joined"  # in a key, in the place of a rank: the answer that one rank has made of all messages
 _LEFT = "left"  # the topic under which a rank says why it has ended
 _FEW = 3  # where there are no more other ranks than this, each rank asks all of them; else see [Note: relay]
@@ -97,6 +98,8 @@ class Messages:
         check: called at each look while this rank waits; it may raise.
         where: returns the place in the training where this rank is, for errors; "" if it is not known.
         started: returns how many collectives of each stream this rank has started; see :class:`Wait`.
+        begun: returns the number of a backward's end, and how many units this rank reduces before it; see
+            [Note: begun reductions] in csrc/reductions.cpp.
         position: returns how many collectives of the default process group this rank has started; -1: it is not known.
         ended: why this rank's process groups have ended, see [Note: ended groups]; None: they have not.
         among: the ranks that take part in a stream's collectives, by stream; streams of all ranks are left out.
@@ -126,6 +129,8 @@ class Messages:
         self.check: Callable[[], None] = lambda: None
         self.where: Callable[[], str] = lambda: ""
         self.started: Callable[[], Mapping[str, int]] = dict
+        self.begun: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._begun = self._told_begun = (0, 0)  # what it was at the last look; what was told last
         self.position: Callable[[], int] = lambda: -1
         self.among: Mapping[str, Sequence[int]] = {}
 
@@ -254,6 +259,7 @@ class Messages:
             On the CPU, the report (:meth:`Wait.line`) that the main thread stands in a collective of
             ``torch.distributed``; None: it stands in none. On devices always None, see :meth:`_look_from_outside`.
         """
+        self._tell_begun()
         if self._device != "cpu":  # on devices torch's collectives return before they are done
             self._look_from_outside()
             return None
@@ -262,6 +268,19 @@ class Messages:
             return None
         number, what = found
         return Wait(DIRECT, number, what + self.where(), (), self.started()).line()
+
+    def _tell_begun(self) -> None:
+        """Called about once a second by a thread: tells what this rank has begun if it has begun nothing more since."""
+        before, self._begun = self._begun, self.begun()
+        if before == self._begun != self._told_begun and self._begun[1]:
+            self._told_begun = self._begun
+            self._in_a_thread(lambda: self.tell(_BEGUN, json.dumps(self._told_begun)))
+
+    def has_begun(self, number: int, ranks: Sequence[int]) -> int:
+        """How many units one of ``ranks`` is known to reduce in its backward, whose end has this number."""
+        said = [self._look(self._key(_BEGUN, rank)) for rank in self.some(ranks)]
+        known = [json.loads(one) for one in said if one != _NONE]
+        return max((units for exchange, units in known if exchange == number), default=0)
 
     def _look_from_outside(self) -> None:
         """Called by a thread, on devices: tells where the main thread stands, and ends the groups if it stands in vain.
@@ -442,7 +461,16 @@ class Messages:
         heard |= self.ask_numbered(topic, number, what=what)
         return {rank: heard[rank] for rank in self._ranks if rank in heard}
 
-    def join_numbered(self, topic: str, number: int, message: str, join: Join, what: str, late: Late) -> str:
+    def join_numbered(
+        self,
+        topic: str,
+        number: int,
+        message: str,
+        join: Join,
+        what: str,
+        late: Late,
+        instead: Callable[[Sequence[int]], str | None] = lambda missing: None,
+    ) -> str:
         """What ``join`` makes of all ranks' messages ``number``. This rank must have sent its own before.
 
         But for the one rank that joins, a rank's requests do not grow with the number of ranks: see [Note: relay].
@@ -453,11 +481,13 @@ class Messages:
             join: makes the answer. It may run on any of the ranks, and must give the same on all.
             what: what is asked, for errors.
             late: makes the error about a rank whose message did not come in time.
+            instead: called about once a second with ranks whose message has not come. What it returns, unless that is
+                None, is returned at once, instead of the answer.
 
         Raises:
             CommunicationError: a rank has ended, or did not send its message in time.
         """
-        asked = self._ask(topic, number, self._timeout, what, join)
+        asked = self._ask(topic, number, self._timeout, what, join, instead)
         if asked.missing:
             raise late(asked.missing[0])
         if asked.joined is not None:
@@ -504,7 +534,15 @@ class Messages:
         known = {*asked.heard, *asked.missing}
         return {rank: asked.heard.get(rank) for rank in self.others if rank in known}
 
-    def _ask(self, topic: str, number: int, within: timedelta, what: str, join: Join) -> _Asked:
+    def _ask(
+        self,
+        topic: str,
+        number: int,
+        within: timedelta,
+        what: str,
+        join: Join,
+        instead: Callable[[Sequence[int]], str | None] = lambda missing: None,
+    ) -> _Asked:
         slot = f"{topic}/{number % SERIES}"
         relay = None
         if len(self.others) > self._few:
@@ -553,6 +591,9 @@ class Messages:
                 self.waits(what or f"an exchange of `{topic}`", "message", number, asked.missing[:_MANY])
                 if relay is not None and joins:
                     relay.misses(asked.missing)
+                if (answer := instead(asked.missing)) is not None:
+                    asked.joined, asked.missing = answer, []
+                    return asked
                 ended = {r: reason for r in self.some(asked.missing) if (reason := self._end_of(r)) is not None}
             if not (joins and going_on):
                 self._rest(now - start)

@@ -237,7 +237,11 @@ class Runtime:
             meetings = 0 if owner is None else owner.meetings.count
             return {"gather": gathers, "reduction": reductions, MEETING: meetings, GATES: turns.gates}
 
-        self.messages.started = started
+        def begun() -> tuple[int, int]:
+            owner = this()
+            return (0, 0) if owner is None else owner.core.begun()
+
+        self.messages.started, self.messages.begun = started, begun
         self.messages.watch()
 
     # ---- set-up ----

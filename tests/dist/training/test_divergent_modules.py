@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models
 from tests.support.harness import Ranks, Worlds, on_ranks
 from tests.support.models import Routed
-from tests.support.parity import AOT, EAGER, MODEL, assert_trains_like_ddp
+from tests.support.parity import AOT, EAGER, MODEL, assert_trains_like_ddp, reference
 
 
 def _other_units() -> None:
@@ -193,6 +194,70 @@ def test_ranks_may_drop_different_layers(stage: int, options: dict[str, Any]) ->
     keep = ("layers",) if stage == 3 else ()
     trained = assert_trains_like_ddp(Routed(), stage, **how, **options, keep_gathered=keep)
     assert trained.stats.gathers > 0 and trained.resident == []
+
+
+class _Stands(torch.autograd.Function):
+    """Its backward goes on only when a rank has joined a reduction, as a device does for which CUDA loads a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wait: Callable[[], None]) -> Tensor:
+        ctx.wait = wait
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.wait()
+        return grads[0], None
+
+
+class Standing(Routed):
+    wait: Callable[[], None] | None = None  # in the backward, before that of the embedding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x if self.wait is None else _Stands.apply(x, self.wait)
+        for index in self.route:
+            x = self.layers[index](x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "blocks"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_rank_that_stands_in_its_backward(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """Rank 1 has begun to reduce a layer that rank 0 did not use, and stands until rank 0 has joined."""
+    steps, joined = 3, tmp_path / "joined"
+    model, twin = Standing(), Standing()
+    twin.load_state_dict(model.state_dict())
+    data = models.routed_batches([[[0], [3, 0]], [[0, 1], [3, 2]], [[2], [0]]])
+    own = data(models.rank())
+    with engines.engine(model, stage, **options, keep_gathered=("layers",) if stage == 3 else ()) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach_optimizers([optimizer])
+        core, stood = engine.runtime.core, []
+
+        def tell() -> None:
+            while not core.started()[1]:
+                time.sleep(0.01)
+            joined.touch()
+
+        def wait() -> None:
+            stood.append(core.begun())
+            assert core.started()[1] >= 1, "rank 1 has begun nothing"
+            deadline = time.monotonic() + 30
+            while not joined.exists():
+                assert time.monotonic() < deadline, "rank 0 does not join what rank 1 has begun"
+                time.sleep(0.01)
+
+        if models.rank() == 0:
+            threading.Thread(target=tell, daemon=True).start()
+        else:
+            model.wait = wait
+        for number in range(steps):
+            engines.step(engine, optimizer, lambda number=number: engines.routed_loss(model, own[number]))  # type: ignore[misc]
+        assert len(stood) == steps * models.rank() and all(units > 0 for _, units in stood[:1])
+    reference(twin, steps, engines.routed_loss, data)
+    assert models.deviation(model, twin) <= 1e-6
 
 
 @on_ranks()
