@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
 from lightning_zerocompile.compile.passes.recompute import PrepareJointGraph, SaveRandom, save_random
-from lightning_zerocompile.compile.passes.reject_writes import reject_writes
+from lightning_zerocompile.compile.passes.reject_writes import argument_of, reject_writes
 from lightning_zerocompile.compile.passes.unify_casts import unify_casts
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.sharding.autocast import forward_is_inlined, forward_of
 from lightning_zerocompile.sharding.module_swap import BASE
 from lightning_zerocompile.sharding.plan import signature
+from lightning_zerocompile.sharding.unsharded import Unsharded, plain_inputs
 
 
 @dataclass
@@ -134,9 +135,22 @@ def make_backend(config: Config, count: Callable[[fx.GraphModule], None], region
         # traces it inside autocast. On devices that sums bias gradients in float32, and it runs the backward of code
         # that had switched autocast off in half precision.
         with functorch.patch(settings):  # type: ignore[no-untyped-call, unused-ignore]
-            return run(module, inputs)
+            compiled = run(module, inputs)
+        return _with_plain_inputs(compiled) if _takes_values(module) else compiled
 
     return zerocompile
+
+
+def _takes_values(module: fx.GraphModule) -> bool:
+    """Whether Dynamo's graph takes a value that code between two of a frame's graphs has read from a module."""
+    return any(isinstance(argument_of(node), Unsharded) for node in module.graph.nodes if node.op == "placeholder")
+
+
+def _with_plain_inputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return compiled(*plain_inputs(args, {})[0])
+
+    return call
 
 
 def _inductor(

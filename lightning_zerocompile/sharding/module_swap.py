@@ -320,7 +320,7 @@ class ClassCache:
 def _item(parameters: Any, index: Any) -> Any:
     """``parameters[index]`` of a list of parameters. A slice is a plain list: torch would make new parameters of it."""
     if isinstance(index, slice):
-        return [parameters[position] for position in range(*index.indices(len(parameters)))]
+        return [parameters[position] for position in range(len(parameters))[index]]
     return getattr(type(parameters), BASE).__getitem__(parameters, index)
 
 

@@ -25,18 +25,19 @@ def reject_writes(module: fx.GraphModule) -> None:
         RuntimeError: names the operation and the line of the user's code.
     """
     nodes = [node for inner in module.modules() if isinstance(inner, fx.GraphModule) for node in inner.graph.nodes]
-    weights = {storage for node in nodes if _is_weight(node) for storage in _storages(node)}
+    weights = {storage: _first_version(node) for node in nodes if _is_weight(node) for storage in _storages(node)}
     if not weights:
         return
     for node in nodes:
         if node.op not in ("call_function", "call_method"):
             continue
         for target in tree_leaves(_written(node)):
-            if isinstance(target, fx.Node) and weights.intersection(_storages(target)):
+            if isinstance(target, fx.Node) and weights.keys() & _storages(target):
                 _refuse(node)
     for node in nodes:  # written to by an operation that does not declare it
         for value in _tensors(node):
-            if _storage(value) in weights and not value.is_inference() and value._version > 0:
+            before = weights.get(_storage(value))
+            if before is not None and not value.is_inference() and value._version > before:
                 _refuse(node)
 
 
@@ -53,11 +54,22 @@ def _refuse(node: fx.Node) -> None:
 def _is_weight(node: fx.Node) -> bool:
     """Whether the graph gathers it, or takes it as an argument that eager code has read from a module."""
     if node.op == "placeholder":
-        return isinstance(getattr(node.meta.get("grapharg"), "example", None), Unsharded)
+        return isinstance(argument_of(node), Unsharded)
     return node.op == "call_function" and node.target in (
         torch.ops.zerocompile.gather,
         torch.ops.zerocompile.gather.default,
     )
+
+
+def argument_of(node: fx.Node) -> object:
+    """What Dynamo's graph was traced with, for a ``placeholder`` node; None: it does not say."""
+    return getattr(node.meta.get("grapharg"), "example", None)
+
+
+def _first_version(node: fx.Node) -> int:
+    """The version that a weight has at the graph's beginning: an argument may have been written to before."""
+    argument = argument_of(node)
+    return int(argument._version) if isinstance(argument, Unsharded) and not argument.is_inference() else 0
 
 
 def _tensors(node: fx.Node) -> Iterator[Tensor]:

@@ -90,6 +90,7 @@ CASES = {
     "loop with a break": Case(_net(graph_breaks.Loop), eager=BOTH, graphs=0),
     "experts": Case(_net(graph_breaks.Experts), eager=BOTH, breaks=BOTH),
     "disabled": Case(_net(graph_breaks.Disabled), eager=BOTH, breaks=BOTH, graphs=2),
+    "handed to a compiled frame": Case(_net(graph_breaks.Handed), eager=BOTH, breaks=BOTH, graphs=2),
     "graph break": Case(_net(graph_breaks.Break), breaks=BOTH, graphs=2),
     "two graphs": Case(_net(graph_breaks.TwoGraphs), breaks=BOTH, graphs=2),
     "tied, compiled and eager": Case(_net(graph_breaks.TiedFrames), eager=BOTH, breaks=BOTH),
