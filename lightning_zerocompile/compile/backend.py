@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
 from lightning_zerocompile.compile.passes.recompute import PrepareJointGraph, SaveRandom, save_random
-from lightning_zerocompile.compile.passes.reject_writes import argument_of, reject_writes
+from lightning_zerocompile.compile.passes.reject_writes import Handed, argument_of, handed_on, reject_writes
 from lightning_zerocompile.compile.passes.unify_casts import unify_casts
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.sharding.autocast import forward_is_inlined, forward_of
@@ -117,9 +117,16 @@ def inductor_options(config: Config, lower: CustomGraphPass, regional: bool) -> 
 # begin another iteration, which makes the last one's results invalid.
 
 
-def make_backend(config: Config, count: Callable[[fx.GraphModule], None], regional: bool) -> Callable[..., Any]:
-    """The backend that torch.compile calls with each of Dynamo's graphs; ``regional`` as in
-    :class:`PlaceCommunication`."""
+def make_backend(
+    config: Config, count: Callable[[fx.GraphModule], None], hand_on: Callable[[Handed], None], regional: bool
+) -> Callable[..., Any]:
+    """The backend that torch.compile calls with each of Dynamo's graphs.
+
+    Args:
+        count: called with each graph.
+        hand_on: called with each parameter that a graph has handed to eager code, whenever it has run.
+        regional: as in :class:`PlaceCommunication`.
+    """
     releases = regional and config.has_places and config.stage == 3
     lower = PlaceCommunication(regional, config.unit_bytes, releases)
     run = _inductor(config, lower, regional) if config.backend == "inductor" else _aot_eager(config, lower)
@@ -136,7 +143,10 @@ def make_backend(config: Config, count: Callable[[fx.GraphModule], None], region
         # that had switched autocast off in half precision.
         with functorch.patch(settings):  # type: ignore[no-untyped-call, unused-ignore]
             compiled = run(module, inputs)
-        return _with_plain_inputs(compiled) if _takes_values(module) else compiled
+        if _takes_values(module):
+            compiled = _with_plain_inputs(compiled)
+        handed = handed_on(module)
+        return _handing_on(compiled, handed, hand_on) if handed else compiled
 
     return zerocompile
 
@@ -149,6 +159,18 @@ def _takes_values(module: fx.GraphModule) -> bool:
 def _with_plain_inputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         return compiled(*plain_inputs(args, {})[0])
+
+    return call
+
+
+def _handing_on(
+    compiled: Callable[..., Any], lines: dict[int, str], hand_on: Callable[[Handed], None]
+) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        results = compiled(*args)
+        for place, line in lines.items():
+            hand_on(Handed.of(results[place], line))
+        return results
 
     return call
 
@@ -268,6 +290,7 @@ class Graphs:
     def __init__(self, config: Config) -> None:
         self.stats = CompileStats()  # of the run that calls now
         self.running: Code | None = None  # the code that this run calls now
+        self.handed: list[Handed] = []  # to eager code, by the graphs of the regions that run now
         self._config = config
         self._backends: dict[bool, Callable[..., Any]] = {}  # made only when something is compiled: it imports Inductor
         self._codes: dict[tuple[Any, ...], Code] = {}
@@ -278,7 +301,7 @@ class Graphs:
         key = (base, forward, regional, signature(module, base))
         if key not in self._codes:
             if regional not in self._backends:
-                self._backends[regional] = make_backend(self._config, self._count, regional)
+                self._backends[regional] = make_backend(self._config, self._count, self.handed.append, regional)
             number = sum(other[:3] == key[:3] for other in self._codes)
             self._codes[key] = Code(forward, number, functools.partial(self._compile, self._backends[regional]))
         return self._codes[key]

@@ -253,10 +253,15 @@ def _run(
     graphs: Graphs, stats: CompileStats, progress: Progress, what: str, code: Code, *args: Any, **kwargs: Any
 ) -> Any:
     graphs.stats, graphs.running, progress.what = stats, code, what
+    before = len(graphs.handed)
     try:
-        return code(*args, **kwargs)
+        results = code(*args, **kwargs)
+        for handed in graphs.handed[before:]:
+            handed.check()
+        return results
     finally:
         progress.what = ""
+        del graphs.handed[before:]
 
 
 def _entering(forward: Callable[..., Any]) -> Callable[..., Any]:

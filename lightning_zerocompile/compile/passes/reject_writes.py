@@ -3,11 +3,15 @@
 In a graph a gathered value is a temporary: `weight.mul_(2)` would change that temporary and nothing else. Views of it
 are recognised by their storage: Dynamo has run each operation on tensors without data, which are kept in
 `example_value`.
+
+Where Dynamo has broken a frame, a graph may hand such a temporary to the eager code that follows it (`handed_on`). A
+write there would be lost as well, so it is looked for when the region ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,14 +45,58 @@ def reject_writes(module: fx.GraphModule) -> None:
                 _refuse(node)
 
 
+_REMEDY = (
+    "writes in place to a parameter inside a compiled region; the write would be lost. Move it out of the module's "
+    "forward (for example to `on_train_batch_end`, inside `strategy.full_parameters(module, writeback=True)`), or "
+    "write in a function with `torch.compiler.disable` that reads the module's attribute itself."
+)
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A weight, or a view of one, that a graph has handed to eager code.
+
+    Attributes:
+        value: the graph's result.
+        line: of user code, where it was read.
+        version: of ``value`` at the end of the graph; -1: it has none.
+        address: of its memory then.
+    """
+
+    value: Tensor
+    line: str
+    version: int
+    address: int
+
+    @classmethod
+    def of(cls, value: Tensor, line: str) -> Handed:
+        return cls(value, line, -1 if value.is_inference() else value._version, value.data_ptr())
+
+    def check(self) -> None:
+        """Raises RuntimeError if eager code has written to it, or has set its ``data``."""
+        if self.value.data_ptr() != self.address or (self.version >= 0 and self.value._version != self.version):
+            raise RuntimeError(f"Eager code after a graph break {_REMEDY} The parameter was read here:\n{self.line}")
+
+
+def handed_on(module: fx.GraphModule) -> dict[int, str]:
+    """Which of the graph's results are parameters that it has gathered, or views of these: the lines that read them."""
+    gathers = [node for node in module.graph.nodes if node.op == "call_function" and _is_weight(node)]
+    lines = {storage: _line(node) for node in gathers for storage in _storages(node)}
+    results = next(node for node in module.graph.nodes if node.op == "output").args[0] if lines else ()
+    found = {}
+    for place, result in enumerate(results if isinstance(results, (tuple, list)) else ()):
+        shared = lines.keys() & _storages(result) if isinstance(result, fx.Node) else set()
+        if shared:
+            found[place] = lines[shared.pop()]
+    return found
+
+
+def _line(node: fx.Node) -> str:
+    return (node.meta.get("stack_trace") or "").strip()
+
+
 def _refuse(node: fx.Node) -> None:
-    where = (node.meta.get("stack_trace") or "").strip()
-    raise RuntimeError(
-        f"`{_name(node)}` writes in place to a parameter inside a compiled region; the write would be lost. "
-        "Move it out of the module's forward (for example to `on_train_batch_end`, inside "
-        "`strategy.full_parameters(module, writeback=True)`), or keep this module out of compilation with "
-        f"`torch.compiler.disable`.\n{where}"
-    )
+    raise RuntimeError(f"`{_name(node)}` {_REMEDY}\n{_line(node)}")
 
 
 def _is_weight(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,70 @@ def test_compiled_write_raises(stage: int, scope: Any) -> None:
     wrong = {how: m for how, m in messages.items() if "writes in place to a parameter" not in m}
     assert wrong == {}
     assert all(name in messages[how] for how, name in NAMES.items()), messages
+
+
+@torch.compiler.disable
+def _eagerly(write: Callable[[Tensor], object], weight: Tensor) -> None:
+    with torch.no_grad():
+        write(weight)
+
+
+def _set_data(weight: Tensor) -> None:
+    weight.data = weight * 0.9
+
+
+class Breaking(nn.Module):
+    """A block that writes to its own weight after Dynamo has ended a graph."""
+
+    def __init__(self, how: str, width: int = 10) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(width, width), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        AFTER_A_BREAK[self.how](self.linear)
+        return x + self.linear(x)
+
+
+def _after_a_break(linear: nn.Linear) -> None:
+    weight = linear.weight
+    torch._dynamo.graph_break()
+    with torch.no_grad():
+        weight.mul_(0.9)
+
+
+def _of_data(linear: nn.Linear) -> None:
+    weight = linear.weight.data
+    torch._dynamo.graph_break()
+    weight.mul_(0.9)
+
+
+AFTER_A_BREAK: dict[str, Callable[[nn.Linear], None]] = {
+    "data is set": lambda linear: _set_data(linear.weight),
+    "in a disabled function": lambda linear: _eagerly(lambda w: w.mul_(0.9), linear.weight),
+    "data is set in a disabled function": lambda linear: _eagerly(_set_data, linear.weight),
+    "to a view": lambda linear: _eagerly(lambda w: w.mul_(0.9), linear.weight.t()),
+    "after a break": _after_a_break,
+    "to data, after a break": _of_data,
+}
+
+
+@pytest.mark.parametrize(("scope", "stage"), [("blocks", 1), ("blocks", 3), ("model", 2)])
+@on_ranks(1)
+def test_a_write_after_a_graph_break_raises(stage: int, scope: Any) -> None:
+    """A graph hands the weight on as a temporary: what is written to that would be lost."""
+    messages = {}
+    for how in AFTER_A_BREAK:
+        torch._dynamo.reset()
+        engine = engines.make_engine(models.Whole(models.Stacked(partial(Breaking, how))), stage, compile=scope)
+        try:
+            with engine.training_step():
+                engine.model(models.Batches(0)[0])
+            messages[how] = "no error"
+        except Exception as error:
+            messages[how] = f"{type(error).__name__}: {error}"
+        finally:
+            engine.abandon()
+    assert {how: m for how, m in messages.items() if "writes in place to a parameter" not in m} == {}
 
 
 class Mapped(nn.Module):

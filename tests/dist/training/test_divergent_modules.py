@@ -221,8 +221,17 @@ class Standing(Routed):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "blocks"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        pytest.param(1, EAGER, id="1-eager"),
+        pytest.param(2, AOT, id="2-blocks"),
+        pytest.param(3, EAGER, id="3-eager"),
+        pytest.param(1, AOT, id="1-blocks", marks=pytest.mark.long),
+        pytest.param(2, EAGER, id="2-eager", marks=pytest.mark.long),
+        pytest.param(3, AOT, id="3-blocks", marks=pytest.mark.long),
+    ],
+)
 @on_ranks(2)
 def test_a_rank_that_stands_in_its_backward(stage: int, options: dict[str, Any], tmp_path: Path) -> None:
     """Rank 1 has begun to reduce a layer that rank 0 did not use, and stands until rank 0 has joined."""
