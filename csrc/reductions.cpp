@@ -29,8 +29,7 @@ int64_t row_numel(const Parameter& p) {
 constexpr std::array<at::ScalarType, 7> kGradDtypes = {
     at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble};
 constexpr char kUnused = '0', kUsed = '1', kFirstDtype = '2';
-constexpr char kBegun = '+';   // begins an answer that is no letters, see [Note: begun reductions]
-constexpr int kUnitBits = 24;  // of `begun_`
+constexpr char kBegun = '+';  // begins an answer that is no letters, see [Note: begun reductions]
 
 char letter_of(const Parameter& p, at::ScalarType dtype) {
   const auto found = std::find(kGradDtypes.begin(), kGradDtypes.end(), dtype);
@@ -139,7 +138,7 @@ void Reductions::begin_backward() {
   home_.reset();  // nothing of an earlier backward is on its way
   again_ = false;
   next_ = 0;
-  begins(0);
+  begun_ = 0;
   launched_.assign(launched_.size(), false);
   taken_.assign(taken_.size(), false);
   untaken_.clear();
@@ -150,15 +149,8 @@ void Reductions::begin_backward() {
 // begun. Its host may stand then, too: CUDA loads a kernel at its first launch only when the device is idle, a queue of
 // launches may be full, or user code may read a number. So a rank that stands in its backward for more than a second
 // says how many units of the order it has begun to reduce, by the thread that watches for it (ranks/messages.py). Ranks
-// that wait for its flags hear that, and reduce the same units, as they would after its flags.
-std::pair<int64_t, int64_t> Reductions::begun() const {
-  const uint64_t both = begun_;
-  return {static_cast<int64_t>(both >> kUnitBits), static_cast<int64_t>(both & ((uint64_t{1} << kUnitBits) - 1))};
-}
-
-void Reductions::begins(size_t units) {
-  begun_ = (static_cast<uint64_t>(exchanges_) << kUnitBits) | static_cast<uint64_t>(units);
-}
+// that wait for its flags hear that, and reduce the same units, as they would after its flags. The number is zero from
+// the end of the backward on, before the flags are sent: so it always belongs to the flags that come next.
 
 // What another rank has begun to reduce in its backward: so many units of the order.
 void Reductions::launch_begun(int64_t units) {
@@ -178,7 +170,7 @@ void Reductions::launch_complete(const Ready& latest) {
     const auto& unit = registry_.units()[index];
     if (launched_[index] || !trainable(unit)) continue;
     if (!gradients_.complete(unit)) return;
-    begins(next_ + 1);
+    begun_ = static_cast<int64_t>(next_) + 1;
     launch({index}, latest, gradients_.partial());
   }
 }
@@ -463,6 +455,7 @@ void Reductions::replicate_group(const std::vector<int64_t>& group, Reduction& r
 // Returns by parameter whether any rank has a gradient. `meanwhile`: what this rank can do before it asks; the others
 // may wait for its word.
 std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhile) {
+  begun_ = 0;
   std::string used(registry_.parameters().size(), kUnused);
   // In a window a rank may have failed: the others hear of it before they start reductions.
   bool asks = gradients_.deferred();
@@ -486,7 +479,6 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
   }
   if (gradients_.deferred()) meanwhile();
   exchanges_ += 1;
-  begins(0);
   TORCH_CHECK(used.size() == registry_.parameters().size(),
               "zerocompile: the ranks have different numbers of parameters");
   for (size_t i = 0; i < registry_.parameters().size(); ++i) {

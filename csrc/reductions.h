@@ -92,7 +92,7 @@ class Reductions {
 
   const ReductionCounts& counts() const { return counts_; }
   int64_t started() const { return started_; }  // without the lock
-  std::pair<int64_t, int64_t> begun() const;    // the same, see [Note: begun reductions]
+  int64_t begun() const { return begun_; }      // the same
 
  private:
   // One that is started or about to be: it holds what the collective reads until the compute stream is ordered after
@@ -124,7 +124,6 @@ class Reductions {
   at::ScalarType communicated_dtype(const Parameter& p) const { return p.reduce_dtype.value_or(gradients_.dtype(p)); }
   at::ScalarType kept_dtype(const Parameter& p, bool early) const;
   bool trainable(const Unit& unit) const;
-  void begins(size_t units);
   void launch(const Units& units, const Ready& latest = {}, bool early = false);
   std::vector<Units> runs(bool merged) const;
   void launch_contributed(const std::vector<Units>& runs, bool partial);
@@ -169,7 +168,7 @@ class Reductions {
   bool dropped_ = false;              // some are on their way for which nobody waits
   ReductionCounts counts_;
   std::atomic<int64_t> started_ = 0;
-  std::atomic<uint64_t> begun_ = 0;  // the exchange, and the units, in the lower bits
+  std::atomic<int64_t> begun_ = 0;  // units of the order, in the backward that runs: see [Note: begun reductions]
 };
 
 }  // namespace zerocompile

@@ -121,9 +121,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // How many gathers and reductions were started. Without the lock, which a thread that waits holds.
   std::pair<int64_t, int64_t> started() const { return {gathers_.started(), reductions_.started()}; }
 
-  // The number of the exchange of used flags that comes next, and how many units of the order of reductions this rank
-  // has begun before it. Without the lock. See [Note: begun reductions].
-  std::pair<int64_t, int64_t> begun() const { return reductions_.begun(); }
+  // How many units of their order the backward that runs has begun to reduce. Without the lock, too. See
+  // [Note: begun reductions].
+  int64_t begun() const { return reductions_.begun(); }
   void come_apart(std::function<void()> meet);
   int64_t parameter_of(const Tensor& value) const;
   int64_t parameter_of_handle(const Tensor& tensor) const;

@@ -138,15 +138,15 @@ def make_backend(
         reject_writes(module)
         unify_casts(module)
         count(module)
+        takes, hands = _takes_values(module), handed_on(module)  # Inductor's passes may change the graph
         # The backward is traced without autocast, since in eager code it runs after autocast has ended. torch's default
         # traces it inside autocast. On devices that sums bias gradients in float32, and it runs the backward of code
         # that had switched autocast off in half precision.
         with functorch.patch(settings):  # type: ignore[no-untyped-call, unused-ignore]
             compiled = run(module, inputs)
-        if _takes_values(module):
+        if takes:
             compiled = _with_plain_inputs(compiled)
-        handed = handed_on(module)
-        return _handing_on(compiled, handed, hand_on) if handed else compiled
+        return _handing_on(compiled, hands, hand_on) if hands else compiled
 
     return zerocompile
 

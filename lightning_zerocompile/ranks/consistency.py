@@ -57,6 +57,11 @@ class Consistency:
         self._window = number
         self._used = ("used in a window", number * 2**20) if number else ("used", self._outside)
 
+    @property
+    def next_exchange(self) -> int:
+        """The number of the next exchange of used flags outside of windows."""
+        return self._outside + 1
+
     def order(self, order: list[int]) -> list[int]:
         """Rank 0's order of units, on all ranks. ``order`` is this rank's, and counts on rank 0 only.
 
@@ -156,11 +161,13 @@ class Consistency:
             return self._messages.silent(rank, f"has ended backward number {exchange}")
 
         def begun(missing: Sequence[int]) -> str | None:
-            units = self._messages.has_begun(exchange, missing)
-            if (exchange, units) <= self._begun or not units:
+            if self._window:  # nothing is reduced in its backwards
                 return None
-            self._begun = (exchange, units)
-            return f"+{units}"
+            latest = (number, self._messages.has_begun(number, missing))
+            if latest <= self._begun or not latest[1]:
+                return None
+            self._begun = latest
+            return f"+{latest[1]}"
 
         return self._messages.join_numbered(series, number, used, _largest_letters, what, late, begun)
 

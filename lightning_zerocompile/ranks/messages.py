@@ -98,8 +98,8 @@ class Messages:
         check: called at each look while this rank waits; it may raise.
         where: returns the place in the training where this rank is, for errors; "" if it is not known.
         started: returns how many collectives of each stream this rank has started; see :class:`Wait`.
-        begun: returns the number of a backward's end, and how many units this rank reduces before it; see
-            [Note: begun reductions] in csrc/reductions.cpp.
+        begun: returns the number of the next exchange of used flags, and how many units the backward that runs has
+            begun to reduce before it; see [Note: begun reductions] in csrc/reductions.cpp.
         position: returns how many collectives of the default process group this rank has started; -1: it is not known.
         ended: why this rank's process groups have ended, see [Note: ended groups]; None: they have not.
         among: the ranks that take part in a stream's collectives, by stream; streams of all ranks are left out.
@@ -277,7 +277,7 @@ class Messages:
             self._in_a_thread(lambda: self.tell(_BEGUN, json.dumps(self._told_begun)))
 
     def has_begun(self, number: int, ranks: Sequence[int]) -> int:
-        """How many units one of ``ranks`` is known to reduce in its backward, whose end has this number."""
+        """How many units one of ``ranks`` is known to have begun to reduce before exchange ``number`` of used flags."""
         said = [self._look(self._key(_BEGUN, rank)) for rank in self.some(ranks)]
         known = [json.loads(one) for one in said if one != _NONE]
         return max((units for exchange, units in known if exchange == number), default=0)

@@ -212,7 +212,7 @@ class Runtime:
 
         self.name = groups.everyone.group_name  # alike on all ranks, and no other runtime's
         self.messages = Messages(device.type, self.name, config.timeout)
-        self.comparisons = Consistency(self.messages, config.timeout)
+        self.comparisons = comparisons = Consistency(self.messages, config.timeout)
         self.reads = Reads(self.comparisons, config.timeout)
         self.core.set_callbacks(
             bind,
@@ -238,8 +238,8 @@ class Runtime:
             return {"gather": gathers, "reduction": reductions, MEETING: meetings, GATES: turns.gates}
 
         def begun() -> tuple[int, int]:
-            owner = this()
-            return (0, 0) if owner is None else owner.core.begun()
+            owner, number = this(), comparisons.next_exchange  # the number first: see [Note: begun reductions]
+            return number, 0 if owner is None else owner.core.begun()
 
         self.messages.started, self.messages.begun = started, begun
         self.messages.watch()
