@@ -115,7 +115,7 @@ class Buffers(nn.Module):
                 self.average.lerp_(y.mean((0, 1)), 0.1)
                 self.replaced = self.replaced * 0.5 + y.amax((0, 1))
                 self.count += 1
-        return (y - self.average + self.replaced) * self.temperature
+        return (y - self.average + self.replaced) * self.temperature * (1 + 0.1 * self.count)
 
 
 class Collections(nn.Module):

@@ -2,8 +2,8 @@
 
 The partitioner would otherwise save a transposed or cast copy of every weight for backward. So ``gather`` and
 everything that is computed from nothing but gathers is tagged ``MUST_RECOMPUTE`` (lightning_zerocompile/README.md, rule
-3). A gradient that depends on nothing but the forward (of a Function that ignores the gradient that it gets) is still
-handed over in the backward.
+3). What must not be computed again is tagged ``MUST_SAVE``. A gradient that depends on nothing but the forward (of a
+Function that ignores the gradient that it gets) is still handed over in the backward.
 """
 
 from __future__ import annotations
@@ -50,6 +50,32 @@ def tag_what_follows(graph: fx.Graph, sources: Collection[fx.Node]) -> int:
     return len(recomputed)
 
 
+def save_what_is_overwritten(graph: fx.Graph) -> int:
+    """Tags, in place, what the forward reads from inputs that it writes to (buffers); returns how many nodes.
+
+    [Note: overwritten inputs] The forward's graph ends with the writes. A backward that computed such a value again
+    would read the input's new value: of ``self.count += 1; y = x * self.count`` the count would be one too high (torch
+    2.13's partitioner keeps the input, which costs nothing). So the values that are read from it are kept instead.
+    """
+    written = [node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    known = {node for node in written if isinstance(node, fx.Node) and node.op == "placeholder"}
+    in_backward = {node for node in graph.nodes if node.op == "placeholder" and "tangents" in str(node.target)}
+    tagged = 0
+    for node in graph.nodes if known else ():
+        if node.op != "call_function":
+            continue
+        if not in_backward.isdisjoint(node.all_input_nodes):
+            in_backward.add(node)
+        elif node.target is not torch.ops.aten.copy_.default and not known.isdisjoint(node.all_input_nodes):
+            if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+                known.add(node)
+            elif "recompute" not in node.meta:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                node.meta.setdefault("ac_graph_id", 0)
+                tagged += 1
+    return tagged
+
+
 def save_random(graph: fx.Graph) -> int:
     """Tags, in place, the nodes that draw random numbers, so that backward does not draw anew; returns how many.
 
@@ -78,11 +104,13 @@ _SOURCE = get_hash_for_files((__file__, merge_reductions.__file__))
 
 
 class PrepareJointGraph(CustomGraphPass):  # type: ignore[misc, unused-ignore]
-    """:func:`merge_reductions` and :func:`tag_recompute` in their order: what the partitioner needs."""
+    """What the partitioner needs: :func:`merge_reductions`, then :func:`tag_recompute`, then
+    :func:`save_what_is_overwritten`."""
 
     def __call__(self, graph: fx.Graph) -> None:
         merge_reductions.merge_reductions(graph)
         tag_recompute(graph)
+        save_what_is_overwritten(graph)
 
     def uuid(self) -> bytes:
         return _SOURCE
