@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
 from lightning_zerocompile.compile.passes.recompute import PrepareJointGraph, SaveRandom, save_random
-from lightning_zerocompile.compile.passes.reject_writes import Handed, argument_of, handed_on, reject_writes
+from lightning_zerocompile.compile.passes.reject_writes import Handed, handed_on, reject_writes, takes_weights
 from lightning_zerocompile.compile.passes.unify_casts import unify_casts
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.sharding.autocast import forward_is_inlined, forward_of
 from lightning_zerocompile.sharding.module_swap import BASE
 from lightning_zerocompile.sharding.plan import signature
-from lightning_zerocompile.sharding.unsharded import Unsharded, plain_inputs
+from lightning_zerocompile.sharding.unsharded import plain_inputs
 
 
 @dataclass
@@ -138,7 +138,7 @@ def make_backend(
         reject_writes(module)
         unify_casts(module)
         count(module)
-        takes, hands = _takes_values(module), handed_on(module)  # Inductor's passes may change the graph
+        takes, hands = takes_weights(module), handed_on(module)  # Inductor's passes may change the graph
         # The backward is traced without autocast, since in eager code it runs after autocast has ended. torch's default
         # traces it inside autocast. On devices that sums bias gradients in float32, and it runs the backward of code
         # that had switched autocast off in half precision.
@@ -149,11 +149,6 @@ def make_backend(
         return _handing_on(compiled, hands, hand_on) if hands else compiled
 
     return zerocompile
-
-
-def _takes_values(module: fx.GraphModule) -> bool:
-    """Whether Dynamo's graph takes a value that code between two of a frame's graphs has read from a module."""
-    return any(isinstance(argument_of(node), Unsharded) for node in module.graph.nodes if node.op == "placeholder")
 
 
 def _with_plain_inputs(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, Standin
 # thousand kernels at most, and a collective that waits for a slower rank holds up all kernels that are queued after it.
 SERIES = 256
 Late = Callable[[int], "CommunicationError"]
+Instead = Callable[[Sequence[int]], str | None]
 HAS_LEFT = "which has ended:"  # is in every error of a rank that waits for a rank that is gone
 _NONE = "zerocompile/none"  # the store's answer if there is no message; no message is equal to it
 _STANDS = "stands"  # the topic under which a rank says where it stands, on devices
@@ -469,7 +470,7 @@ class Messages:
         join: Join,
         what: str,
         late: Late,
-        instead: Callable[[Sequence[int]], str | None] = lambda missing: None,
+        instead: Instead | None = None,
     ) -> str:
         """What ``join`` makes of all ranks' messages ``number``. This rank must have sent its own before.
 
@@ -541,7 +542,7 @@ class Messages:
         within: timedelta,
         what: str,
         join: Join,
-        instead: Callable[[Sequence[int]], str | None] = lambda missing: None,
+        instead: Instead | None = None,
     ) -> _Asked:
         slot = f"{topic}/{number % SERIES}"
         relay = None
@@ -591,7 +592,7 @@ class Messages:
                 self.waits(what or f"an exchange of `{topic}`", "message", number, asked.missing[:_MANY])
                 if relay is not None and joins:
                     relay.misses(asked.missing)
-                if (answer := instead(asked.missing)) is not None:
+                if instead is not None and (answer := instead(asked.missing)) is not None:
                     asked.joined, asked.missing = answer, []
                     return asked
                 ended = {r: reason for r in self.some(asked.missing) if (reason := self._end_of(r)) is not None}

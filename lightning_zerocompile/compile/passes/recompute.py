@@ -45,9 +45,13 @@ def tag_what_follows(graph: fx.Graph, sources: Collection[fx.Node]) -> int:
     calls = [source for source in sources if source.op == "call_function"]
     recomputed = [*calls, *merge_reductions.computed_from(graph, sources)]
     for node in recomputed:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta.setdefault("ac_graph_id", 0)
+        _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
     return len(recomputed)
+
+
+def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
+    node.meta["recompute"] = policy
+    node.meta.setdefault("ac_graph_id", 0)
 
 
 def save_what_is_overwritten(graph: fx.Graph) -> int:
@@ -70,8 +74,7 @@ def save_what_is_overwritten(graph: fx.Graph) -> int:
             if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
                 known.add(node)
             elif "recompute" not in node.meta:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-                node.meta.setdefault("ac_graph_id", 0)
+                _tag(node, CheckpointPolicy.MUST_SAVE)
                 tagged += 1
     return tagged
 
@@ -85,8 +88,7 @@ def save_random(graph: fx.Graph) -> int:
     tagged = 0
     for node in graph.nodes:
         if node.op == "call_function" and _draws(node):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            node.meta.setdefault("ac_graph_id", 0)
+            _tag(node, CheckpointPolicy.MUST_SAVE)
             tagged += 1
     return tagged
 

@@ -91,6 +91,11 @@ def handed_on(module: fx.GraphModule) -> dict[int, str]:
     return found
 
 
+def takes_weights(module: fx.GraphModule) -> bool:
+    """Whether the graph takes a parameter that eager code between two of a frame's graphs has read from a module."""
+    return any(_is_weight(node) for node in module.graph.nodes if node.op == "placeholder")
+
+
 def _line(node: fx.Node) -> str:
     return (node.meta.get("stack_trace") or "").strip()
 
@@ -102,21 +107,21 @@ def _refuse(node: fx.Node) -> None:
 def _is_weight(node: fx.Node) -> bool:
     """Whether the graph gathers it, or takes it as an argument that eager code has read from a module."""
     if node.op == "placeholder":
-        return isinstance(argument_of(node), Unsharded)
+        return isinstance(_argument(node), Unsharded)
     return node.op == "call_function" and node.target in (
         torch.ops.zerocompile.gather,
         torch.ops.zerocompile.gather.default,
     )
 
 
-def argument_of(node: fx.Node) -> object:
+def _argument(node: fx.Node) -> object:
     """What Dynamo's graph was traced with, for a ``placeholder`` node; None: it does not say."""
     return getattr(node.meta.get("grapharg"), "example", None)
 
 
 def _first_version(node: fx.Node) -> int:
     """The version that a weight has at the graph's beginning: an argument may have been written to before."""
-    argument = argument_of(node)
+    argument = _argument(node)
     return int(argument._version) if isinstance(argument, Unsharded) and not argument.is_inference() else 0
 
 

@@ -171,17 +171,12 @@ def _assert_as_predicted(ranks: Ranks, cells: list[tuple[int, Any, bool]], islan
     for number, cell in enumerate(cells):
         wrong = _differences([seen[number] for seen in by_rank], cell, islands)
         if wrong and cell[0] < 3:  # nothing tells how much gloo's threads have freed unseen there, and it differs
-            wrong = _differences(
-                [seen[0] for seen in ranks.run(_measured, [cell], islands, timeout=240)], cell, islands
-            )
+            again = ranks.run(_measured, [cell], islands, timeout=240)
+            wrong = _differences([seen[0] for seen in again], cell, islands)
         assert wrong == [], cell
 
 
-def _differences(
-    by_rank: list[Seen],
-    cell: tuple[int, Any, bool],
-    islands: Sequence[str],
-) -> list[str]:
+def _differences(by_rank: list[Seen], cell: tuple[int, Any, bool], islands: Sequence[str]) -> list[str]:
     """The points at which the ranks measured something else than is predicted."""
     memory, predicted = _predicted(len(by_rank), *cell, chosen=islands)
     lives = [live for live, _ in by_rank]
