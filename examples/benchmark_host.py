@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WARM_UP = 8
-PARTS = ("forward", "backward", "optimizer", "all")
+PARTS = ("forward", "backward", "clipping", "optimizer", "all")
 
 
 class Block(nn.Module):
@@ -81,6 +81,9 @@ def make_step(kind: str, args: argparse.Namespace) -> Callable[[], list[float]]:
             times.append(time.perf_counter())
             loss.backward()
             times.append(time.perf_counter())
+            if args.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            times.append(time.perf_counter())
             optimizer.step()
             optimizer.zero_grad()
             return [*times, time.perf_counter()]
@@ -89,6 +92,7 @@ def make_step(kind: str, args: argparse.Namespace) -> Callable[[], list[float]]:
 
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.engine import Engine
+    from lightning_zerocompile.plugins.clipping import clip_norm
 
     engine = Engine(model, torch.device("cpu"), Config(stage=int(kind), backend=args.backend), None, "gloo")
     ours = torch.optim.AdamW(model.parameters(), fused=True)
@@ -101,6 +105,10 @@ def make_step(kind: str, args: argparse.Namespace) -> Callable[[], list[float]]:
             times.append(time.perf_counter())
             with engine.backward(loss):
                 loss.backward()
+        times.append(time.perf_counter())
+        if args.clip:  # as the strategy does it
+            with engine.runtime.reads.alike():
+                clip_norm(model.parameters(), 1.0)
         times.append(time.perf_counter())
         engine.step(ours, lambda: None)
         ours.zero_grad()
@@ -137,13 +145,14 @@ def main() -> int:
     parser.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--blocks", type=int, default=36)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--clip", action="store_true", help="clip the gradients by their norm")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     args = parser.parse_args()
     if len(args.kinds) == 1:
         measure(args.kinds[0], args)
         return 0
     options = ["--backend", args.backend, "--blocks", str(args.blocks), "--steps", str(args.steps)]
-    options += ["--profile"] if args.profile else []
+    options += [f"--{name}" for name in ("clip", "profile") if getattr(args, name)]
     codes = [subprocess.run([sys.executable, __file__, *options, "--kinds", kind]).returncode for kind in args.kinds]
     return max(codes)
 

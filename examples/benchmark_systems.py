@@ -467,6 +467,7 @@ def our_options(args: argparse.Namespace) -> dict[str, Any]:
 def ours(args: argparse.Namespace, device: torch.device) -> System:
     from lightning_zerocompile.config import Config
     from lightning_zerocompile.engine import Engine
+    from lightning_zerocompile.plugins.clipping import clip_norm
 
     model = to_shard(args, device)  # the same start as fsdp2's
     numel, trained = numel_of(model), trained_in(model)
@@ -479,8 +480,9 @@ def ours(args: argparse.Namespace, device: torch.device) -> System:
 
     def step(batches: list[Tensor]) -> Tensor:
         def closure() -> Tensor:
-            if args.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            if args.clip:  # as the strategy does it
+                with engine.runtime.reads.alike():
+                    clip_norm(model.parameters(), args.clip)
             return loss
 
         for k, tokens in enumerate(batches):

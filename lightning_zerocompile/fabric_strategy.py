@@ -24,7 +24,7 @@ from lightning_zerocompile.config import Config, takes_options
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.engine_owner import EngineOwner, check_device
 from lightning_zerocompile.optim.in_backward import CLIPPING
-from lightning_zerocompile.plugins.clipping import refuse_scaling
+from lightning_zerocompile.plugins.clipping import clip_norm, clip_value, refuse_scaling
 from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
 from lightning_zerocompile.plugins.fabric_precision import (
     FabricHalfPrecision,
@@ -251,14 +251,14 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         self._prepare_clipping(optimizer)
         with self.engine.runtime.reads.alike():
-            norm = torch.nn.utils.clip_grad_norm_(self.precision.main_params(optimizer), *args, **kwargs)
+            norm = clip_norm(self.precision.main_params(optimizer), *args, **kwargs)
         return full_value(norm) if isinstance(norm, DTensor) else norm
 
     @override
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         self._prepare_clipping(optimizer)
         with self.engine.runtime.reads.alike():
-            torch.nn.utils.clip_grad_value_(self.precision.main_params(optimizer), clip_value=clip_val)
+            clip_value(self.precision.main_params(optimizer), clip_val)
 
     def _prepare_clipping(self, optimizer: Optimizer) -> None:
         if self.config.optimizer_in_backward:

@@ -39,6 +39,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zerocompile.plugins.clipping import clip_norm, clip_value
 from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
 from lightning_zerocompile.sharding.islands import Islands, find_islands
 
@@ -123,6 +124,14 @@ class StepsThroughEngine(Precision):
         alike = nullcontext() if self.engine is None else self.engine.runtime.reads.alike()
         with alike:
             Precision.clip_gradients(self, optimizer, *args, **kwargs)  # a fused optimizer sees unscaled ones, too
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_norm(self.main_params(optimizer), clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_value(self.main_params(optimizer), clip_val)
 
     @override
     def state_dict(self) -> dict[str, Any]:

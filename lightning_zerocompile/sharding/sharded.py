@@ -27,6 +27,7 @@ there they might cost much in every step, and the error names the optimizer and 
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -86,11 +87,8 @@ _UNKNOWN = (  # DTensor has no rule for an operation
 )  # fmt: skip
 _BY_ELEMENT = frozenset({"copy_", "fill_", "masked_fill", "masked_fill_"})  # of these torch does not say so
 _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", "isclose"})
-_NEEDS_ELEMENTS = frozenset(
-    {
-    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "norm", "linalg_vector_norm", "_foreach_norm"
-    }
-)  # fmt: skip
+_LARGEST = frozenset({"max", "min", "amax", "amin", "aminmax", "argmax", "argmin"})
+_NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
 
 _LEFT = (
     "Parameter `{}` is a shard (a DTensor): a former run of this model raised, so it could not be made whole again "
@@ -116,12 +114,11 @@ class Sharded(DTensor):
     def __torch_dispatch__(  # type: ignore[override, unused-ignore]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        dispatch: Any = _dispatch_plain if _BY_RULES else super().__torch_dispatch__
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors_of(args, kwargs)
         ours = [tensor for tensor in tensors if isinstance(tensor, Sharded)]
         if not ours:  # the class only occurs in an output
-            return dispatch(func, types, args, kwargs)
+            return _dispatch_plain(func, args, kwargs)
         on_host = any(map(_is_on_host, ours))
         if on_host and not func.is_view:
             return _on_the_device(func, args, kwargs)
@@ -147,21 +144,21 @@ class Sharded(DTensor):
         if others and mixes and (written or _is_by_element(func, name)):  # see [Note: full tensors]
             if not _is_by_element(func, name) or any(leaf is other for leaf in written for other in others):
                 return _on_whole_values(func, name, args, kwargs)
-            args, kwargs = tree_map(lambda leaf: _beside(leaf, ours[0]), (args, kwargs))
+            args, kwargs = _mapped(lambda leaf: _beside(leaf, ours[0]), args, kwargs)
         if name == "_foreach_copy_":  # DTensor knows `copy_` only
             for target, source in zip(args[0], args[1], strict=True):
                 torch.ops.aten.copy_.default(target, source)
             return None
-        if name in _NEEDS_ELEMENTS and any(map(_is_empty_somewhere, ours)):
-            args, kwargs = tree_map(_replicated, (args, kwargs))
+        if _needs_elements(name, args, kwargs) and any(map(_is_empty_somewhere, ours)):
+            args, kwargs = _mapped(_replicated, args, kwargs)
         elif not func._schema.is_mutable and not _keeps_parts(name, kwargs) and any(map(_is_part, ours)):
             args, kwargs = _with_whole_parts(args, kwargs, name)
         elif _communicates(func, name, ours):
             _compare(ours[0], name)
         try:
-            if name in _ADDS and (dtype := _half_of(func, args, kwargs)) is not None:
-                return _rounded_once(partial(dispatch, func, types), func, args, kwargs, dtype, ours[0])
-            result = dispatch(func, types, args, kwargs)
+            if name in _ADDS and (dtype := _half_of(func, args, kwargs, tensors)) is not None:
+                return _rounded_once(func, args, kwargs, dtype, ours[0])
+            result = _dispatch_plain(func, args, kwargs)
         except RuntimeError as error:
             mixed = "mixed torch.Tensor and DTensor" in str(error)
             if mixed and left is not None:
@@ -183,7 +180,11 @@ class Sharded(DTensor):
             return args[0]
         if name in ("detach", "alias") and isinstance(result, DTensor):  # a write to its rows counts as one to these
             result._local_tensor = args[0]._local_tensor
-        result = _with_pieces(func, args, kwargs, tree_map(lambda leaf: as_sharded(leaf, reads, left), result))
+        if isinstance(result, Tensor):
+            result = as_sharded(result, reads, left)
+        else:
+            result = tree_map(lambda leaf: as_sharded(leaf, reads, left), result)
+        result = _with_pieces(func, args, kwargs, result)
         return tree_map(mark_on_host, result) if on_host else result
 
     # ---- numbers ----
@@ -332,18 +333,51 @@ def _add_rules(cls: type[Sharded]) -> None:
 _add_rules(Sharded)
 
 
-def _dispatch_plain(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    plain = tree_map(_plain, (args, kwargs))
-    result = func(*plain[0], **plain[1])
-    for leaf, other in zip(tree_leaves((args, kwargs)), tree_leaves(plain), strict=True):
-        if leaf is not other:
-            leaf._spec = other._spec  # operations such as `squeeze_` change it
-    return result
+def _tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors in an operator's arguments, which are values and lists of values.
+
+    Clipping calls an operator for each gradient, and to walk a tree would take longer than all the rest of a call.
+    """
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [leaf for leaf in value if isinstance(leaf, Tensor)]
+    return found
 
 
-def _plain(value: Any) -> Any:
-    if not isinstance(value, Sharded):
-        return value
+def _mapped(call: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An operator's arguments with ``call(tensor)`` in the place of each tensor in them."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return call(value)
+        return [mapped(leaf) for leaf in value] if isinstance(value, (list, tuple)) else value
+
+    return tuple(mapped(value) for value in args), {name: mapped(value) for name, value in kwargs.items()}
+
+
+def _dispatch_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """What DTensor's own code makes of an operator; ours are plain DTensors in it, which that code takes in C++."""
+    made: list[tuple[Any, Any]] = []
+
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, Sharded):
+            return leaf
+        made.append((leaf, _plain(leaf)))
+        return made[-1][1]
+
+    there = _mapped(plain, args, kwargs)
+    result = func(*there[0], **there[1])
+    if not func._schema.is_mutable:
+        return result
+    for leaf, other in made:
+        leaf._spec = other._spec  # operations such as `squeeze_` change it
+    return next((leaf for leaf, other in made if other is result), result)  # what it has written to
+
+
+def _plain(value: Sharded) -> DTensor:
     return DTensor(value._local_tensor, value._spec, requires_grad=False)  # type: ignore[no-untyped-call, call-arg, unused-ignore]
 
 
@@ -430,8 +464,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     found = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            found += _tensors_of((args[number] if number < len(args) else kwargs.get(argument.name),), {})
     return found
 
 
@@ -636,8 +669,8 @@ def _with_whole_parts(args: Any, kwargs: Any, what: str) -> tuple[Any, Any]:
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Sharded) and _is_part(leaf)]
     parts: list[Sharded] = [leaves[place] for place in places]
     _compare(parts[0], what)
-    for place, part, value in zip(places, parts, _joined(parts), strict=True):
-        leaves[place] = _everywhere(value, part)
+    for place, value in zip(places, _everywhere_alike(_joined(parts), parts), strict=True):
+        leaves[place] = value
     whole: tuple[Any, Any] = tree_unflatten(leaves, shape)
     return whole
 
@@ -662,9 +695,14 @@ def _joined(parts: list[Sharded]) -> list[Tensor]:
     return [found[place] for place in range(len(parts))]
 
 
-def _half_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
-    """The half precision that the result of a reduction has; None: it has another dtype, or needs no communication."""
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+def _half_of(func: Any, args: Any, kwargs: Any, leaves: list[Tensor]) -> torch.dtype | None:
+    """The half precision that the result of a reduction has; None: it has another dtype, or needs no communication.
+
+    ``leaves``: the tensors in the arguments.
+    """
+    wide = all(leaf.dtype not in _HALF for leaf in leaves)
+    if wide and not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+        return None
     if func._schema.is_mutable or all(_is_everywhere(leaf) for leaf in leaves):
         return None
     names = [argument.name for argument in func._schema.arguments]
@@ -681,21 +719,30 @@ def _is_everywhere(value: Tensor) -> bool:
     return all(isinstance(placement, Replicate) for placement in value.placements)
 
 
-def _rounded_once(call: Any, func: Any, args: Any, kwargs: Any, dtype: torch.dtype, first: Sharded) -> Any:
-    """The result, in ``dtype``, of a reduction that ``call`` computes; see [Note: sums in half precision]."""
+def _rounded_once(func: Any, args: Any, kwargs: Any, dtype: torch.dtype, first: Sharded) -> Any:
+    """The result, in ``dtype``, of a reduction; see [Note: sums in half precision]."""
     names = [argument.name for argument in func._schema.arguments]
     wanted = torch.float32
     if "dtype" in names:  # no copy in float32 is needed; if another dtype was asked for torch casts to it first, too
         args, kwargs, wanted = args[: names.index("dtype")], {**kwargs, "dtype": torch.float32}, dtype
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.dtype != wanted else leaf
+        return leaf.to(wanted) if leaf.dtype != wanted else leaf
 
     reads, left = first.__dict__.get(_READS), first.__dict__.get(_NAME)
-    result = tree_map(lambda leaf: as_sharded(leaf, reads, left), call(*tree_map(cast, (args, kwargs))))
+    result = _dispatch_plain(func, *_mapped(cast, args, kwargs))
+    result = tree_map(lambda leaf: as_sharded(leaf, reads, left), result)
     if any(map(_is_part, tree_leaves(result))):
         (result,), _ = _with_whole_parts((result,), {}, func._schema.name.removeprefix("aten::"))
     return tree_map(lambda leaf: leaf.to(dtype), result)
+
+
+def _needs_elements(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an operation raises for a tensor without elements: a maximum, and a norm that is one."""
+    if name not in _NORMS:
+        return name in _LARGEST
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    return order is not None and not 0 <= order < math.inf
 
 
 def _replicated(value: Any) -> Any:
@@ -708,6 +755,19 @@ def _everywhere(value: Tensor, like: Sharded) -> Any:
     """A value that every rank has, as a :class:`Sharded` of the same ranks as ``like``."""
     replicated = DTensor.from_local(value, like.device_mesh, [Replicate()], run_check=False)
     return as_sharded(replicated, like.__dict__.get(_READS))
+
+
+def _everywhere_alike(values: list[Tensor], like: list[Sharded]) -> list[Any]:
+    """:func:`_everywhere` of many values; those that are alike share what describes them."""
+    specs: dict[Any, Any] = {}
+    found = []
+    for value, part in zip(values, like, strict=True):
+        kind = (part.device_mesh, value.shape, value.stride(), value.dtype)
+        if kind not in specs:
+            specs[kind] = _everywhere(value, part)._spec
+        whole = DTensor(value, specs[kind], requires_grad=False)  # type: ignore[no-untyped-call, call-arg, unused-ignore]
+        found.append(as_sharded(whole, part.__dict__.get(_READS)))
+    return found
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import models
@@ -48,6 +49,36 @@ def test_clipping_and_step_scheduler(stage: int, algorithm: str, limit: float) -
         scheduler["scheduler"].step()
     assert clipped == 5  # or the test shows nothing
     assert models.deviation(module, twin) < 1e-6
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(models.Module):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        with Operators() as seen:
+            self.clip_gradients(optimizer, *args, **kwargs)
+        self.operators = seen.count
+
+
+@ENDS
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@on_ranks()
+def test_clipping_takes_one_operator_for_all_gradients(stage: int, algorithm: str) -> None:
+    """One for each gradient would take the host longer than a step of a small model."""
+    module = Counted()
+    strategy = ZeroCompileStrategy(stage=stage, compile=False)
+    models.fit(module, strategy, 1, gradient_clip_val=0.1, gradient_clip_algorithm=algorithm)
+    assert 0 < module.operators < len(list(module.parameters()))
 
 
 class Plateau(Evaluated):
