@@ -70,6 +70,9 @@ void Gathers::take_back(const Units& indices, bool keep, bool together) {
         drop(unit);
       } else if (together) {
         launch({indices[done]}, Way::Forth);
+        const bool held = std::any_of(unit.parameters.begin(), unit.parameters.end(),
+                                      [&](int64_t i) { return values_[i].held; });
+        if (held) await(unit);  // user code may write to it without another read
       } else {
         state.stale = true;
       }

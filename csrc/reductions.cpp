@@ -458,7 +458,8 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
   begun_ = 0;
   std::string used(registry_.parameters().size(), kUnused);
   // In a window a rank may have failed: the others hear of it before they start reductions.
-  bool asks = gradients_.deferred();
+  const bool deferred = gradients_.deferred();
+  bool asks = deferred;
   for (size_t i = 0; i < registry_.parameters().size(); ++i) {
     const auto& p = record(i);
     const bool contributed = gradients_.of(p).contributed || gradients_.has_part(p);
@@ -467,7 +468,7 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
   }
   const bool alone = registry_.all_ranks() == 1 || questions_.unite == nullptr;
   if (!alone) questions_.unite(exchanges_, used, /*asks=*/false);
-  if (!gradients_.deferred()) meanwhile();
+  if (!deferred) meanwhile();
   while (!alone && asks) {
     auto answer = questions_.unite(exchanges_, used, /*asks=*/true);
     if (answer.empty() || answer.front() != kBegun) {
@@ -475,9 +476,9 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
       break;
     }
     launch_begun(std::stoll(answer.substr(1)));
-    if (!gradients_.deferred()) meanwhile();
+    if (!deferred) meanwhile();
   }
-  if (gradients_.deferred()) meanwhile();
+  if (deferred) meanwhile();
   exchanges_ += 1;
   TORCH_CHECK(used.size() == registry_.parameters().size(),
               "zerocompile: the ranks have different numbers of parameters");

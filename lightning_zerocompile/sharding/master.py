@@ -386,7 +386,9 @@ def set_data(master: Tensor, value: Tensor) -> None:
         )
     _take_writes(master)
     for given in sharded.given_out():
-        if given is not value and given is not master:
+        if given is value:
+            sharded.give_out(given)
+        elif given is not master:
             _part(given)
     sharded.core.disown_values(sharded.index)
     with torch.no_grad():
@@ -394,7 +396,10 @@ def set_data(master: Tensor, value: Tensor) -> None:
 
 
 def _part(given: Any) -> None:
-    """Gives what user code has of a master's ``data`` memory of its own: in torch it keeps the values that it had."""
+    """Gives what user code has of a parameter's ``data`` memory of its own: in torch it keeps its values."""
+    if not isinstance(given, DTensor):  # of a gathered value
+        given.data = given.detach().clone()
+        return
     given._local_tensor = given._local_tensor.detach().clone()
     given.__dict__.pop(PARAMETER, None)
     given.__class__ = Sharded

@@ -128,7 +128,7 @@ class ShardedParameter:
     places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)  # modules that have it, and its name
     renewed: nn.Parameter | None = None  # what took its place by `p.data = value`, see [Note: other layouts]
     shares_source: bool = False  # whether ``source`` has this value during a use only, see [Note: fixed places]
-    given: list[weakref.ref[Tensor]] = field(default_factory=list)  # what user code got of the master's memory
+    given: list[weakref.ref[Tensor]] = field(default_factory=list)  # what user code got of the parameter's memory
     on_host: bool = False  # whether ``local`` is in host memory, see [Note: masters in host memory]
 
     @property
@@ -230,7 +230,7 @@ class ShardedParameter:
         self.master.requires_grad_(value)
 
     def give_out(self, value: Tensor) -> None:
-        """Notes that user code got ``value``, the master's ``data`` or what ``detach`` gives."""
+        """Notes that user code got ``value``, the parameter's ``data`` or what ``detach`` gives."""
         self.given = [one for one in self.given if one() is not None]
         self.given.append(weakref.ref(value))
 

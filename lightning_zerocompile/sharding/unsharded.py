@@ -59,7 +59,7 @@ class Unsharded(Tensor):
 
     @property  # type: ignore[override, misc, unused-ignore]
     def data(self) -> Tensor:
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        return self._given(Tensor.data.__get__(self))  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -78,6 +78,16 @@ class Unsharded(Tensor):
     @grad_dtype.setter
     def grad_dtype(self, value: torch.dtype | None) -> None:
         self.__dict__[PARAMETER].master.grad_dtype = value
+
+    def detach(self) -> Tensor:
+        return self._given(super().detach())
+
+    def _given(self, value: Tensor) -> Tensor:
+        """Notes that user code got ``value``, which shares this memory, if other values of the parameter come there."""
+        sharded: ShardedParameter = self.__dict__[PARAMETER]
+        if not sharded.lives_for_a_use:
+            sharded.give_out(value)
+        return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.detach().clone()

@@ -73,7 +73,8 @@ def test_what_user_code_changes_counts(stage: int, change: Callable[[Optimizer],
             engines.mean_backward(twin, number)
             reference.step()
             reference.zero_grad()
-    assert models.deviation(model, twin) < 1e-6
+    # AdamW divides by the gradients' size, so another order of a sum over three ranks shows more than SGD would.
+    assert models.deviation(model, twin) < 5e-6
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -628,15 +628,16 @@ def test_torch_func_on_full_parameters(stage: int, scope: Any) -> None:
     assert result <= 1e-6
 
 
-@pytest.mark.parametrize("scope", [False, "blocks"])
+@pytest.mark.parametrize(("stage", "scope"), [(1, "blocks"), (2, False), (3, False), (3, "blocks")])
 @on_ranks()
-def test_values_that_are_held_over_a_drop(scope: Any) -> None:
-    """Of attributes at stage 3: a swap and its way back, a write that one rank notices alone, and a lent unit."""
+def test_values_that_are_held_over_a_drop(stage: int, scope: Any) -> None:
+    """Of attributes: a swap and its way back, a write that one rank notices alone, and a lent unit."""
     model = models.ByteModel()
     whole = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with engines.engine(model, 3, compile=scope) as engine, torch.no_grad():
+    with engines.engine(model, stage, compile=scope) as engine, torch.no_grad():
         first, second, third = model.layers
-        kept = [layer.up.weight.data for layer in model.layers]
+        kept = [first.up.weight.data, second.up.weight.detach(), third.up.weight.data]
+        third.up.weight.data = kept[2]
         for layer in model.layers:
             layer.up.weight.data = torch.ones_like(layer.up.weight.data)
         assert all(layer.up.weight.min() == 1 == layer.up.weight.max() for layer in model.layers)

@@ -147,7 +147,10 @@ def test_gather_at_each_use() -> None:
 @STAGES
 @on_ranks()
 def test_exact_sums_are_equal_to_the_bit(stage: int) -> None:
-    """Gradients whose sums are exact in fp32: several backwards outside, and inside a window."""
+    """Gradients whose sums are exact in fp32: several backwards outside, and inside a window.
+
+    With three ranks the sums are, and the mean is not: NCCL multiplies by a third before it adds.
+    """
     found = []
     for window in (False, True):
         model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 3, bias=False))
@@ -167,8 +170,9 @@ def test_exact_sums_are_equal_to_the_bit(stage: int) -> None:
         finally:
             engine.abandon()
     assert all(g.abs().max() > 0 for g in found[0])
-    differences = [a - b for a, b in zip(*found, strict=True)]
-    assert all(not d.any() for d in differences)
+    allowed = 0 if models.world() & (models.world() - 1) == 0 else 1e-6
+    for outside, inside in zip(*found, strict=True):
+        assert (outside - inside).abs().max() <= allowed * outside.abs().max()
 
 
 # ---- ranks that differ ----
