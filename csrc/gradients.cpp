@@ -135,6 +135,9 @@ void Gradients::take_one(const Parameter& p, const Tensor& handed, bool from_gra
   TORCH_CHECK(handed.layout() == at::kStrided,
               text("zerocompile: the gradient of `", p.name,
                    "` is sparse, which cannot be sharded. Use sparse=False for this embedding"));
+  TORCH_CHECK(!handed.key_set().has(c10::DispatchKey::Python),
+              text("zerocompile: the gradient of `", p.name, "` is no ordinary tensor (a DTensor, perhaps): a loss was "
+                   "computed from a sharded tensor. Take its full value first (`full_tensor()`), on all ranks"));
   TORCH_CHECK(handed.sizes() == at::IntArrayRef(p.size),
               text("zerocompile: the gradient of `", p.name, "` has sizes ",
                    handed.sizes(), ", the parameter ", p.size));

@@ -558,6 +558,16 @@ class Engine:
         self.runtime.core.write_back()
 
     @contextlib.contextmanager
+    def giving_masters(self) -> Iterator[None]:
+        """Optimizers are made in this context, see [Note: parameters by identity]."""
+        state = self.runtime.step_state
+        before, state.gives_masters = state.gives_masters, True
+        try:
+            yield
+        finally:
+            state.gives_masters = before
+
+    @contextlib.contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
         """See :meth:`ZeroCompileStrategy.full_parameters`."""
         if not self.runtime.step_state.in_step:  # in a step `functional_call` may have replaced some for a while

@@ -244,6 +244,11 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             self._announce(self._raw_optimizers, trainer.accumulate_grad_batches)
         self.setup_precision_plugin()
 
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        with nullcontext() if self._engine is None else self._engine.giving_masters():
+            super().setup_optimizers(trainer)
+
     def _updates(self, fitting: bool) -> bool:
         return fitting and self.config.optimizer_in_backward
 

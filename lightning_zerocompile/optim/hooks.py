@@ -271,6 +271,13 @@ class OptimizerSteps:
         for (master, _), state in zip(states, sharded_states(states, whole), strict=True):
             optimizer.state[master] = state
 
+    def _take_attributes(self, optimizer: Optimizer) -> None:
+        """Puts masters where ``add_param_group`` was given attributes of modules (gathered values)."""
+        if any(master_of(p) is not p for group in optimizer.param_groups for p in group["params"]):
+            whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
+            take_masters(list(self._restore).index(optimizer), optimizer, {}, whole)
+            self._stepper.forget()
+
     def _refuse_unwatched(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self._running:
             name = type(optimizer).__name__
@@ -311,6 +318,7 @@ class OptimizerSteps:
         def done() -> Collection[int]:
             return () if self.in_backward is None else self.in_backward.done(optimizer)
 
+        self._take_attributes(optimizer)
         by_unit = steps_by_unit(optimizer, self._config.full_param_optimizers)
         self._through_lightning.append(optimizer)
         to_come = self._backward_to_come
@@ -382,6 +390,7 @@ class OptimizerSteps:
             RuntimeError: the step was called past Lightning and needs what Lightning's call prepares, or see
                 :meth:`before`, :meth:`_end_backward` and :func:`~lightning_zerocompile.sharding.master.index_of`.
         """
+        self._take_attributes(optimizer)
         through_lightning = optimizer in self._through_lightning
         if not through_lightning and not is_elementwise(optimizer):
             name = type(optimizer).__name__

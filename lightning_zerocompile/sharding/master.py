@@ -137,6 +137,7 @@ class Master(Sharded):
             if sharded is not None:
                 if _takes_sum(self, sharded, value):
                     return
+                value = sharded.rows_of_gradient(value)
                 sharded.core.drop_gradient(sharded.index)
             _GRAD.__set__(self, value)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from lightning_zerocompile.ranks.consistency import Reads
-from lightning_zerocompile.sharding.layout import over_local, shard_like
+from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
 from lightning_zerocompile.sharding.master import (
     as_plain_tensors,
     bind_gradient,
@@ -93,12 +93,14 @@ class StepState:
         updated: whether a backward has updated parameters, and their optimizer's step is still to come.
         changes: how often since set-up a parameter got another source, or a module something else for a compiler to
             read in the place of one.
+        gives_masters: whether an attribute of a module gives the master, see [Note: parameters by identity].
     """
 
     in_step: bool = False
     depth: int = 0
     updated: bool = False
     changes: int = 0
+    gives_masters: bool = False
 
 
 @dataclass(eq=False)
@@ -139,6 +141,11 @@ class ShardedParameter:
     def read(self, current: Tensor | None, cast: torch.dtype | None = None) -> Tensor | None:
         """The full value, ``[*size]``, or ``current`` itself if somebody has replaced the master (``functional_call``).
 
+        [Note: parameters by identity] ``configure_optimizers`` may choose parameters by what they are (``isinstance(
+        layer.weight, nn.Parameter)``, ``p is self.position``, ``p not in {layer.bias}``). A gathered value is another
+        object at each read, so these would choose others, and some parameters would not be trained. So while it runs
+        an attribute gives the master, which ``parameters()`` yields, too. In a forward it gives the value as ever.
+
         Args:
             current: what the module that is read holds in the parameter's place.
             cast: the dtype of the result, for code that computes in no other dtype and gives the value to nobody; None:
@@ -147,7 +154,7 @@ class ShardedParameter:
         Raises:
             RuntimeError: a torch.func transform is active.
         """
-        if current is not self.master:
+        if current is not self.master or (self.step_state.gives_masters and not self.step_state.depth):
             return current
         if torch._C._functorch.maybe_current_level() is not None:
             raise RuntimeError(FUNCTORCH.format(f"parameter `{self.name}`"))
@@ -286,6 +293,22 @@ class ShardedParameter:
         if kind == "REDUCED":
             return self.bind_gradient(value)
         return value if kind == "SUM" else self._over(value)
+
+    def rows_of_gradient(self, value: Tensor | None) -> Tensor | None:
+        """What ``grad`` of the master becomes that is set to ``value``: a copy of this rank's rows.
+
+        A gradient in the master's layout stays what it is. One in another layout (a sum of gradients is a part on each
+        rank) is made whole first, on all ranks. All ranks must set the same full tensor, as they have to under DDP.
+        """
+        if value is None or value.shape != self.master.shape:
+            return value
+        master: Any = self.master
+        full: Any = value
+        if isinstance(value, DTensor):
+            if value.placements == master.placements:
+                return value
+            full = full.detach().full_tensor()
+        return self._over(local_part(full, master.device_mesh))
 
     def _over(self, local: Tensor) -> DTensor:
         """A gradient of the master over the memory of ``local``, this rank's rows.

@@ -18,11 +18,20 @@ DTensor gathers the values, and what is written to these would be lost. So such 
 (:class:`_Piece`). After an operation that writes to a piece, each rank copies the values to those rows of the origin
 that it holds. What happens to the origin later is not seen in a piece.
 
+[Note: views] A write to a view must count as one to its origin, by whose version everybody sees whether it has
+changed. What autograd makes of an ordinary tensor shares its version. Here a view's rows are made below autograd, and
+have a version of their own. So a view knows the rows of its origin, and a write to it raises the version of those.
+
 [Note: full tensors] An operation on elements takes full tensors beside shards (``p.grad.mul_(mask)``): each rank uses
 its rows of them, and nothing communicates. Other operations in place that DTensor cannot do on rows, as to write by an
 index tensor, are done on the whole value, on all ranks, and each rank keeps its rows. Both raise where autograd would
-record them: a gradient would be that of one rank. They raise, too, in what all ranks do alike (an optimizer's step):
-there they might cost much in every step, and the error names the optimizer and a remedy.
+record a write to a shard. They raise, too, in what all ranks do alike (an optimizer's step): there they might cost much
+in every step, and the error names the optimizer and a remedy.
+
+[Note: shards in losses] A loss may combine a shard that was kept (``anchor = p.detach().clone()``, a mask, Fisher
+information) with what the model computes. Rows would give a gradient of this rank's rows, computed from this rank's
+batch alone. So wherever autograd records the operation for one of the other tensors, and in every backward, a shard
+counts as its whole value.
 """
 
 from __future__ import annotations
@@ -62,6 +71,7 @@ _READS = "_zerocompile_reads"  # compares the ranks before a read; None: the str
 _ZEROED = "_zerocompile_zeroed"  # a weak reference to what is called when the tensor is made zero in place
 _NAME = "_zerocompile_name"  # the name of a parameter that a failed run has left as a shard
 _PIECE = "_zerocompile_piece"  # what a view of other ranks' rows is a piece of
+_ROOT = "_zerocompile_root"  # the rows of what a view is a view of, see [Note: views]
 STATES_ON_HOST = "_zerocompile_states_on_host"  # attribute of a master: its optimizer's states are kept in host memory
 
 _KEEPS = frozenset({"detach", "alias", "clone", "_to_copy", "squeeze", "unsqueeze", "view", "lift_fresh"})
@@ -115,6 +125,15 @@ class Sharded(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        written = _written(func, args, kwargs)
+        result = cls._dispatched(func, args, kwargs, written)
+        for leaf in written:
+            if (root := leaf.__dict__.get(_ROOT)) is not None:
+                torch.autograd.graph.increment_version(root)
+        return result
+
+    @classmethod
+    def _dispatched(cls, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
         tensors = _tensors_of(args, kwargs)
         ours = [tensor for tensor in tensors if isinstance(tensor, Sharded)]
         if not ours:  # the class only occurs in an output
@@ -134,13 +153,14 @@ class Sharded(DTensor):
             args = (args[0], list(range(args[0].dim())), *args[2:])
         others = [tensor for tensor in tensors if not isinstance(tensor, Sharded)]
         numbers = all(tensor.dim() == 0 for tensor in ours) and not any(isinstance(other, DTensor) for other in others)
-        written = _written(func, args, kwargs)
         if any(_PIECE in leaf.__dict__ for leaf in written) and torch.Tag.inplace_view not in func.tags:
             return _on_whole_values(func, name, args, kwargs)
         if others and numbers:  # our numbers among ordinary tensors
             return _on_whole_values(func, name, args, kwargs)
+        if others and not written and _is_differentiated(ours, others):  # see [Note: shards in losses]
+            return _on_whole_values(func, name, args, kwargs)
         alike = reads is None or reads.all_alike
-        mixes = not alike and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in ours))
+        mixes = not alike and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
         if others and mixes and (written or _is_by_element(func, name)):  # see [Note: full tensors]
             if not _is_by_element(func, name) or any(leaf is other for leaf in written for other in others):
                 return _on_whole_values(func, name, args, kwargs)
@@ -611,7 +631,7 @@ class _Piece:
             index[dim] -= first
         local = origin._local_tensor
         local[tuple(index)] = values.to(local.device)
-        torch.autograd.graph.increment_version(local)
+        torch.autograd.graph.increment_version(origin.__dict__.get(_ROOT, local))
         if (piece := origin.__dict__.get(_PIECE)) is not None:
             piece.write()
 
@@ -626,6 +646,7 @@ def _with_pieces(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         if not isinstance(leaf, Sharded):
             continue
         if leaf._local_tensor.untyped_storage()._cdata == storage:
+            leaf.__dict__[_ROOT] = origin.__dict__.get(_ROOT, origin._local_tensor)
             if piece is not None:
                 leaf.__dict__[_PIECE] = piece
             continue
@@ -640,6 +661,15 @@ def _is_by_element(func: Any, name: str) -> bool:
     if name in _COMPARES:
         return False
     return torch.Tag.pointwise in func.tags or name in _BY_ELEMENT or name.startswith("_foreach")
+
+
+def _is_differentiated(ours: list[Sharded], others: list[Tensor]) -> bool:
+    """Whether an operation on shards and other tensors is recorded for those, or is part of a backward."""
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    if not torch.is_grad_enabled() or any(shard.requires_grad for shard in ours):
+        return False
+    return any(other.requires_grad for other in others)
 
 
 def _beside(leaf: Any, like: Sharded) -> Any:

@@ -66,6 +66,27 @@ def _inner_gradient(model: nn.Module, batch: Tensor, backward: Backward) -> None
     backward(engines.token_loss(model, batch) + inner.detach().abs().sum() * model.scale)
 
 
+def _regularize(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    """With what was computed from parameters outside of a step: an anchor, masks, Fisher information."""
+    anchor, mask, fisher = model.__dict__["kept"]
+    head = model.head.weight
+    loss = engines.token_loss(model, batch) + 0.1 * (head - anchor["head.weight"]).square().sum()
+    loss = loss + (fisher["layers.1.up.weight"] * (model.layers[1].up.weight - 0.1) ** 2).sum()
+    loss = loss + (model.embedding.weight * mask["embedding.weight"]).square().sum()
+    x = F.linear(model.embedding(batch[:, :-1]), model.layers[0].up.weight * mask["layers.0.up.weight"])
+    loss = loss + (x - anchor["layers.0.up.bias"]).square().mean()
+    backward(loss + sum((fisher[n] * (p - anchor[n]) ** 2).sum() for n, p in model.named_parameters()))
+
+
+def _keep(model: nn.Module) -> None:
+    named = dict(model.named_parameters())
+    model.__dict__["kept"] = (
+        {name: p.detach().clone() for name, p in named.items()},
+        {name: p.abs() > 0.1 for name, p in named.items()},
+        {name: torch.zeros_like(p) + 0.05 * p.detach().abs() for name, p in named.items()},
+    )
+
+
 # ---- between steps: works ----
 
 
@@ -147,6 +168,20 @@ def _write_rows_in_the_step(model: nn.Module) -> None:
         model.head.weight.data[1].zero_()
 
 
+def _write_views(model: nn.Module) -> None:
+    """Views of parameters, and two writes of which the second must see the first."""
+    first, second, third, fourth, *_ = _weights(model)
+    for parameter in model.parameters():
+        parameter.data.view(-1).mul_(0.9)
+    first.data.t().mul_(0.8)
+    second.data.T[0].mul_(0.5)
+    with torch.no_grad():
+        third.data.flatten()[1:2].fill_(0.5)
+        third.reshape(-1)[-1:].mul_(0.5)
+        fourth.view(-1)[:2].fill_(0.1)
+        fourth.data.view(-1).unsqueeze(0).mul_(0.5)
+
+
 def _write_lists(model: nn.Module) -> None:
     """Lists of parameters of several units, as torch's averages and fused code of users write them."""
     parameters = list(model.parameters())
@@ -155,6 +190,19 @@ def _write_lists(model: nn.Module) -> None:
         torch._foreach_copy_(parameters[:2], [p * 0.9 for p in parameters[:2]])
     torch._foreach_mul_([p.detach() for p in parameters], 0.95)
     torch._foreach_mul_([p.data for p in parameters], 0.95)
+
+
+def _set_gradients(model: nn.Module) -> None:
+    """To full tensors, and to what is computed from gradients: code that projects gradients does so."""
+    first, second, third, fourth, *_ = _weights(model)
+    model.scale.grad = first.grad.sum()
+    model.shift.grad = torch.full_like(model.shift.detach(), 0.3)
+    flat = torch.cat([p.grad.flatten() for p in (first, second)])
+    first.grad = flat[: first.numel()].view(first.shape) * 0.5
+    second.grad = flat[first.numel() :].view(second.shape)
+    third.grad = torch.full(third.shape, 0.01, device=third.device)
+    fourth.grad = fourth.grad.t().contiguous().t().mul(0.5)
+    model.head.weight.grad = model.head.weight.grad.reshape(-1).view(model.head.weight.shape)
 
 
 def _write_data_of_gradients(model: nn.Module) -> None:
@@ -268,12 +316,13 @@ def _hooked(model: nn.Module) -> list[Any]:
 @dataclass(frozen=True)
 class Works:
     """``step`` and then ``inside`` run inside the step, ``after`` between it and the optimizer's, ``between`` after
-    the optimizer's."""
+    the optimizer's, ``before`` once before the first."""
 
     step: User = lambda model, batch, backward: backward(engines.token_loss(model, batch))
     inside: Callable[[nn.Module], None] = _nothing
     after: Callable[[nn.Module], None] = _nothing
     between: Callable[[nn.Module], None] = _nothing
+    before: Callable[[nn.Module], None] = _nothing
 
 
 WORKS = {
@@ -299,12 +348,17 @@ WORKS = {
     "both": Works(between=_write_both),
     "both in the step": Works(inside=_write_both),
     "rows in the step": Works(inside=_write_rows_in_the_step),
+    "views": Works(between=_write_views),
+    "views in the step": Works(inside=_write_views),
+    "gradients that are set": Works(after=_set_gradients),
+    "what was kept": Works(step=_regularize, before=_keep),
 }
 
 
 def _reference(case: Works, twin: nn.Module) -> None:
     optimizer = torch.optim.SGD(twin.to(models.device()).parameters(), lr=LR)
     data = [models.Batches(r) for r in range(models.world())]
+    case.before(twin)
     for number in range(STEPS):
         for batches in data:
             case.step(twin, batches[number], lambda loss: (loss / models.world()).backward())
@@ -325,12 +379,16 @@ def _train(case: Works, model: nn.Module, stage: int, scope: Any) -> None:
         def backward(loss: Tensor) -> None:
             engines.backward(engine, loss)
 
+        case.before(model)
         for number in range(STEPS):
             with engine.training_step():
                 case.step(model, data[number], backward)
                 case.inside(model)
             case.after(model)
-            optimizer.step()
+            if stage == 2:  # past Lightning
+                optimizer.step()
+            else:
+                engine.step(optimizer, lambda: None)
             optimizer.zero_grad()
             case.between(model)
 
@@ -626,6 +684,21 @@ def test_torch_func_on_full_parameters(stage: int, scope: Any) -> None:
             seen = gradients(model, {name: 0.9 * value for name, value in values.items()})
         result = max((seen[name] - expected[name]).abs().max().item() for name in expected)
     assert result <= 1e-6
+
+
+@pytest.mark.parametrize(("stage", "scope"), [(1, "blocks"), (2, False), (3, False), (3, "blocks")])
+@on_ranks()
+def test_a_forward_sees_what_a_view_was_written_to(stage: int, scope: Any) -> None:
+    """In one step, before any optimizer makes the values anew."""
+    model, twin = models.pair(models.ByteModel)
+    batch = models.Batches(models.rank())[0]
+    with engines.engine(model, stage, compile=scope) as engine, engine.training_step():
+        engines.backward(engine, engines.token_loss(model, batch))
+        for write in (lambda p: p.view(-1).mul_(0.9), lambda p: p.unsqueeze(0).view(-1)[:1].fill_(0.3)):
+            for one in (model, twin):
+                for parameter in one.parameters():
+                    write(parameter.data)
+            assert (engines.token_loss(model, batch) - engines.token_loss(twin, batch)).abs() < 1e-6
 
 
 @pytest.mark.parametrize(("stage", "scope"), [(1, "blocks"), (2, False), (3, False), (3, "blocks")])

@@ -1,0 +1,72 @@
+"""Parameters that user code chooses by what they are, and not by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zerocompile import ZeroCompileStrategy
+from tests.support import models
+from tests.support.harness import on_ranks
+from tests.support.parity import AOT, EAGER
+
+
+class ByKind(models.Module):
+    """Weights decay, biases and what belongs to norms do not, as in YOLOv5."""
+
+    def configure_optimizers(self) -> Optimizer:
+        norms, weights, biases = [], [], []
+        for layer in self.modules():
+            if hasattr(layer, "bias") and isinstance(layer.bias, nn.Parameter):
+                biases.append(layer.bias)
+            if isinstance(layer, nn.LayerNorm):
+                norms.append(layer.weight)
+            elif hasattr(layer, "weight") and isinstance(layer.weight, nn.Parameter):
+                weights.append(layer.weight)
+        optimizer = torch.optim.SGD(norms, lr=0.1, momentum=0.9)
+        optimizer.add_param_group({"params": weights, "weight_decay": 0.1})
+        optimizer.add_param_group({"params": biases, "lr": 0.2})
+        return optimizer
+
+
+class ByIdentity(models.Module):
+    def configure_optimizers(self) -> Optimizer:
+        special = {self.model.head.weight, self.model.layers[0].norm.bias}
+        numbers = {id(layer.up.weight) for layer in self.model.layers}
+        groups: list[dict[str, Any]] = [{"params": [self.model.shift], "lr": 0.01}]
+        for parameter in self.parameters():
+            if parameter is not self.model.shift:
+                decay = 0.5 if parameter in special else 0.2 if id(parameter) in numbers else 0.0
+                groups.append({"params": [parameter], "weight_decay": decay})
+        assert self.model.head.weight is self.model.head.weight
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+class Added(models.Module):
+    """A group that is added later, by an attribute."""
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(list(self.model.layers.parameters()), lr=0.1, momentum=0.9)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            self.optimizers().add_param_group({"params": [self.model.head.weight], "lr": 0.3})
+
+
+@pytest.mark.parametrize("kind", [ByKind, ByIdentity, Added])
+@pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (2, AOT), (3, EAGER), (3, AOT)])
+@on_ranks()
+def test_optimizers_have_the_parameters_that_were_chosen(
+    kind: type[models.Module], stage: int, options: dict[str, Any]
+) -> None:
+    fitted = []
+    for strategy in ("ddp_find_unused_parameters_true", ZeroCompileStrategy(stage=stage, **options)):
+        torch.manual_seed(0)
+        module = kind()
+        models.fit(module, strategy, 4)  # type: ignore[arg-type]
+        fitted.append(module)
+    assert models.deviation(*fitted) < 1e-6
