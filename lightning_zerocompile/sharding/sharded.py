@@ -369,13 +369,14 @@ def _tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
 
 def _mapped(call: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An operator's arguments with ``call(tensor)`` in the place of each tensor in them."""
+    return tuple(_with(call, value) for value in args), {name: _with(call, value) for name, value in kwargs.items()}
 
-    def mapped(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return call(value)
-        return [mapped(leaf) for leaf in value] if isinstance(value, (list, tuple)) else value
 
-    return tuple(mapped(value) for value in args), {name: mapped(value) for name, value in kwargs.items()}
+def _with(call: Callable[[Any], Any], value: Any) -> Any:
+    # no closure: one that calls itself refers to itself, and would hold the tensors until Python collects garbage
+    if isinstance(value, Tensor):
+        return call(value)
+    return [_with(call, leaf) for leaf in value] if isinstance(value, (list, tuple)) else value
 
 
 def _dispatch_plain(func: Any, args: Any, kwargs: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import lightning as L
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests.support import models
+from tests.support import engines, models
 from tests.support.harness import on_ranks
 from tests.support.models import Evaluated
 from tests.support.parity import AOT, ENDS, STAGES
@@ -49,6 +51,27 @@ def test_clipping_and_step_scheduler(stage: int, algorithm: str, limit: float) -
         scheduler["scheduler"].step()
     assert clipped == 5  # or the test shows nothing
     assert models.deviation(module, twin) < 1e-6
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@on_ranks()
+def test_nothing_holds_a_gradient_after_it_was_clipped(foreach: bool | None) -> None:
+    """It would stay in memory until Python collects garbage, beside what the optimizer needs."""
+    model = models.ByteModel()
+    with engines.engine(model, 3, compile=False) as engine:
+        with engine.training_step():
+            engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[0]))
+        parameters = list(model.parameters())
+        gc.collect()
+        gc.disable()
+        try:
+            nn.utils.clip_grad_norm_(parameters, 0.1, foreach=foreach)
+            held = [weakref.ref(p.grad) for p in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            assert [one() for one in held if one() is not None] == []
+        finally:
+            gc.enable()
 
 
 class Operators(TorchDispatchMode):
