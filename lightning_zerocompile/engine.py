@@ -30,7 +30,13 @@ from lightning_zerocompile.runtime.settled import MastersState, SettledMasters
 from lightning_zerocompile.runtime.window import Windows
 from lightning_zerocompile.sharding.autocast import cast_inputs
 from lightning_zerocompile.sharding.buffers import Buffers, move_buffers
-from lightning_zerocompile.sharding.checks import check_equal_on_all_ranks, check_equal_optimizers, explain, settings_of
+from lightning_zerocompile.sharding.checks import (
+    check_equal_on_all_ranks,
+    check_equal_optimizers,
+    explain,
+    settings_of,
+    warn_of_shared_memory,
+)
 from lightning_zerocompile.sharding.float8 import plain_weights
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.islands import Islands, find_islands
@@ -120,6 +126,7 @@ class Engine:
         if config.device_mesh is not None:  # a part of a mesh raises for what it is, not as ranks with other options
             shard_groups(config, nodes, device.type)
         check_equal_on_all_ranks(model, settings_of(config) | self._settings)
+        warn_of_shared_memory(model, device)
         rows = shard_groups(config, nodes, device.type)
         inner = inner_size(config.reshard_after_forward, nodes, rows)
         check_names(model, config.keep_gathered)

@@ -15,6 +15,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -100,6 +101,35 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
         )
     check_devices(model)
     check_not_scripted(model)
+
+
+def warn_of_shared_memory(model: nn.Module, device: torch.device) -> None:
+    """Warns where two parameters, or a parameter and a buffer, share memory and are not one object.
+
+    DDP trains one memory then, if the model is on ``device`` already; to move it there gives each memory of its own. A
+    shard has memory of its own in any case.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    there = [
+        (name, tensor)
+        for name, tensor in tensors
+        if type(tensor) in (nn.Parameter, torch.Tensor) and tensor.device == device and tensor.numel()
+    ]
+    pairs, last, end = [], None, 0
+    for name, tensor in sorted(there, key=lambda one: one[1].data_ptr()):
+        begin, trained = tensor.data_ptr(), isinstance(tensor, nn.Parameter)
+        if last is not None and begin < end and (trained or last[1]):
+            pairs.append((last[0], name))
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if last is None or begin + (reach + 1) * tensor.element_size() > end:
+            last, end = (name, trained), begin + (reach + 1) * tensor.element_size()
+    if pairs:
+        others = f", and {len(pairs) - 1} more pairs," if len(pairs) > 1 else ""
+        rank_zero_warn(
+            f"`{pairs[0][0]}` and `{pairs[0][1]}`{others} share memory without being one object. With DDP on this "
+            "device a change of one is a change of the other; here each has memory of its own from now on. Make them "
+            "one parameter (`b.weight = a.weight`), or `clone()` one of them."
+        )
 
 
 def check_has_parameters(model: nn.Module) -> None:

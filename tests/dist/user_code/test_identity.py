@@ -1,7 +1,9 @@
-"""Parameters that user code chooses by what they are, and not by their names."""
+"""Parameters that user code chooses by what they are and not by their names, and memory that several share."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests.support import models
+from tests.support import engines, models
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER
 
@@ -70,3 +72,41 @@ def test_optimizers_have_the_parameters_that_were_chosen(
         models.fit(module, strategy, 4)  # type: ignore[arg-type]
         fitted.append(module)
     assert models.deviation(*fitted) < 1e-6
+
+
+def _transposed(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(model[0].weight.t())
+
+
+def _by_data(model: nn.Sequential) -> None:
+    model[1].weight.data = model[0].weight.data
+
+
+def _in_a_buffer(model: nn.Sequential) -> None:
+    model.register_buffer("shadow", model[0].weight.data[2:])
+
+
+def _tied(model: nn.Sequential) -> None:
+    model[1].weight = model[0].weight
+
+
+def _parts_of_one(model: nn.Sequential) -> None:
+    whole = torch.randn(12, 6, device=model[0].weight.device)
+    model[0].weight, model[1].weight = nn.Parameter(whole[:6]), nn.Parameter(whole[6:])
+
+
+@pytest.mark.parametrize(
+    ("share", "warns"), [(_transposed, 1), (_by_data, 1), (_in_a_buffer, 1), (_tied, 0), (_parts_of_one, 0)]
+)
+@on_ranks()
+def test_memory_that_is_shared(share: Callable[[nn.Sequential], None], warns: int) -> None:
+    """DDP would train it as one; a shard has memory of its own, and a warning says so."""
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)).to(models.device())
+    share(model)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with engines.engine(model, 3, compile=False):
+            pass
+    found = [str(one.message) for one in seen if "share memory without being one object" in str(one.message)]
+    assert len(found) == (warns if models.rank() == 0 else 0)
+    assert all("`0.weight` and" in text for text in found)
