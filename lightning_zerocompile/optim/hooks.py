@@ -275,7 +275,8 @@ class OptimizerSteps:
         """Puts masters where ``add_param_group`` was given attributes of modules (gathered values)."""
         if any(master_of(p) is not p for group in optimizer.param_groups for p in group["params"]):
             whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
-            take_masters(list(self._restore).index(optimizer), optimizer, {}, whole)
+            numbers = {one: number for number, one in enumerate(self._restore)}
+            take_masters(numbers.get(optimizer, 0), optimizer, {}, whole)
             self._stepper.forget()
 
     def _refuse_unwatched(self, optimizer: Optimizer, *_: Any) -> None:

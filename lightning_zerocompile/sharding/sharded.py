@@ -126,14 +126,16 @@ class Sharded(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         written = _written(func, args, kwargs)
-        result = cls._dispatched(func, args, kwargs, written)
+        result = cls._run(func, args, kwargs, written)
         for leaf in written:
-            if (root := leaf.__dict__.get(_ROOT)) is not None:
-                torch.autograd.graph.increment_version(root)
+            root = leaf.__dict__.get(_ROOT)
+            if root is not None and isinstance(leaf, Sharded) and root is not leaf._local_tensor:
+                _count_write(root)
         return result
 
     @classmethod
-    def _dispatched(cls, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
+    def _run(cls, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
+        """The result of an operator; ``written``: what it writes to."""
         tensors = _tensors_of(args, kwargs)
         ours = [tensor for tensor in tensors if isinstance(tensor, Sharded)]
         if not ours:  # the class only occurs in an output
@@ -157,8 +159,8 @@ class Sharded(DTensor):
             return _on_whole_values(func, name, args, kwargs)
         if others and numbers:  # our numbers among ordinary tensors
             return _on_whole_values(func, name, args, kwargs)
-        if others and not written and _is_differentiated(ours, others):  # see [Note: shards in losses]
-            return _on_whole_values(func, name, args, kwargs)
+        if others and _is_differentiated(ours, others) and not any(isinstance(leaf, Sharded) for leaf in written):
+            return _on_whole_values(func, name, args, kwargs)  # see [Note: shards in losses]
         alike = reads is None or reads.all_alike
         mixes = not alike and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
         if others and mixes and (written or _is_by_element(func, name)):  # see [Note: full tensors]
@@ -489,6 +491,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
+def _count_write(rows: Tensor) -> None:
+    """Raises the version of ``rows``, if it has one."""
+    if not rows.is_inference():
+        torch.autograd.graph.increment_version(rows)
+
+
 def sharded_as(value: Any, master: Tensor) -> Any:
     """Calls :func:`as_sharded` for what an optimizer keeps for ``master``, with what compares the ranks for it."""
     return as_sharded(value, master.__dict__.get(_READS))
@@ -632,7 +640,7 @@ class _Piece:
             index[dim] -= first
         local = origin._local_tensor
         local[tuple(index)] = values.to(local.device)
-        torch.autograd.graph.increment_version(origin.__dict__.get(_ROOT, local))
+        _count_write(origin.__dict__.get(_ROOT, local))
         if (piece := origin.__dict__.get(_PIECE)) is not None:
             piece.write()
 

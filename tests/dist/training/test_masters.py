@@ -75,6 +75,9 @@ def _regularize(model: nn.Module, batch: Tensor, backward: Backward) -> None:
     loss = loss + (model.embedding.weight * mask["embedding.weight"]).square().sum()
     x = F.linear(model.embedding(batch[:, :-1]), model.layers[0].up.weight * mask["layers.0.up.weight"])
     loss = loss + (x - anchor["layers.0.up.bias"]).square().mean()
+    y = model.head(model.embedding(batch[:, :-1]))
+    y *= fisher["head.weight"][:, 0]
+    loss = loss + y.square().mean()
     backward(loss + sum((fisher[n] * (p - anchor[n]) ** 2).sum() for n, p in model.named_parameters()))
 
 
