@@ -41,7 +41,7 @@ from lightning_zerocompile.optim.taken_over import (
 )
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, index_of
-from lightning_zerocompile.sharding.unsharded import master_of
+from lightning_zerocompile.sharding.unsharded import Unsharded, master_of
 
 
 class OptimizerSteps:
@@ -273,7 +273,7 @@ class OptimizerSteps:
 
     def _take_attributes(self, optimizer: Optimizer) -> None:
         """Puts masters where ``add_param_group`` was given attributes of modules (gathered values)."""
-        if any(master_of(p) is not p for group in optimizer.param_groups for p in group["params"]):
+        if any(isinstance(p, Unsharded) for group in optimizer.param_groups for p in group["params"]):
             whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
             numbers = {one: number for number, one in enumerate(self._restore)}
             take_masters(numbers.get(optimizer, 0), optimizer, {}, whole)
@@ -391,8 +391,9 @@ class OptimizerSteps:
             RuntimeError: the step was called past Lightning and needs what Lightning's call prepares, or see
                 :meth:`before`, :meth:`_end_backward` and :func:`~lightning_zerocompile.sharding.master.index_of`.
         """
-        self._take_attributes(optimizer)
         through_lightning = optimizer in self._through_lightning
+        if not through_lightning:
+            self._take_attributes(optimizer)
         if not through_lightning and not is_elementwise(optimizer):
             name = type(optimizer).__name__
             raise RuntimeError(
