@@ -41,7 +41,7 @@ from lightning_zerocompile.optim.taken_over import (
 )
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, index_of
-from lightning_zerocompile.sharding.unsharded import Unsharded, master_of
+from lightning_zerocompile.sharding.unsharded import Unsharded
 
 
 class OptimizerSteps:
@@ -409,7 +409,7 @@ class OptimizerSteps:
         # a step by unit makes this check when it plans its rounds
         if not (through_lightning and steps_by_unit(optimizer, self._config.full_param_optimizers)):
             for parameter in masters_of(optimizer):
-                index_of(master_of(parameter))  # raises if the parameter is not the model's
+                index_of(parameter)  # raises if the parameter is not the model's
         if optimizer in self._backward_to_come:
             self._runtime.core.finish_backward()
             self._check_reducible(f"{type(optimizer).__name__}.step()")
@@ -482,5 +482,5 @@ class OptimizerSteps:
 
     def _release_gradients(self, masters: Sequence[Tensor]) -> None:
         kept = set(self._kept(masters))
-        released = [index_of(master_of(master)) for master in masters if master not in kept]
+        released = [index_of(master) for master in masters if master not in kept]
         self._runtime.core.release_gradients(released, [])

@@ -109,20 +109,19 @@ def warn_of_shared_memory(model: nn.Module, device: torch.device) -> None:
     DDP trains one memory then, if the model is on ``device`` already; to move it there gives each memory of its own. A
     shard has memory of its own in any case.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
     there = [
         (name, tensor)
-        for name, tensor in tensors
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if type(tensor) in (nn.Parameter, torch.Tensor) and tensor.device == device and tensor.numel()
     ]
-    pairs, last, end = [], None, 0
+    pairs, last, end = [], ("", False), 0  # `last`: what reaches furthest so far, and whether it is a parameter
     for name, tensor in sorted(there, key=lambda one: one[1].data_ptr()):
         begin, trained = tensor.data_ptr(), isinstance(tensor, nn.Parameter)
-        if last is not None and begin < end and (trained or last[1]):
+        if begin < end and (trained or last[1]):
             pairs.append((last[0], name))
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if last is None or begin + (reach + 1) * tensor.element_size() > end:
-            last, end = (name, trained), begin + (reach + 1) * tensor.element_size()
+        if (until := begin + (reach + 1) * tensor.element_size()) > end:
+            last, end = (name, trained), until
     if pairs:
         others = f", and {len(pairs) - 1} more pairs," if len(pairs) > 1 else ""
         rank_zero_warn(

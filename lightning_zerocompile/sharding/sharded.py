@@ -128,8 +128,7 @@ class Sharded(DTensor):
         written = _written(func, args, kwargs)
         result = cls._run(func, args, kwargs, written)
         for leaf in written:
-            root = leaf.__dict__.get(_ROOT)
-            if root is not None and isinstance(leaf, Sharded) and root is not leaf._local_tensor:
+            if (root := leaf.__dict__.get(_ROOT)) is not None:
                 _count_write(root)
         return result
 
@@ -192,7 +191,7 @@ class Sharded(DTensor):
                 return _on_whole_values(func, name, args, kwargs)
             return _with_pieces(func, args, kwargs, _of_whole_values(func, name, args, kwargs, ours[0]))
         if name in ("zero_", "_foreach_zero_"):
-            for leaf in tree_leaves(args[0]):
+            for leaf in written:
                 call = leaf.__dict__.get(_ZEROED)
                 if call is not None and (drop := call()) is not None:
                     drop()
@@ -464,15 +463,13 @@ def _on_others(
     others: list[tuple[Any, Any]] = []
 
     def replaced(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
         for original, copy in others:
             if original is leaf:
                 return copy
         others.append((leaf, other(leaf)))
         return others[-1][1]
 
-    there = tree_map(replaced, (args, kwargs))
+    there = _mapped(replaced, args, kwargs)
     result = func(*there[0], **there[1])
     for leaf in _written(func, args, kwargs):
         if isinstance(leaf, Sharded) and (copy := replaced(leaf)) is not leaf:
@@ -543,8 +540,8 @@ def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharde
 
     The result is a :class:`Sharded`, which mixes with others, if all arguments are DTensors; else an ordinary tensor.
     """
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    args, kwargs = tree_map(partial(_whole_of_any, what=name), (args, kwargs))
+    leaves = _tensors_of(args, kwargs)
+    args, kwargs = _mapped(partial(_whole_of_any, what=name), args, kwargs)
     result = func(*args, **kwargs)
     if not all(isinstance(leaf, DTensor) for leaf in leaves):
         return result
@@ -655,7 +652,9 @@ def _with_pieces(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         if not isinstance(leaf, Sharded):
             continue
         if leaf._local_tensor.untyped_storage()._cdata == storage:
-            leaf.__dict__[_ROOT] = origin.__dict__.get(_ROOT, origin._local_tensor)
+            root = origin.__dict__.get(_ROOT, origin._local_tensor)
+            if root is not leaf._local_tensor:
+                leaf.__dict__[_ROOT] = root
             if piece is not None:
                 leaf.__dict__[_PIECE] = piece
             continue
