@@ -271,13 +271,16 @@ class OptimizerSteps:
         for (master, _), state in zip(states, sharded_states(states, whole), strict=True):
             optimizer.state[master] = state
 
-    def _take_attributes(self, optimizer: Optimizer) -> None:
-        """Puts masters where ``add_param_group`` was given attributes of modules (gathered values)."""
-        if any(isinstance(p, Unsharded) for group in optimizer.param_groups for p in group["params"]):
-            whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
-            numbers = {one: number for number, one in enumerate(self._restore)}
-            take_masters(numbers.get(optimizer, 0), optimizer, {}, whole)
-            self._stepper.forget()
+    def _take_attributes(self) -> None:
+        """Puts masters where ``add_param_group`` was given attributes of modules (gathered values).
+
+        In all optimizers, since the gradient of a parameter stays while one that has not stepped yet holds it.
+        """
+        for number, optimizer in enumerate(self._restore):
+            if any(isinstance(p, Unsharded) for group in optimizer.param_groups for p in group["params"]):
+                whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
+                take_masters(number, optimizer, {}, whole)
+                self._stepper.forget()
 
     def _refuse_unwatched(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self._running:
@@ -319,7 +322,7 @@ class OptimizerSteps:
         def done() -> Collection[int]:
             return () if self.in_backward is None else self.in_backward.done(optimizer)
 
-        self._take_attributes(optimizer)
+        self._take_attributes()
         by_unit = steps_by_unit(optimizer, self._config.full_param_optimizers)
         self._through_lightning.append(optimizer)
         to_come = self._backward_to_come
@@ -393,7 +396,7 @@ class OptimizerSteps:
         """
         through_lightning = optimizer in self._through_lightning
         if not through_lightning:
-            self._take_attributes(optimizer)
+            self._take_attributes()
         if not through_lightning and not is_elementwise(optimizer):
             name = type(optimizer).__name__
             raise RuntimeError(

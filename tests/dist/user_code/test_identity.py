@@ -59,7 +59,29 @@ class Added(models.Module):
             self.optimizers().add_param_group({"params": [self.model.head.weight], "lr": 0.3})
 
 
-@pytest.mark.parametrize("kind", [ByKind, ByIdentity, Added])
+class AddedToTwo(models.Module):
+    """The group of one of two optimizers that step with the same gradient; the other one steps first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
+        first = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [first, torch.optim.SGD([self.model.shift], lr=0.1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        if self.global_step == 2:
+            optimizers[1].add_param_group({"params": self.model.head.weight, "lr": 0.3})
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [ByKind, ByIdentity, Added, AddedToTwo])
 @pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (2, AOT), (3, EAGER), (3, AOT)])
 @on_ranks()
 def test_optimizers_have_the_parameters_that_were_chosen(
