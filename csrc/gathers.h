@@ -116,6 +116,7 @@ struct GatherCounts {
   int64_t secondary_bytes = 0;                  // of secondary shards that are held now
   int64_t eager_reads = 0, eager_gathers = 0;   // reads outside graphs, and those that had to gather
   int64_t graph_uses = 0;                       // parameters that compiled graphs asked for
+  int64_t host_writes = 0;                      // values that user code has written to and that went to host memory
   int64_t resident_bytes = 0, peak_resident_bytes = 0;
 };
 

@@ -81,6 +81,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("place_copies", &Stats::place_copies)
       .def_readonly("served", &Stats::served)
       .def_readonly("inner_gathers", &Stats::inner_gathers)
+      .def_readonly("host_writes", &Stats::host_writes)
       .def_readonly("secondary_bytes", &Stats::secondary_bytes)
       .def_readonly("eager_reads", &Stats::eager_reads)
       .def_readonly("eager_gathers", &Stats::eager_gathers)

@@ -223,10 +223,14 @@ void Gathers::merge(const Parameter& p, FullValue& from) {
   at::AutoDispatchBelowADInplaceOrView no_version_change;
   const auto rows = on_host ? p.host.to(registry_.device()) : p.local;
   const auto written = from.own.ne(rows.to(from.own.scalar_type()));
+  v.shown_version = shown ? p.version() : -1;
+  if (on_host) {  // the rows came from there, so the host has waited anyway
+    if (!written.any().item<bool>()) return;
+    counts_.host_writes += 1;  // for whoever has copied the rows from there: a write through `data` has no version
+  }
   const auto merged = at::where(written, from.own.to(rows.scalar_type()), rows);
   master.copy_(merged);
   if (shown) p.local.copy_(merged);  // so later gathers need not read host memory
-  v.shown_version = shown ? p.version() : -1;
 }
 
 // [Note: late writes] User code may hold a value for longer than its unit is gathered, and write to it then. Of

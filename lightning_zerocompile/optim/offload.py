@@ -12,9 +12,10 @@ are the same to the bit. The smallest unit is updated last, since nothing runs b
 [Note: copies in the backward] The first two units come in while the last backward before a step runs, if one optimizer
 alone is offloaded and has made a step before. If the device has room for one unit only, one comes; on the CPU there is
 always room. A step that follows in the same order finds them there. Whoever writes to host memory in between raises a
-version, and then that slab is copied again. In a window or an accumulation nothing comes early: no step follows the
-backward, or user code may step in it at any time. With ``optimizer_in_backward`` the stream of the next note takes
-their place.
+version, and then that slab is copied again. What user code has written to gathered values goes to host memory before
+the step. A write through ``data`` has no version, so the runtime counts these (``host_writes``), and after one all that
+came early is copied again. In a window or an accumulation nothing comes early: no step follows the backward, or user
+code may step in it at any time. With ``optimizer_in_backward`` the stream of the next note takes their place.
 
 [Note: offload beside the backward] With ``optimizer_in_backward`` the units stream beside the backward, which updates
 them ([Note: optimizer in backward] in in_backward.py). A stream lives from the backward's begin until the last update
@@ -460,12 +461,14 @@ class _Came:
         buffer: the number of the buffer that they are in.
         parts: the place of each slab there, [bytes] of uint8.
         versions: of what was copied.
+        host_writes: how many values that user code has written to had gone to host memory by then.
         there: the event after which they are there; ``None`` on the CPU, where they are there at once.
     """
 
     buffer: int
     parts: list[Tensor]
     versions: list[list[int]]
+    host_writes: int
     there: torch.cuda.Event | None
 
 
@@ -560,7 +563,7 @@ class Stream:
     def _copy_in(self, number: int, buffer: int, after: torch.cuda.Event | None) -> _Came:
         """Copies the slabs of a round to a buffer, after the event ``after``."""
         slabs, parts, start = self._order[number], [], 0
-        versions = [slab.versions() for slab in slabs]
+        versions, host_writes = [slab.versions() for slab in slabs], self._runtime.core.stats().host_writes
         with self._on(0, after) as stream:
             for slab in slabs:
                 assert slab.memory is not None
@@ -569,7 +572,7 @@ class Stream:
                 start += slab.nbytes
             there = None if stream is None else stream.record_event()
         self._runtime.host_traffic.copied_in += start
-        came = self._came[number] = _Came(buffer, parts, versions, there)
+        came = self._came[number] = _Came(buffer, parts, versions, host_writes, there)
         return came
 
     @contextmanager
@@ -602,7 +605,9 @@ class Stream:
             found = self._empty(())
             assert found is not None  # each round leaves before the next is entered
             came = self._copy_in(number, *found)
-        elif came.versions != [slab.versions() for slab in slabs]:
+        elif came.host_writes != self._runtime.core.stats().host_writes or came.versions != [
+            slab.versions() for slab in slabs
+        ]:
             came = self._copy_in(number, came.buffer, None)  # somebody has written since it came
         self.entered[number] = None
         if came.there is not None:

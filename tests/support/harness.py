@@ -150,6 +150,7 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
     faulthandler.enable(file=handle)  # a rank that a signal kills says where it was
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # else a difference of one bit of a weight may grow to 1e-4 of a gradient
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}
     import torch.distributed as dist
     from lightning.fabric.utilities.rank_zero import rank_zero_only

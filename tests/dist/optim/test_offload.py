@@ -349,6 +349,40 @@ def test_users_read_and_write_masters(stage: int) -> None:
     assert all(torch.equal(left, right) for left, right in zip(*seen, strict=True))
 
 
+def _written(model: Any, where: str, number: int) -> None:
+    """Writes through ``data``, which raises no version."""
+    if where == "step" or (where == "once" and number == 2):
+        model.head.weight.data.mul_(0.8)
+        model.embedding.weight.data[3] += 0.1
+
+
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot"])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.bfloat16)])
+@on_ranks()
+def test_writes_without_a_version(stage: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """What user code writes through `data` counts, before the forward and after the backward, in which units come in."""
+    torch.manual_seed(0)
+    start = models.ByteModel(width=16)
+    for forward, after in (("step", ""), ("", "step"), ("once", "once")):
+        found = []
+        for offload in ({}, OFFLOAD):
+            model = copy.deepcopy(start)
+            with engines.engine(model, stage, param_dtype=dtype, **options, **offload) as made:
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+                made.attach_optimizers([optimizer])
+                for number in range(4):
+                    with made.training_step():
+                        _written(model, forward, number)
+                        engines.backward(made, engines.token_loss(model, models.Batches(models.rank())[number]))
+                        _written(model, after, number)
+                    made.step(optimizer, lambda: None)
+                if offload:
+                    assert made.runtime.core.stats().host_writes > 0
+                found.append({name: value.cpu() for name, value in _full(made).items()})
+        apart = {name: (value - found[1][name]).abs().max().item() for name, value in found[0].items()}
+        assert {name: by for name, by in apart.items() if by > 0} == {}, (forward, after)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks()
 def test_copies_in_the_backward(stage: int) -> None:
