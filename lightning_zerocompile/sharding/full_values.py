@@ -57,7 +57,17 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None, dtype: to
 
 
 def _reduced(local: Tensor, placement: Partial, value: DTensor) -> Tensor:
-    """All ranks' parts, reduced. Booleans are reduced as int64, since torch would add them as bytes, modulo 256."""
+    """All ranks' parts, reduced. Booleans are reduced as int64, since torch would add them as bytes, modulo 256.
+
+    [Note: NaN in a maximum] A reduction by maximum or minimum may lose a NaN, with gloo and with NCCL, and torch's own
+    operations keep it. So parts of this kind are gathered, and every rank takes their maximum.
+    """
+    if placement.reduce_op in ("max", "min") and local.is_floating_point():
+        sent = on_the_wire(local.contiguous())
+        gathered = [torch.empty_like(sent) for _ in range(value.device_mesh.size())]
+        dist.all_gather(gathered, sent, group=value.device_mesh.get_group())
+        stacked = torch.stack([one.view(local.dtype) for one in gathered])
+        return stacked.amax(0) if placement.reduce_op == "max" else stacked.amin(0)
     parts = local.to(torch.int64) if local.dtype is torch.bool else local
     whole = placement._reduce_value(parts, value.device_mesh, 0)
     if isinstance(whole, AsyncCollectiveTensor):

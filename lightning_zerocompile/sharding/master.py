@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zerocompile.sharding import random_numbers
-from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.full_values import ON_HOST, full_value
 from lightning_zerocompile.sharding.sharded import Sharded, leave, watch
 
 if TYPE_CHECKING:
@@ -339,6 +339,39 @@ def gradient_of(master: Tensor, waiting: bool = False) -> Tensor | None:
         return None
     value, kind = found
     return sharded.own_gradient(value, kind.name)  # type: ignore[no-any-return]
+
+
+def rows_of_gradients(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
+    """This rank's rows of the reduced gradients of masters; binds none, which would cost the host more than all else.
+
+    Whoever writes to them says so by ``increment_version`` of the gradients that are bound (:func:`bound_gradient`).
+
+    Returns:
+        The masters that have a gradient, and its rows, [<=rows, ...] on the device. None: one of the parameters is no
+        master, or its gradient has another layout, is in host memory or waits to be reduced.
+    """
+    records: list[ShardedParameter] = []
+    for one in parameters:
+        sharded: ShardedParameter | None = one.__dict__[PARAMETER]() if isinstance(one, Master) else None
+        if sharded is None or (records and sharded.core is not records[0].core):
+            return None
+        records.append(sharded)
+    if not records or records[0].core.pending():
+        return None
+    core = records[0].core
+    places = torch.empty(len(records), 0).unbind()
+    others = core.lend_gradients([one.index for one in records], places)
+    found = [place.grad for place in places]
+    core.release_gradients([], places)
+    with as_plain_tensors():
+        for position in others:  # user code has set them
+            master: Any = parameters[position]
+            grad: Any = _GRAD.__get__(master)
+            if not isinstance(grad, DTensor) or grad.placements != master.placements or ON_HOST in grad.__dict__:
+                return None
+            found[position] = grad._local_tensor
+    having = [(master, rows) for master, rows in zip(parameters, found, strict=True) if rows is not None]
+    return [master for master, _ in having], [rows for _, rows in having]
 
 
 def _takes_sum(master: Tensor, sharded: ShardedParameter, value: Tensor | None) -> bool:

@@ -360,7 +360,7 @@ def _written(model: Any, where: str, number: int) -> None:
 @pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.bfloat16)])
 @on_ranks()
 def test_writes_without_a_version(stage: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """What user code writes through `data` counts, before the forward and after the backward, in which units come in."""
+    """What user code writes through `data` counts, before the backward and after it."""
     torch.manual_seed(0)
     start = models.ByteModel(width=16)
     for forward, after in (("step", ""), ("", "step"), ("once", "once")):

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
+from lightning_zerocompile.plugins.clipping import clip_norm
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.support import engines, models
 from tests.support.harness import on_ranks
@@ -116,7 +117,7 @@ def test_clipping_by_norm(stage: int, dtype: torch.dtype, size: float) -> None:
             engines.backward(engine, model(models.rank()))
         masters = list(model.parameters())
         for kind in (1.0, 2.0, float("inf")):
-            for foreach in (True, False):
+            for foreach in (True, False, "rows"):
                 twin = nn.ParameterDict(
                     {name: nn.Parameter(_copied(p.detach())) for name, p in model.named_parameters()}
                 )
@@ -124,8 +125,11 @@ def test_clipping_by_norm(stage: int, dtype: torch.dtype, size: float) -> None:
                     twin[name].grad = _copied(master.grad)
                 ours, wanted = ({n: float(norm) for n, norm in grad_norm(m, kind).items()} for m in (model, twin))
                 assert ours == wanted
-                total = nn.utils.clip_grad_norm_(masters, 0.7 * size, kind, foreach=foreach)
-                expected = nn.utils.clip_grad_norm_(list(twin.parameters()), 0.7 * size, kind, foreach=foreach)
+                if foreach == "rows":  # as the Trainer clips
+                    total = clip_norm(masters, 0.7 * size, kind)
+                else:
+                    total = nn.utils.clip_grad_norm_(masters, 0.7 * size, kind, foreach=foreach)
+                expected = nn.utils.clip_grad_norm_(list(twin.parameters()), 0.7 * size, kind, foreach=bool(foreach))
                 assert (total.dtype, float(total)) == (expected.dtype, float(expected))
                 for name, master in model.named_parameters():
                     assert torch.equal(_copied(master.grad), twin[name].grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import time
 from collections.abc import Callable
@@ -87,6 +88,25 @@ def test_numbers_are_whole(stage: int) -> None:
             copied = copy.deepcopy(model.state_dict())
             assert abs(float(copied["head.weight"].norm()) - float(twin.head.weight.norm())) < 1e-5
     assert found == []
+
+
+@pytest.mark.parametrize("at", [0, -1])
+@ENDS
+@on_ranks()
+def test_no_rank_loses_a_nan(stage: int, at: int) -> None:
+    """A maximum over ranks, one of which has a NaN, is NaN, as in one process."""
+    model = models.ByteModel()
+    with engines.engine(model, stage, compile=False) as engine:
+        with engine.training_step():
+            engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[0]))
+        grad: Any = model.head.weight.grad
+        spoilt = torch.zeros(grad.shape, device=models.device())
+        spoilt[at] = math.nan
+        grad.add_(spoilt)
+        numbers = [grad.max(), grad.min(), grad.abs().amax(), grad.amin(), grad.norm(math.inf), grad.norm(-math.inf)]
+        numbers += [grad.norm(), grad.sum(), grad.amax(0).sum()]
+        assert [math.isnan(number.item()) for number in numbers] == [True] * len(numbers)
+        assert torch.isnan(torch.stack(numbers[:4]).full_tensor()).all()  # type: ignore[attr-defined]
 
 
 class Logs(models.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import weakref
 from typing import Any
 
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.plugins.clipping import clip_norm
+from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient
 from tests.support import engines, models
 from tests.support.harness import on_ranks
 from tests.support.models import Evaluated
-from tests.support.parity import AOT, ENDS, STAGES
+from tests.support.parity import AOT, EAGER, ENDS, MODEL, STAGES
 
 
 class Clipped(models.Module):
@@ -72,6 +76,75 @@ def test_nothing_holds_a_gradient_after_it_was_clipped(foreach: bool | None) -> 
             assert [one() for one in held if one() is not None] == []
         finally:
             gc.enable()
+
+
+class Various(nn.Module):
+    """Parameters of several dtypes; of most some rank has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 3))
+        self.row = nn.Parameter(torch.randn(1, 4, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.randn(5))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        total = torch.zeros((), device=models.device())
+        for number, parameter in enumerate((self.weight, self.row, self.scale, self.wide)):
+            total = total + (parameter * (number + rank - 1.5)).float().square().sum()
+        return total
+
+
+def _spoil(model: nn.Module, value: float) -> None:
+    """Multiplies the last row of a gradient, which one rank has."""
+    factors = torch.ones(7, 3, device=models.device())
+    factors[-1] = value
+    model.weight.grad.mul_(factors)  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("wrong", [1.0, math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("options", [EAGER, MODEL], ids=["eager", "model"])
+@STAGES
+@on_ranks()
+def test_the_clipping_of_rows_is_torchs(stage: int, options: dict[str, Any], wrong: float) -> None:
+    """Norms and gradients are those of whole ones, whatever the dtypes, and no gradient is bound for it."""
+    torch.manual_seed(0)
+    model, twin = models.pair(Various)
+    with engines.engine(model, stage, master_dtype=None, **options) as engine:
+        masters = list(model.parameters())
+
+        def backward() -> None:
+            for master in masters:
+                master.grad = None
+            with engine.training_step():
+                engines.backward(engine, model(models.rank()))
+            if wrong != 1.0:
+                _spoil(model, wrong)
+
+        for kind, read in itertools.product((1.0, 2.0, 3.5, math.inf), (False, True)):
+            backward()
+            for master, parameter in zip(masters, twin.parameters(), strict=True):
+                parameter.grad = None if master.grad is None else master.grad.full_tensor().clone()
+            assert not all(parameter.grad is None for parameter in twin.parameters())
+            if not read:
+                backward()  # the same gradients, and nobody has read them
+            held = [master.grad for master in masters] if read else []
+            versions = [None if grad is None else grad._version for grad in held]
+            with engine.runtime.reads.alike():
+                total = clip_norm(masters, 0.3, kind)
+            with as_plain_tensors():
+                bound = [master for master in masters if bound_gradient(master) is not None]
+            assert read or wrong != 1.0 or bound == []
+            expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.3, kind)
+            assert total.dtype == expected.dtype
+            torch.testing.assert_close(float(total), float(expected), rtol=1e-6, atol=0, equal_nan=True)
+            assert all(grad is None or grad._version > v for grad, v in zip(held, versions, strict=True))
+            for master, parameter in zip(masters, twin.parameters(), strict=True):
+                whole = None if master.grad is None else master.grad.full_tensor()
+                assert (whole is None) == (parameter.grad is None)
+                if whole is not None:
+                    torch.testing.assert_close(whole, parameter.grad, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
 class Operators(TorchDispatchMode):
