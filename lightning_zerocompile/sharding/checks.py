@@ -101,6 +101,7 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
         )
     check_devices(model)
     check_not_scripted(model)
+    check_kinds_of_parameters(model)
 
 
 def warn_of_shared_memory(model: nn.Module, device: torch.device) -> None:
@@ -250,6 +251,23 @@ def check_not_scripted(model: nn.Module) -> None:
                 f"`{name or type(model).__name__}` was compiled by `torch.jit`. TorchScript reads its parameters where "
                 "they were, so they cannot be sharded. Use the module itself, which torch.compile compiles. If it is "
                 "not trained it can stay out of the model: keep it in a list, `self.teacher = [scripted]`."
+            )
+
+
+def check_kinds_of_parameters(model: nn.Module) -> None:
+    """Called before a model is sharded.
+
+    Raises:
+        TypeError: a parameter is of a class of its own, derived from ``nn.Parameter``; the message names both.
+    """
+    for name, parameter in model.named_parameters():
+        kind = type(parameter)
+        if issubclass(kind, nn.Parameter) and kind.__module__.partition(".")[0] != "torch":
+            raise TypeError(
+                f"Parameter `{name}` is a {kind.__module__}.{kind.__qualname__}, which is derived from nn.Parameter. A "
+                "module reads the gathered value of a parameter, which is a tensor without what such a class defines. "
+                "Make it a plain nn.Parameter: attributes of a parameter are kept, and methods belong into the module. "
+                "If it is not trained it can stay out of the model, in a list. Or train with strategy='ddp'."
             )
 
 

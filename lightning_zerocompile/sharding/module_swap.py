@@ -32,7 +32,7 @@ from lightning_zerocompile.sharding.master import (
     keep_hooks,
     release_master,
 )
-from lightning_zerocompile.sharding.parameter import TRACED, Core, ShardedParameter
+from lightning_zerocompile.sharding.parameter import ATTRIBUTES, CLASSES, TRACED, Core, ShardedParameter
 from lightning_zerocompile.sharding.replaced import Changes
 from lightning_zerocompile.sharding.sharded import refuse_left
 from lightning_zerocompile.sharding.unsharded import sharded_of
@@ -46,18 +46,22 @@ ISLAND = "_zerocompile_island"  # the `forward` of a module that computes in flo
 PARAMETERS = "_zerocompile_parameters"
 CAST = TRACED + "cast:"  # + name: the source of the traced gather of the cast, an empty tensor of its dtype
 BASE = "_zerocompile_base"
-CLASSES = "_zerocompile_classes"  # the :class:`ClassCache` that has made the class
 
 
 # ---- reading ----
 
 
-def _property(name: str) -> property:
-    traced = TRACED + name
+def _property(name: str, marked: bool) -> property:
+    """``marked``: whether the parameter has attributes, see [Note: attributes of parameters]."""
+    traced, attributes = TRACED + name, ATTRIBUTES + name
 
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():
-            return torch.ops.zerocompile.gather.default(*self.__dict__[traced])
+            value = torch.ops.zerocompile.gather.default(*self.__dict__[traced])
+            if marked:
+                for attribute, given in self.__dict__[attributes].items():
+                    setattr(value, attribute, given)
+            return value
         try:
             current = self._parameters[name]
         except KeyError:
@@ -106,7 +110,7 @@ def _forget_removed(module: nn.Module) -> None:
     members = module.__dict__
     held = members.get(PARAMETERS, {})
     for name in [name for name in held if name not in module._parameters]:
-        for key in (TRACED + name, CAST + name):
+        for key in (TRACED + name, CAST + name, ATTRIBUTES + name):
             members.pop(key, None)
         del held[name]
     type(module).__dict__[CLASSES].swap(module, frozenset(held))
@@ -257,10 +261,14 @@ class _Unheard:
 
 
 class ClassCache:
-    """Makes one subclass per class, parameter names and forward: equal modules keep equal types, and share code."""
+    """Makes one subclass per class, parameter names and forward: equal modules keep equal types, and share code.
+
+    The names of parameters with attributes count, too: a graph that was traced where a parameter has none tests nothing
+    about them but the class, see [Note: attributes of parameters].
+    """
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[type, frozenset[str], Callable[..., Any] | None], type] = {}
+        self._classes: dict[tuple[type, frozenset[str], frozenset[str], Callable[..., Any] | None], type] = {}
 
     def swap(self, module: nn.Module, names: frozenset[str], forward: Callable[..., Any] | None = None) -> None:
         """Replaces the module's class by a subclass.
@@ -273,9 +281,10 @@ class ClassCache:
         base = getattr(type(module), BASE, type(module))
         names = names | frozenset(module.__dict__.get(PARAMETERS, ()))
         forward = forward or type(module).__dict__.get("_zerocompile_forward")
-        key = (base, names, forward)
+        marked = frozenset(name for name in names if ATTRIBUTES + name in module.__dict__)
+        key = (base, names, marked, forward)
         if key not in self._classes:
-            self._classes[key] = self._make(base, names, forward)
+            self._classes[key] = self._make(base, names, marked, forward)
         module.__class__ = self._classes[key]
         if isinstance(module, nn.RNNBase):
             module.__dict__.pop("_flat_weights", None)
@@ -285,11 +294,15 @@ class ClassCache:
         module.__dict__.setdefault(PARAMETERS, {})[name] = sharded
         module.__dict__[TRACED + name] = sharded.traced()
         sharded.step_state.changes += 1
-        sharded.places.append((weakref.ref(module), name))
+        if not any(held() is module and known == name for held, known in sharded.places):
+            sharded.places.append((weakref.ref(module), name))
+        sharded.show_attributes()
         self.swap(module, frozenset(module.__dict__[PARAMETERS]))
 
-    def _make(self, base: type, names: frozenset[str], forward: Callable[..., Any] | None) -> type:
-        namespace: dict[str, Any] = {name: _property(name) for name in names}
+    def _make(
+        self, base: type, names: frozenset[str], marked: frozenset[str], forward: Callable[..., Any] | None
+    ) -> type:
+        namespace: dict[str, Any] = {name: _property(name, name in marked) for name in names}
         namespace |= {
             BASE: base,
             CLASSES: self,
@@ -602,12 +615,7 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
         for sharded in module.__dict__.get(PARAMETERS, {}).values():
             if sharded not in full:
                 full[sharded] = _whole_parameter(sharded, _whole_value(sharded, group))
-                attributes = {  # what users have set on the parameter, without what this package has set
-                    name: value
-                    for name, value in vars(sharded.master).items()
-                    if name != "_is_param" and not name.startswith("_zerocompile")
-                }
-                full[sharded].__dict__.update(attributes)
+                full[sharded].__dict__.update(sharded.attributes())
                 if sharded.grad_dtype != sharded.dtype:
                     full[sharded].grad_dtype = sharded.grad_dtype
                 keep_hooks(sharded.master, full[sharded])

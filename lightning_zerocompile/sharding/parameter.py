@@ -37,6 +37,10 @@ FUNCTORCH = (
 
 
 TRACED = "_zerocompile_traced_"  # + name: what a compiler reads, the arguments of the operator `gather`
+ATTRIBUTES = TRACED + "attributes:"  # + name: what user code has put on the parameter
+CLASSES = "_zerocompile_classes"  # of a sharded module's class: what has made it, and makes the next one
+_OWN = "_zerocompile"  # names of what this package puts on parameters begin so
+_TRACEABLE = (bool, int, float, str, type(None))  # kinds of attributes that compilers take
 
 
 class Unbound(Protocol):
@@ -241,6 +245,48 @@ class ShardedParameter:
     def require_grad(self, value: bool) -> None:
         """Freezes or unfreezes the parameter, from the next forward on."""
         self.master.requires_grad_(value)
+
+    def attributes(self) -> dict[str, Any]:
+        """What user code has put on the parameter (``weight.lr_scale = 2.0``).
+
+        [Note: attributes of parameters] The master has them: ``parameters()`` yields it, and it keeps them from before
+        the sharding. What an attribute of a module gives eager code asks the master. In compiled code it is the result
+        of an operator, on which the module's property sets them while it is traced. The compiler takes numbers and
+        texts only, and tests these before each call. What is set through ``parameters()`` in the middle of a fit is
+        not seen by compiled code.
+        """
+        with as_plain_tensors():
+            return {n: v for n, v in vars(self.master).items() if n != "_is_param" and not n.startswith(_OWN)}
+
+    def set_attribute(self, name: str, value: object) -> None:
+        """What ``module.weight.name = value`` does."""
+        with as_plain_tensors():
+            vars(self.master)[name] = value
+        self.show_attributes()
+
+    def delete_attribute(self, name: str) -> None:
+        """What ``del module.weight.name`` does.
+
+        Raises:
+            AttributeError: the parameter has no such attribute.
+        """
+        with as_plain_tensors():
+            if vars(self.master).pop(name, _OWN) is _OWN:
+                raise AttributeError(f"Parameter `{self.name}` has no attribute '{name}'.")
+        self.show_attributes()
+
+    def show_attributes(self) -> None:
+        """Lets compilers see the parameter's attributes as they are now."""
+        attributes = {n: v for n, v in self.attributes().items() if isinstance(v, _TRACEABLE)}
+        for held, name in self.places:
+            module = held()
+            if module is None or TRACED + name not in module.__dict__:
+                continue
+            before = module.__dict__.pop(ATTRIBUTES + name, None)
+            if attributes:
+                module.__dict__[ATTRIBUTES + name] = attributes
+            if (before is None) is bool(attributes) and CLASSES in type(module).__dict__:
+                type(module).__dict__[CLASSES].swap(module, frozenset())
 
     def give_out(self, value: Tensor) -> None:
         """Notes that user code got ``value``, the parameter's ``data`` or what ``detach`` gives."""

@@ -31,6 +31,8 @@ class Unsharded(Tensor):
     """A full value that eager code read from a module, see [Note: masters]."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # `isinstance(module.weight, nn.Parameter)` is true; what users compile takes a parameter, and no other subclass
+    _is_param = True
 
     @property  # type: ignore[override, misc, unused-ignore]
     def requires_grad(self) -> bool:
@@ -78,6 +80,25 @@ class Unsharded(Tensor):
     @grad_dtype.setter
     def grad_dtype(self, value: torch.dtype | None) -> None:
         self.__dict__[PARAMETER].master.grad_dtype = value
+
+    def __getattr__(self, name: str) -> Any:  # for what a tensor has not, see [Note: attributes of parameters]
+        sharded = self.__dict__.get(PARAMETER)
+        attributes = {} if sharded is None else sharded.master.__dict__
+        if name not in attributes:
+            raise AttributeError(f"Parameter `{'?' if sharded is None else sharded.name}` has no attribute '{name}'.")
+        return attributes[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name) or name.startswith("_dynamo"):  # by `mark_dynamic`, of this tensor
+            super().__setattr__(name, value)
+        else:
+            self.__dict__[PARAMETER].set_attribute(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if hasattr(type(self), name):
+            super().__delattr__(name)
+        else:
+            self.__dict__[PARAMETER].delete_attribute(name)
 
     def detach(self) -> Tensor:
         return self._given(super().detach())

@@ -311,6 +311,23 @@ def test_parameter_on_another_device() -> None:
         check_devices(_On("mps"))  # type: ignore[arg-type]
 
 
+class Doubled(nn.Parameter):
+    def t(self) -> torch.Tensor:
+        return torch.Tensor.t(self) * 2
+
+
+@on_ranks()
+def test_parameters_of_other_classes() -> None:
+    """A gathered value has none of such a class's methods: a model would compute something else."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(models.device())
+    model[1].weight = Doubled(model[1].weight.data)
+    with pytest.raises(TypeError, match=r"`1\.weight` is a tests.*\.Doubled, which is derived from nn\.Parameter"):
+        engines.make_engine(model, 3, compile=False)
+    model[1].weight = nn.Parameter(model[1].weight.data)
+    with engines.engine(model, 3, compile=False):
+        pass
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @on_ranks()
 def test_scripted_modules() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models
 from tests.support.harness import on_ranks
-from tests.support.parity import AOT, EAGER
+from tests.support.parity import AOT, EAGER, MODEL, STAGES
 
 
 class ByKind(models.Module):
@@ -94,6 +94,117 @@ def test_optimizers_have_the_parameters_that_were_chosen(
         models.fit(module, strategy, 4)  # type: ignore[arg-type]
         fitted.append(module)
     assert models.deviation(*fitted) < 1e-6
+
+
+class Marked(nn.Module):
+    """A layer whose code reads what was put on its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 12), nn.Linear(12, 10)
+        self.up.weight.scale = 2.0  # type: ignore[assignment, unused-ignore]
+        self.down.weight.kind = "wide"  # type: ignore[assignment, unused-ignore]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = getattr(self.up.weight, "scale", 1.0) + getattr(self.up.bias, "extra", 0.0)
+        x = x + self.down(torch.tanh(self.up(x)) * scale)
+        return x * 0.5 if self.down.weight.kind == "wide" else x  # type: ignore[comparison-overlap, unused-ignore]
+
+
+class ByAttribute(models.Module):
+    """Reads and changes what is on parameters, through modules and through `parameters()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.layers = nn.ModuleList([Marked(), Marked()])
+        self.seen: list[Any] = []
+
+    def configure_optimizers(self) -> Optimizer:
+        for name, parameter in self.named_parameters():
+            parameter.rate = 3.0 if "head" in name else 1.0  # type: ignore[attr-defined]
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        bias: Any = self.model.layers[0].up.bias
+        bias.extra = getattr(bias, "extra", 0.0) + 0.25
+        if batch_idx == 2:
+            del bias.extra
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.grad.mul_(layer.weight.rate)  # type: ignore[union-attr, operator]
+        first = next(self.model.layers.parameters())
+        self.seen.append((first.scale, hasattr(self.model.head.weight, "scale"), self.model.head.weight.rate))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("options", [EAGER, AOT, MODEL], ids=["eager", "aot_eager", "model"])
+@STAGES
+@on_ranks()
+def test_what_user_code_puts_on_parameters(stage: int, options: dict[str, Any]) -> None:
+    fitted = []
+    for strategy in ("ddp", ZeroCompileStrategy(stage=stage, **options)):
+        torch.manual_seed(0)
+        module = ByAttribute()
+        models.fit(module, strategy, 4)  # type: ignore[arg-type]
+        fitted.append(module)
+    assert models.deviation(*fitted) < 1e-6
+    assert fitted[0].seen == fitted[1].seen == [(2.0, False, 3.0)] * 4
+    weight: Any = fitted[1].model.head.weight
+    assert weight.rate == 3.0 and fitted[1].model.layers[0].up.weight.scale == 2.0
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
+@STAGES
+@on_ranks()
+def test_functions_that_users_compile_take_weights(stage: int, options: dict[str, Any], backend: str) -> None:
+    """Inside blocks and outside of them. torch asks there whether a tensor is a parameter, as user code may."""
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.tanh(x @ weight) * 2
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(10, 10) / 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + calls[-1](x, self.weight)
+
+    class Model(models.ByteModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Layer()])
+            self.outer = nn.Parameter(torch.randn(10, 10) / 3)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = calls[-1](self.embedding(tokens), self.outer)
+            for layer in self.layers:
+                x = layer(x)
+            if not torch.compiler.is_compiling() and not isinstance(self.outer, nn.Parameter):
+                raise AssertionError(type(self.outer))
+            return self.head(x)  # type: ignore[no-any-return]
+
+    calls: list[Callable[..., Tensor]] = [product]
+    fitted = []
+    for strategy in ("ddp_find_unused_parameters_true", ZeroCompileStrategy(stage=stage, **options)):
+        torch.manual_seed(0)
+        module = models.Module(Model, lr=0.1)
+        models.fit(module, strategy, 3)  # type: ignore[arg-type]
+        fitted.append(module)
+        calls.append(torch.compile(product, backend=backend))
+    assert models.deviation(*fitted) < (1e-6 if backend == "aot_eager" else 1e-5)
+
+
+@on_ranks()
+def test_an_attribute_that_is_not_there() -> None:
+    model = nn.Sequential(nn.Linear(6, 6, bias=False)).to(models.device())
+    with engines.engine(model, 3, compile=False):
+        with pytest.raises(AttributeError, match=r"Parameter `0\.weight` has no attribute 'scale'"):
+            _ = model[0].weight.scale
+        with pytest.raises(AttributeError, match=r"Parameter `0\.weight` has no attribute 'scale'"):
+            del model[0].weight.scale
 
 
 def _transposed(model: nn.Sequential) -> None:
