@@ -50,15 +50,20 @@ def clip_norm(
 
     Returns:
         The total norm before the clipping, a 0-dim tensor.
+
+    Raises:
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
     """
     listed = list(parameters)
-    found = None if error_if_nonfinite or not float(norm_type) > 0 else _rows_of(listed)
+    found = _rows_of(listed) if float(norm_type) > 0 else None
     if found is None:
         foreach = _foreach(listed)
         return torch.nn.utils.clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite, foreach)
     masters, rows, bound = found
     with torch.no_grad():
         total = _total_norm(masters, rows, float(norm_type))
+        if error_if_nonfinite:
+            torch.nn.utils.get_total_norm([total], norm_type, error_if_nonfinite)  # which is what raises
         torch._foreach_mul_(rows, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     increment_version(bound)
     return total

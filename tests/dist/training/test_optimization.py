@@ -137,6 +137,9 @@ def test_the_clipping_of_rows_is_torchs(stage: int, options: dict[str, Any], wro
                 bound = [master for master in masters if bound_gradient(master) is not None]
             assert read or wrong != 1.0 or bound == []
             expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.3, kind)
+            if wrong != 1.0:
+                with pytest.raises(RuntimeError, match="non-finite"), engine.runtime.reads.alike():
+                    clip_norm(masters, 0.3, kind, error_if_nonfinite=True)
             assert total.dtype == expected.dtype
             torch.testing.assert_close(float(total), float(expected), rtol=1e-6, atol=0, equal_nan=True)
             assert all(grad is None or grad._version > v for grad, v in zip(held, versions, strict=True))
