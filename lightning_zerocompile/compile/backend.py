@@ -18,7 +18,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
 from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
-from lightning_zerocompile.compile.passes.recompute import PrepareJointGraph, SaveRandom, save_random
+from lightning_zerocompile.compile.passes.recompute import PrepareJointGraph, SaveRandom, save_random, saves_a_tuple
 from lightning_zerocompile.compile.passes.reject_writes import Handed, handed_on, reject_writes, takes_weights
 from lightning_zerocompile.compile.passes.unify_casts import unify_casts
 from lightning_zerocompile.config import Config
@@ -207,6 +207,9 @@ def _aot_eager(config: Config, lower: CustomGraphPass) -> Callable[[fx.GraphModu
         if config.activation_budget is not None:
             save_random(joint.graph)
         pair: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        if config.activation_budget is not None and saves_a_tuple(pair[0].graph):
+            with functorch.patch(activation_memory_budget=1.0):  # type: ignore[no-untyped-call, unused-ignore]
+                pair = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
         return pair
 
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:

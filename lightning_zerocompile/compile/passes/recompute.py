@@ -13,6 +13,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zerocompile.compile.passes import merge_reductions
@@ -83,14 +84,32 @@ def save_random(graph: fx.Graph) -> int:
     """Tags, in place, the nodes that draw random numbers, so that backward does not draw anew; returns how many.
 
     [Note: activation budget] Below a budget of 1 torch's partitioner may recompute anything. It may also recompute
-    dropout's mask, and the recomputed mask would be another one. It never recomputes nodes that are ``MUST_SAVE``.
+    dropout's mask, and the recomputed mask would be another one. It never recomputes nodes that are ``MUST_SAVE``. Of
+    an operator with several results it saves these, unless a checkpoint has tagged them to be computed again.
     """
     tagged = 0
     for node in graph.nodes:
-        if node.op == "call_function" and _draws(node):
-            _tag(node, CheckpointPolicy.MUST_SAVE)
-            tagged += 1
+        if node.op != "call_function" or not _draws(node):
+            continue
+        _tag(node, CheckpointPolicy.MUST_SAVE)
+        tagged += 1
+        for part in node.users if has_several(node) else ():
+            part.meta.pop("recompute", None)
     return tagged
+
+
+def has_several(node: fx.Node) -> bool:
+    """Whether the node has several results, which come in a tuple."""
+    return isinstance(node.meta.get("val"), (tuple, list))
+
+
+def saves_a_tuple(forward: fx.Graph) -> bool:
+    """Whether a forward's graph hands a tuple to the backward, which AOTAutograd cannot save.
+
+    torch's partitioner makes such a graph where there is nothing to recompute but what must be saved.
+    """
+    (values,) = forward.output_node().args
+    return any(has_several(value) for value in tree_leaves(values) if isinstance(value, fx.Node))
 
 
 def _draws(node: fx.Node) -> bool:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support import engines, models
 from tests.support.blocks import Net
@@ -99,3 +101,51 @@ def test_checkpointed_blocks(stage: int, options: dict[str, Any]) -> None:
 def test_a_model_without_blocks() -> None:
     with pytest.raises(RuntimeError, match=r"Sequential has no repeated blocks.*activation_budget"):
         engines.make_engine(nn.Sequential(nn.Linear(3, 3)), 3, compile=False, activation_checkpointing="blocks")
+
+
+class Dropped(nn.Module):
+    """What it returns is its weight times the gradient that the weight must get, if the loss is the sum."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.weight, self.again = nn.Parameter(torch.rand(64) + 0.5), again
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, 64]
+        if self.again:
+            return checkpoint(self.dropped, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.dropped(x)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(self.weight * x, 0.3, self.training)
+
+
+class TwoDropped(nn.Module):
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Dropped(again), Dropped(again)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "checkpoint"])
+@pytest.mark.parametrize("budget", [0, 0.5])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@on_ranks()
+def test_the_backward_has_the_masks_of_the_forward(stage: int, budget: float, again: bool) -> None:
+    """Of an operator that gives a mask beside its result (aot_eager does not decompose dropout), both are kept."""
+    torch.manual_seed(models.rank())
+    model = TwoDropped(again).to(models.device())
+    with engines.engine(model, stage, activation_budget=budget, **AOT) as engine:
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = None
+            with engine.training_step():
+                outputs = model(torch.randn(4, 64, device=models.device()))
+                engines.backward(engine, torch.stack(outputs).sum())
+            expected = torch.stack([output.detach().sum(0) for output in outputs])
+            torch.distributed.all_reduce(expected)
+            for parameter, total in zip(model.parameters(), expected / models.world(), strict=True):
+                grad: Any = parameter.grad
+                torch.testing.assert_close((grad * parameter.detach()).full_tensor(), total)
+        assert engine.runtime.stats().graph_uses > 0
