@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -96,6 +97,7 @@ class OptimizerSteps:
         self.update_begins: Callable[[], None] = lambda: None
         self._restore: dict[Optimizer, Callable[[], None]] = {}  # ends the watch over each
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
+        self._offloaded: list[list[Tensor]] = []  # what each optimizer had when it was offloaded
         self._taken_over: dict[Optimizer, None] = {}  # see [Note: optimizers made elsewhere]; in order
         self._running: list[Optimizer] = []  # their steps, the outermost first
         self._through_lightning: list[Optimizer] = []  # optimizers whose `step` runs through Lightning now
@@ -146,8 +148,27 @@ class OptimizerSteps:
                 )
             self._restore[optimizer] = self._watch(optimizer)
         self._offload.attach(optimizers, shared)
+        self._offloaded = self._held() if self._config.offload else []
         if self.in_backward is not None:
             self.in_backward.attach(optimizers, shared)
+
+    def _held(self) -> list[list[Tensor]]:
+        """What each watched optimizer updates."""
+        return [masters_of(optimizer) for optimizer in self._restore]
+
+    def _offload_again(self) -> None:
+        """Where user code has given a parameter to another optimizer, or taken it from one, since it was offloaded.
+
+        All ranks do so alike, and tell each other what they need.
+        """
+        if not self._config.offload:
+            return
+        held = self._held()
+        pairs = zip(held, self._offloaded, strict=True)
+        if any(len(now) != len(before) or not all(map(is_, now, before)) for now, before in pairs):
+            self._offload.attach(list(self._restore), shared_masters(self._restore))
+            self._offloaded = held
+            self._stepper.forget()
 
     @property
     def runs(self) -> bool:
@@ -323,6 +344,7 @@ class OptimizerSteps:
             return () if self.in_backward is None else self.in_backward.done(optimizer)
 
         self._take_attributes()
+        self._offload_again()
         by_unit = steps_by_unit(optimizer, self._config.full_param_optimizers)
         self._through_lightning.append(optimizer)
         to_come = self._backward_to_come
@@ -340,6 +362,7 @@ class OptimizerSteps:
 
     def backward_begins(self) -> None:
         """Called when the last backward before a step begins."""
+        self._offload_again()
         if self.in_backward is None:
             self._offload.backward_begins()
         else:

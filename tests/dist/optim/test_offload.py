@@ -490,6 +490,48 @@ def test_what_cannot_be_offloaded_raises() -> None:
         assert made.runtime.stats().offload_out_bytes > 0
 
 
+def _give(first: Any, second: Any, how: str) -> None:
+    """The last two parameters of one optimizer go to another one, or into both, or to none."""
+    given = first.param_groups[0]["params"][-2:]
+    if how != "share":
+        del first.param_groups[0]["params"][-2:]
+    if how != "drop":
+        second.add_param_group({"params": given, "lr": 0.05})
+
+
+@pytest.mark.parametrize("how", ["move", "share", "drop"])
+@pytest.mark.parametrize(
+    ("stage", "options"), [(1, {}), (3, {"param_dtype": torch.bfloat16}), (2, {"offload_update": "cpu"})]
+)
+@on_ranks()
+def test_parameters_that_go_to_another_optimizer(stage: int, options: dict[str, Any], how: str) -> None:
+    """What updates them from then on finds them where it updates."""
+    found: list[Any] = []
+    for offload in ({}, OFFLOAD | {k: v for k, v in options.items() if k == "offload_update"}):
+        torch.manual_seed(0)
+        model = models.ByteModel(width=16)
+        more = {k: v for k, v in options.items() if k != "offload_update"}
+        with engines.engine(model, stage, compile=False, **more, **offload) as made:
+            parts = list(model.layers.parameters()), [*model.embedding.parameters(), *model.head.parameters()]
+            first, second = (torch.optim.SGD(part, **MOMENTUM) for part in parts)
+            made.attach_optimizers([first, second])
+            for number in range(4):
+                if number == 2:
+                    moved = first.param_groups[0]["params"][-2:]
+                    _give(first, second, how)
+                with made.training_step():
+                    engines.backward(made, engines.token_loss(model, models.Batches(models.rank())[number]))
+                for optimizer in (first, second):
+                    made.step(optimizer, lambda: None)
+            if offload:
+                slabs = made.steps._offload._slabs
+                held = [[m for slab in slabs[one].values() for m in slab.slots if m in set(moved)] for one in slabs]
+                assert [len(one) for one in held] == {"move": [0, 2], "share": [0, 0], "drop": [0, 0]}[how]
+            found.append({name: value.cpu() for name, value in _full(made).items()})
+    apart = {name: (value - found[1][name]).abs().max().item() for name, value in found[0].items()}
+    assert {name: by for name, by in apart.items() if by > 0} == {}
+
+
 class _Two(models.Module):
     """Two optimizers, which share the head, and a window."""
 
