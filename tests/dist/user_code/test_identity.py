@@ -81,19 +81,25 @@ class AddedToTwo(models.Module):
             optimizer.zero_grad()
 
 
+def _fitted_alike(kind: type[Any], *strategies: Any) -> list[Any]:
+    """A module for each strategy; they are trained to the same parameters."""
+    fitted = []
+    for strategy in strategies:
+        torch.manual_seed(0)
+        module = kind()
+        models.fit(module, strategy, 4)
+        fitted.append(module)
+    assert models.deviation(*fitted) < 1e-6
+    return fitted
+
+
 @pytest.mark.parametrize("kind", [ByKind, ByIdentity, Added, AddedToTwo])
 @pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (2, AOT), (3, EAGER), (3, AOT)])
 @on_ranks()
 def test_optimizers_have_the_parameters_that_were_chosen(
     kind: type[models.Module], stage: int, options: dict[str, Any]
 ) -> None:
-    fitted = []
-    for strategy in ("ddp_find_unused_parameters_true", ZeroCompileStrategy(stage=stage, **options)):
-        torch.manual_seed(0)
-        module = kind()
-        models.fit(module, strategy, 4)  # type: ignore[arg-type]
-        fitted.append(module)
-    assert models.deviation(*fitted) < 1e-6
+    _fitted_alike(kind, "ddp_find_unused_parameters_true", ZeroCompileStrategy(stage=stage, **options))
 
 
 class Marked(nn.Module):
@@ -142,13 +148,7 @@ class ByAttribute(models.Module):
 @STAGES
 @on_ranks()
 def test_what_user_code_puts_on_parameters(stage: int, options: dict[str, Any]) -> None:
-    fitted = []
-    for strategy in ("ddp", ZeroCompileStrategy(stage=stage, **options)):
-        torch.manual_seed(0)
-        module = ByAttribute()
-        models.fit(module, strategy, 4)  # type: ignore[arg-type]
-        fitted.append(module)
-    assert models.deviation(*fitted) < 1e-6
+    fitted = _fitted_alike(ByAttribute, "ddp", ZeroCompileStrategy(stage=stage, **options))
     assert fitted[0].seen == fitted[1].seen == [(2.0, False, 3.0)] * 4
     weight: Any = fitted[1].model.head.weight
     assert weight.rate == 3.0 and fitted[1].model.layers[0].up.weight.scale == 2.0
