@@ -135,12 +135,14 @@ class Offload:
                 away.append(slab)
         pins = self._allocate(away)
         before = {master for units in self._slabs.values() for slab in units.values() for master in slab.slots}
+        back = before.difference(*(slab.slots for slab in away))
+        self.let_go(back)
         self._forget()
         self._pins = pins
         with torch.inference_mode(False), torch.no_grad():
             for slab in away:
                 self._fill(slab)
-            for master in before.difference(*(slab.slots for slab in away)):
+            for master in back:
                 self._bring_back(record_of(master))
         if away and self._runtime.device.type == "cuda":
             torch.cuda.empty_cache()  # of what was moved: a step needs memory in other sizes
@@ -305,7 +307,7 @@ class Offload:
                         entry[name] = place
 
     def let_go(self, masters: Iterable[Tensor]) -> None:
-        """Gives the states of these masters memory of their own on the device: other parameters take their place."""
+        """Gives the states of these masters memory of their own on the device, where they are updated from now on."""
         self.drop_early()
         self.ends_beside(raised=True)
         for master in masters:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.report.report import memory_by_kind
 from lightning_zerocompile.report.start import costs_of
+from lightning_zerocompile.sharding.full_values import ON_HOST
 from lightning_zerocompile.sharding.master import record_of
 from tests.support import engines, models, precisions
 from tests.support.harness import on_ranks
@@ -527,6 +528,8 @@ def test_parameters_that_go_to_another_optimizer(stage: int, options: dict[str, 
                 slabs = made.steps._offload._slabs
                 held = [[m for slab in slabs[one].values() for m in slab.slots if m in set(moved)] for one in slabs]
                 assert [len(one) for one in held] == {"move": [0, 2], "share": [0, 0], "drop": [0, 0]}[how]
+                states = [kept for master in moved for kept in first.state[master].values()]
+                assert states and (how == "move" or not any(getattr(kept, ON_HOST, False) for kept in states))
             found.append({name: value.cpu() for name, value in _full(made).items()})
     apart = {name: (value - found[1][name]).abs().max().item() for name, value in found[0].items()}
     assert {name: by for name, by in apart.items() if by > 0} == {}
