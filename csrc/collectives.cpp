@@ -194,7 +194,8 @@ void wait_for(Pending& pending, c10::Device device, const std::string& what, int
     pending.wait(device, goes_on);
   } catch (const c10::Error& error) {
     fail(what, rank, error.what_without_backtrace());
-  } catch (const std::exception& error) {  // gloo's
+  } catch (const std::exception& error) {  // gloo's, or Python's, which has no text here and goes on as it is
+    if (*error.what() == '\0') throw;
     fail(what, rank, error.what());
   }
   if (raised != nullptr) std::rethrow_exception(raised);

@@ -117,9 +117,14 @@ void Gathers::forget(const Parameter& p) {
 }
 
 // Waits for the unit's gather, which fails with a message that names it.
+//
+// [Note: modes of user code] A dispatch mode of torch or of user code (selective activation checkpointing) may be active
+// where a value is read. It must not see how the value comes about: a gather, and what follows it, is in one forward
+// and not in the other.
 void Gathers::await(const Unit& unit) {
   auto& state = of(unit);
   if (state.gathering.awaited(registry_.device())) return;
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
   const auto what = text("the gather of unit `", unit.name,
                          state.gathered_in == Way::Back ? "` in backward" : "` in forward");
   const auto look = questions_.look(what, "gather", state.gather_number);
@@ -203,6 +208,7 @@ void Gathers::launch(const Units& units, Way way, bool full, bool checked) {
   const bool scales = unequal_ ? take_turn(units, full) : !inner && needs_scales(units, full);
   if (!unequal_ && !checked) check_order(units, way, full, inner);
   const int64_t number = ++started_;
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);  // see [Note: modes of user code]
   c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
   at::NoGradGuard no_grad;
   std::vector<Pending> started;

@@ -18,6 +18,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import chain
+from operator import or_
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -70,11 +73,12 @@ class _Array:
     def copies(self) -> int:
         return (self.own is not None) + (self.staged is not None)
 
-    def addresses(self) -> list[int]:
-        """The addresses of all these tensors in the order of a table's rows; 0 for what there is not."""
+    def column(self) -> list[int]:
+        """What a table says of the array: the addresses of all these tensors, 0 for what there is not; its length."""
         found = [tensor.data_ptr() for tensor in self.tensors]
         found += [0] * (5 - len(found))
-        return [*found, *(0 if copy is None else copy.data_ptr() for copy in (self.own, self.staged))]
+        found += (0 if copy is None else copy.data_ptr() for copy in (self.own, self.staged))
+        return [*found, self.tensors[0].numel()]
 
 
 @dataclass
@@ -169,17 +173,21 @@ class OnePass:
         if None in forms:
             self._tell(optimizer, "no form of the kernel gives the bits of torch's, with these options")
             return None
-        places = {number: (own, staged) for number, own, staged in self._core.place(units)} if units else {}
-        found = dict(zip(values, numbers, strict=True))
+        placed = self._place(groups, dict(zip(values, numbers, strict=True)), units) if units else []
+        for group, form in zip(groups, forms, strict=True):
+            self._run(optimizer, group, form or 0)
+        return placed
+
+    def _place(self, groups: Sequence[_Group], numbers: Mapping[Tensor, int], units: Sequence[int]) -> list[int]:
+        """Tells the arrays of ``groups`` where their casts go; returns the numbers of those whose casts are placed."""
+        places = {number: (own, staged) for number, own, staged in self._core.place(units)}
         placed = []
-        for array in (array for group in groups for array in group.arrays):
-            number = found[array.tensors[0]]
+        for array in (array for group in groups for array in group.arrays) if places else ():
+            number = numbers[array.tensors[0]]
             own, staged = places.get(number, (None, None))
             if own is not None and own.dtype in _CASTS and own.is_contiguous():
                 array.own, array.staged = own, staged
                 placed.append(number)
-        for group, form in zip(groups, forms, strict=True):
-            self._run(optimizer, group, form or 0)
         return placed
 
     def _groups(self, optimizer: Any) -> Iterator[_Group]:
@@ -223,14 +231,14 @@ class OnePass:
             return False
         if any(step.dtype != torch.float32 or step.device != self._device for step in group.steps):
             return False
-        return all(
-            tensor.dtype == torch.float32
-            and tensor.device == self._device
-            and tensor.is_contiguous()
-            and tensor.shape == array.tensors[0].shape
-            for array in group.arrays
-            for tensor in array.tensors
-        )
+        for array in group.arrays:  # a loop, since this runs for each unit of each step
+            shape = array.tensors[0].shape
+            for tensor in array.tensors:
+                if tensor.dtype != torch.float32 or tensor.device != self._device or not tensor.is_contiguous():
+                    return False
+                if tensor.shape != shape:
+                    return False
+        return True
 
     def _run(self, optimizer: Any, group: _Group, form: int) -> None:
         """Updates one group, and its states."""
@@ -238,13 +246,13 @@ class OnePass:
         scale, found_inf = _scaling(optimizer)
         if group.steps:
             torch._foreach_add_(group.steps, 1)
-        buckets = defaultdict[tuple[Any, ...], list[_Array]](list)
+        buckets = defaultdict[tuple[Any, ...], list[tuple[_Array, list[int]]]](list)
         for array in group.arrays:
-            dtype = None if array.own is None else array.own.dtype
-            aligned = all(address % _ALIGNED == 0 for address in array.addresses())
-            buckets[dtype, array.copies, aligned].append(array)
+            dtype, column = None if array.own is None else array.own.dtype, array.column()
+            *addresses, _ = column
+            buckets[dtype, array.copies, reduce(or_, addresses) % _ALIGNED == 0].append((array, column))
         for (dtype, copies, aligned), arrays in buckets.items():
-            table, blocks, entries = self._table(arrays)
+            table, blocks, entries = self._table([column for _, column in arrays])
             lr = options["lr"]
             by_pointer = isinstance(lr, Tensor) and lr.device.type != "cpu"
             common = {
@@ -268,7 +276,7 @@ class OnePass:
                 "enable_fp_fusion": False,  # what is one operation in torch's kernel is one explicitly
             }
             if isinstance(optimizer, optim.Adam):
-                steps = [array.step for array in arrays if array.step is not None]
+                steps = [array.step for array, _ in arrays if array.step is not None]
                 betas = options["betas"]
                 self._kernels.adam[(blocks,)](
                     table,
@@ -295,20 +303,22 @@ class OnePass:
         if group.steps and found_inf is not None:
             torch._foreach_sub_(group.steps, [found_inf] * len(group.steps))
 
-    def _table(self, arrays: Sequence[_Array]) -> tuple[Tensor, int, int]:
+    def _table(self, columns: Sequence[list[int]]) -> tuple[Tensor, int, int]:
         """The table of these arrays, as one_pass_kernels.py describes it.
 
         The same addresses come back in most steps, so tables are kept. What is in a table depends on the addresses and
         sizes alone.
+
+        Args:
+            columns: :meth:`_Array.column` of each array.
 
         Returns:
             The table, int64 of [9 * entries] on the device; the number of programs that work on it; entries, a power
             of two.
         """
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
-        columns = [[*array.addresses(), array.tensors[0].numel()] for array in arrays]
-        entries = max(_ENTRIES, 1 << (len(arrays) - 1).bit_length())
-        key = (stream, *(number for column in columns for number in column))
+        entries = max(_ENTRIES, 1 << (len(columns) - 1).bit_length())
+        key = (stream, *chain.from_iterable(columns))
         known = self._tables.get(key)
         if known is None:
             blocks, starts = 0, []

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import over_local, shard_like, sharded_if_full
+from lightning_zerocompile.sharding.sharded import sharded_as
 
 if TYPE_CHECKING:
     from lightning_zerocompile.engine import Engine
@@ -115,7 +116,7 @@ def _full_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: 
 def _sharded_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if prefix + name in state_dict:
-            state_dict[prefix + name] = sharded_if_full(state_dict[prefix + name], parameter)
+            state_dict[prefix + name] = sharded_as(sharded_if_full(state_dict[prefix + name], parameter), parameter)
 
 
 class _Rows:

@@ -34,7 +34,7 @@ from lightning_zerocompile.sharding.master import (
 )
 from lightning_zerocompile.sharding.parameter import ATTRIBUTES, CLASSES, TRACED, Core, ShardedParameter
 from lightning_zerocompile.sharding.replaced import Changes
-from lightning_zerocompile.sharding.sharded import refuse_left
+from lightning_zerocompile.sharding.sharded import refuse_left, sharded_as
 from lightning_zerocompile.sharding.unsharded import sharded_of
 
 REGION = "_zerocompile_region"
@@ -198,7 +198,8 @@ def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: s
     for name, sharded in self.__dict__[PARAMETERS].items():
         if prefix + name in state_dict and not assigns:
             sharded.widen_for(state_dict[prefix + name])
-            state_dict[prefix + name] = sharded_if_full(state_dict[prefix + name], sharded.master)
+            value = sharded_if_full(state_dict[prefix + name], sharded.master)
+            state_dict[prefix + name] = sharded_as(value, sharded.master)  # the module's own hooks get it
     base: Any = getattr(type(self), BASE)
     base._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support import engines, models
 from tests.support.blocks import Net
 from tests.support.harness import on_ranks
-from tests.support.parity import AOT, EAGER
+from tests.support.parity import AOT, EAGER, assert_trains_like_ddp
 
 
 def _saved_by_graphs(loss: Tensor) -> int:
@@ -149,3 +150,34 @@ def test_the_backward_has_the_masks_of_the_forward(stage: int, budget: float, ag
                 grad: Any = parameter.grad
                 torch.testing.assert_close((grad * parameter.detach()).full_tensor(), total)
         assert engine.runtime.stats().graph_uses > 0
+
+
+def _keeps_products(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    wanted = operator is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(nn.Module):
+    """Its second part runs again in the backward, but for its matrix products; its unit is gathered by then, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(10, 10), nn.Linear(10, 21), nn.Linear(21, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.first(x))
+        contexts = partial(create_selective_checkpoint_contexts, _keeps_products)
+        return x + checkpoint(self.second, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+    def second(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "blocks"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_a_part_of_a_block_is_checkpointed_selectively(stage: int, options: dict[str, Any]) -> None:
+    """torch compares the operators of both forwards. How a value is gathered is none of them."""
+    torch.manual_seed(0)
+    trained = assert_trains_like_ddp(models.Stacked(Selective).to(models.device()), stage, **options)
+    assert (trained.stats.graph_uses > 0) == (options == AOT)

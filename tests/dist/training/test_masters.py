@@ -81,6 +81,18 @@ def _regularize(model: nn.Module, batch: Tensor, backward: Backward) -> None:
     backward(loss + sum((fisher[n] * (p - anchor[n]) ** 2).sum() for n, p in model.named_parameters()))
 
 
+def _weigh(model: nn.Module, batch: Tensor, backward: Backward) -> None:
+    """The loss by what is computed, without gradients, from this rank's batch and what was kept."""
+    anchor, _, fisher = model.__dict__["kept"]
+    with torch.no_grad():
+        x = F.linear(model.embedding(batch[:, :-1]), anchor["layers.0.up.weight"])
+        bias = anchor["layers.0.up.bias"]
+        listed = torch._foreach_mul([x[0, 0]], [bias])[0]
+        number = (x * bias).mean() + (x.mean() * fisher["layers.1.up.weight"]).sum() + listed.sum()
+        number = number + (x - bias).square().mean()
+    backward(engines.token_loss(model, batch) * (1 + number.tanh()))
+
+
 def _keep(model: nn.Module) -> None:
     named = dict(model.named_parameters())
     model.__dict__["kept"] = (
@@ -355,6 +367,7 @@ WORKS = {
     "views in the step": Works(inside=_write_views),
     "gradients that are set": Works(after=_set_gradients),
     "what was kept": Works(step=_regularize, before=_keep),
+    "data beside what was kept": Works(step=_weigh, before=_keep),
 }
 
 
