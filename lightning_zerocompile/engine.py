@@ -21,6 +21,7 @@ from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
 from lightning_zerocompile.optim.supported import masters_of
+from lightning_zerocompile.optim.taken_over import left_behind
 from lightning_zerocompile.ranks.abort import refuse_ended_group
 from lightning_zerocompile.ranks.groups import Groups, inner_size, shard_groups
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
@@ -473,6 +474,21 @@ class Engine:
                     "`configure_optimizers`."
                 )
 
+    def warn_of_others(self, optimizers: Sequence[Optimizer]) -> None:
+        """Warns of optimizers that train nothing: they hold the model's parameters from before it was sharded.
+
+        ``optimizers``: all that were attached.
+        """
+        found = ((sharded.original(), sharded.name) for sharded in self._held)
+        originals: dict[Tensor, str] = {original: name for original, name in found if original is not None}
+        for optimizer, names in left_behind(originals, optimizers):
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            rank_zero_warn(
+                f"A {type(optimizer).__name__} holds parameter `{names[0]}`{others} from before the model was sharded, "
+                "and `configure_optimizers` does not return it. Its steps train nothing, since those tensors are no "
+                "parameters any more. Return it, or make it in `configure_optimizers`."
+            )
+
     def end_backward(self) -> None:
         """After a backward or a window: see [Note: optimizer in backward]."""
         if self.steps.in_backward is not None:
@@ -489,10 +505,10 @@ class Engine:
                 "An accumulation cannot start inside `coalesce_grad_reduction`; the window defers already."
             )
         before, self.windows.in_accumulation = self.windows.in_accumulation, True
-        self._defer(True)
-        if self.steps.in_backward is not None:
-            self.steps.in_backward.pause(True)
         try:
+            self._defer(True)
+            if self.steps.in_backward is not None:
+                self.steps.in_backward.pause(True)
             yield
             self.runtime.core.finish_backward()  # a raw `backward` may have left this to the next one
         except BaseException:

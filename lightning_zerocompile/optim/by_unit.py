@@ -35,7 +35,7 @@ from enum import Enum
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -317,14 +317,26 @@ class UnitStepper:
                 self._gradients.release_gradients(plan.numbers, [])  # also those that no round has used
             return result
 
-        try:
-            yield run
-        finally:
+        def settle(*_: object) -> None:
+            """Runs before the user's hooks after the step: what they change stays."""
             with as_plain_tensors():
                 for master, grad in kept.items():
                     bind_gradient(master, grad)
-        for group, new in zip(optimizer.param_groups, options, strict=False):
-            group.update(new)  # the step that found nothing to do may have counted itself in the groups, too
+            kept.clear()
+            for group, new in zip(optimizer.param_groups, options, strict=False):
+                group.update(new)  # the step that found nothing to do may have counted itself in the groups, too
+            options.clear()
+
+        hook, hooks = optimizer.register_step_post_hook(settle), cast(Any, optimizer._optimizer_step_post_hooks)
+        hooks.move_to_end(hook.id, last=False)
+        try:
+            yield run
+        except BaseException:
+            options.clear()
+            raise
+        finally:
+            hook.remove()
+            settle()
 
     @torch.no_grad()
     def update_now(
@@ -484,30 +496,30 @@ class UnitStepper:
         pairs = list(zip(one.masters, values, strict=True))
         state, states = optimizer.state, None
         outermost = self._states.setdefault(optimizer, state) is state
-        if whole or staged:
-            optimizer.state = defaultdict(dict)
-            for master, value in pairs:
-                entry = state.get(master)
-                if entry is not None:
-                    optimizer.state[value] = {name: _value(kept, whole) for name, kept in entry.items()}
-                    if master in staged:
-                        optimizer.state[value].update(staged[master].states_of(entry))
-        else:
-            states, one.states = one.states, None  # a step inside this one makes its own
-            if states is None or not states.are_of(one, state):
-                states = _PlainStates(one, state, values)
-            optimizer.state = states.plain
-        others = range(len(pairs)) if whole else self._gradients.lend_gradients(one.numbers, values)
-        for position in others:
-            master, value = pairs[position]
-            grad = gradient_of(master)
-            if grad is not None:
-                value.grad_dtype = grad.dtype
-                value.grad = _value(grad, whole)
-        for one_staged in staged.values():
-            one_staged.take_gradient()
         succeeded = False
         try:
+            if whole or staged:
+                optimizer.state = defaultdict(dict)
+                for master, value in pairs:
+                    entry = state.get(master)
+                    if entry is not None:
+                        optimizer.state[value] = {name: _value(kept, whole) for name, kept in entry.items()}
+                        if master in staged:
+                            optimizer.state[value].update(staged[master].states_of(entry))
+            else:
+                states, one.states = one.states, None  # a step inside this one makes its own
+                if states is None or not states.are_of(one, state):
+                    states = _PlainStates(one, state, values)
+                optimizer.state = states.plain
+            others = range(len(pairs)) if whole else self._gradients.lend_gradients(one.numbers, values)
+            for position in others:
+                master, value = pairs[position]
+                grad = gradient_of(master)
+                if grad is not None:
+                    value.grad_dtype = grad.dtype
+                    value.grad = _value(grad, whole)
+            for one_staged in staged.values():
+                one_staged.take_gradient()
             if prepare is not None:
                 ready = [value for value in values if value.grad is not None]
                 if not ready:

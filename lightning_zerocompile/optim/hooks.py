@@ -405,6 +405,7 @@ class OptimizerSteps:
 
     def skip(self, optimizer: Optimizer) -> None:
         """Releases what a step releases, and updates nothing: called in the place of a step that loss scaling skips."""
+        self._take_attributes()
         self._offload.drop_early()
         self._runtime.core.forget_outstanding()
         self._release_gradients(masters_of(optimizer))

@@ -9,7 +9,8 @@ state, on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -62,6 +63,21 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
         if new in on_device and isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(new.device)
     return any(p in masters for p in before)
+
+
+def left_behind(originals: Mapping[Tensor, str], known: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, list[str]]]:
+    """Yields optimizers that hold parameters from before the sharding, which nothing trains, and their names.
+
+    Args:
+        originals: the names of the parameters that somebody still holds.
+        known: optimizers that were given masters.
+    """
+    for found in gc.get_objects() if originals else ():
+        if issubclass(type(found), Optimizer) and not any(found is one for one in known):
+            held = [p for group in getattr(found, "param_groups", ()) for p in group["params"]]
+            names = [originals[p] for p in held if p in originals]
+            if names:
+                yield found, names
 
 
 def _counts_on_device(group: Mapping[str, Any]) -> bool:

@@ -128,7 +128,8 @@ class _Rows:
     def parameters(self) -> Iterator[Tensor]:
         for parameter in self._module.parameters():
             if isinstance(parameter, DTensor):  # rows may be in host memory; the average's are not
-                yield parameter._local_tensor.to(parameter.device_mesh.device_type)
+                rows: Any = parameter.detach()  # with what user code has written to the gathered value
+                yield rows._local_tensor.to(parameter.device_mesh.device_type)
             else:
                 yield parameter.detach()
 

@@ -65,14 +65,14 @@ class Windows:
         self._number += 1
         held = self._gathers_at_use and self._holds(gather, accumulate_dtype)
         self.is_open = True
-        self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
-        self._core.set_deferred(True)
         before = self._core.stats().backwards
         apart = self._gathers_at_use and not held
         self._consistency.in_window(0 if max_bytes is None else self._number)
         self._messages.check = self._check_others
         raised = True
         try:
+            self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
+            self._core.set_deferred(True)
             if held:
                 self._core.hold()
             yield

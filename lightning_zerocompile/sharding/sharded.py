@@ -90,6 +90,13 @@ _REDUCES = frozenset(  # these compute this rank's part of the result, without c
     {"norm", "linalg_vector_norm", "sum", "max", "min", "amax", "amin", "prod", "any", "all", "count_nonzero"}
 )
 _OVER_ALL = _ADDS | _REDUCES | {"var", "std", "var_mean", "std_mean"}  # an empty list of dimensions means all of them
+_ALONG = frozenset({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "argmax", "argmin"})  # a dimension
+_LOSSES = frozenset(  # DTensor takes the mean of the ranks' means, also of ranks with fewer rows
+    {
+    "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "soft_margin_loss"
+    }
+)  # fmt: skip
 _MAKES = frozenset(
     {
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones",
@@ -101,7 +108,7 @@ _UNKNOWN = (  # DTensor has no rule for an operation
 )  # fmt: skip
 _BY_ELEMENT = frozenset({"copy_", "fill_", "masked_fill", "masked_fill_"})  # of these torch does not say so
 _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", "isclose"})
-_LARGEST = frozenset({"max", "min", "amax", "amin", "aminmax", "argmax", "argmin"})
+_LARGEST = frozenset({"max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "_foreach_max"})
 _NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
 
 _LEFT = (
@@ -131,6 +138,8 @@ class Sharded(DTensor):
         kwargs = kwargs or {}
         written = _written(func, args, kwargs)
         result = cls._run(func, args, kwargs, written)
+        if written and func._schema.name.startswith("aten::_foreach"):  # of a list torch itself raises no version
+            torch.autograd.graph.increment_version([leaf for leaf in written if not leaf.is_inference()])
         for leaf in written:
             if (root := leaf.__dict__.get(_ROOT)) is not None:
                 _count_write(root)
@@ -156,6 +165,10 @@ class Sharded(DTensor):
             return _draw(func, name, args, kwargs, ours[0])
         if name in _OVER_ALL and len(args) > 1 and args[1] == []:  # DTensor would leave out the other ranks
             args = (args[0], list(range(args[0].dim())), *args[2:])
+        if name in _ALONG and len(args) > 1 and isinstance(args[1], int):  # DTensor does not count from the end
+            args = (args[0], args[1] % max(args[0].dim(), 1), *args[2:])
+        if name in _LOSSES and len(ours) == len(tensors):
+            return _of_whole_values(func, name, args, kwargs, ours[0])
         others = [tensor for tensor in tensors if not isinstance(tensor, Sharded)]
         numbers = all(tensor.dim() == 0 for tensor in ours) and not any(isinstance(other, DTensor) for other in others)
         if any(_PIECE in leaf.__dict__ for leaf in written) and torch.Tag.inplace_view not in func.tags:
@@ -199,8 +212,6 @@ class Sharded(DTensor):
                 call = leaf.__dict__.get(_ZEROED)
                 if call is not None and (drop := call()) is not None:
                     drop()
-        if name.startswith("_foreach") and written:  # of a list of DTensors torch itself raises no version
-            torch.autograd.graph.increment_version(written)
         if name.endswith("_") and isinstance(args[0], DTensor):
             return args[0]
         if name in ("detach", "alias") and isinstance(result, DTensor):  # a write to its rows counts as one to these

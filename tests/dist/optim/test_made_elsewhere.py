@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,3 +300,23 @@ def test_counts_of_a_step_are_taken_back(stage: int, options: dict[str, Any], at
     models.make_trainer(strategy, max_steps=at + 1).fit(module, models.Batches(models.rank()))
     assert module.before == module.undone == ([1.0] * number if at else [])
     assert module.after == [at + 1.0] * number
+
+
+class Aside(models.Module):
+    """A part is given to an optimizer that the Trainer does not hear of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = torch.optim.SGD(self.model.layers[0].parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_an_optimizer_that_trains_nothing_is_named(stage: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(Aside(), stage, 1, **EAGER)
+        _fit(models.Module(), stage, 1, **EAGER)
+    found = [str(one.message) for one in caught if "train nothing" in str(one.message)]
+    assert len(found) == (models.rank() == 0), found
+    assert all("A SGD holds parameter `model.layers.0." in text for text in found)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_zerocompile.engine import Engine
 from tests.support import engines, models
 from tests.support.harness import Worlds, on_ranks
-from tests.support.parity import AOT, EAGER
+from tests.support.parity import AOT, EAGER, reference
 from tests.support.slow import SlowModel
 
 STEPS = 4
@@ -86,6 +86,42 @@ def test_a_hook_after_the_step_raises(stage: int, options: dict[str, Any], past:
                 _step(engine, optimizer, data[number], past)
             optimizer.zero_grad()
     _assert_trained(model, twin)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["", "in_backward"])
+@pytest.mark.parametrize(("stage", "options", "past"), [(1, EAGER, False), (2, AOT, False), (3, EAGER, False)])
+@on_ranks()
+def test_what_a_hook_after_the_step_changes_stays(
+    stage: int, options: dict[str, Any], past: bool, beside: bool
+) -> None:
+    """The learning rate, which it halves, and a group, which it adds in the first step."""
+    model, twin = models.pair(models.ByteModel)
+
+    def made(model: models.ByteModel) -> torch.optim.Optimizer:
+        later = model.head.weight
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p is not later], lr=0.5, momentum=0.5)
+
+        def after(*_: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+            if len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": [dict(model.named_parameters())["head.weight"]], "lr": 0.2})
+
+        optimizer.register_step_post_hook(after)
+        return optimizer
+
+    data = models.Batches(models.rank())
+    with engines.engine(model, stage, optimizer_in_backward=beside, **options) as engine:
+        with engine.giving_masters():
+            ours = made(model)
+        engine.attach_optimizers([ours])
+        for number in range(STEPS):
+            _step(engine, ours, data[number], past)
+    theirs = made(twin)
+    reference(twin, STEPS, engines.anchored_loss, optimizer=theirs)
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in (ours, theirs)]
+    assert rates[0] == rates[1] and len(rates[0]) == 2
+    assert models.deviation(model, twin) <= 1e-6
 
 
 class _Wait(torch.autograd.Function):

@@ -207,6 +207,18 @@ def _write_lists(model: nn.Module) -> None:
     torch._foreach_mul_([p.data for p in parameters], 0.95)
 
 
+def _write_lists_beside_others(model: nn.Module) -> None:
+    """Lists of what was detached, alone and with a full tensor (a buffer): moving averages write these."""
+    detached, full = [p.detach() for p in model.parameters()], torch.ones(3, device=models.device())
+    torch._foreach_mul_([*detached, full], 0.95)
+    torch._foreach_lerp_([*detached, full], [*(p * 0 for p in detached), full], 0.05)
+
+
+def _copy_lists(model: nn.Module) -> None:
+    detached = [p.detach() for p in model.parameters()]
+    torch._foreach_copy_(detached, [p * 0.9 for p in detached])
+
+
 def _set_gradients(model: nn.Module) -> None:
     """To full tensors, and to what is computed from gradients: code that projects gradients does so."""
     first, second, third, fourth, *_ = _weights(model)
@@ -353,6 +365,8 @@ WORKS = {
     "rows": Works(between=_write_rows),
     "rows of gradients": Works(after=_write_rows_of_gradients),
     "lists": Works(between=_write_lists),
+    "lists beside others": Works(between=_write_lists_beside_others),
+    "copies of lists": Works(between=_copy_lists),
     "data of gradients": Works(after=_write_data_of_gradients),
     "states": Works(between=_write_states),
     "swap": Works(between=_swap),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
@@ -45,6 +46,12 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "all": lambda x: float(bool((x.abs() >= 0).all())),
     "tolist": lambda x: torch.tensor(x.tolist()),
     "data": lambda x: x.data.norm().item(),
+    "square loss": lambda x: F.mse_loss(x.detach(), x.detach() * 0.5 + 1).item(),
+    "other losses": lambda x: (
+        F.huber_loss(x.detach(), x.detach() * 3) + F.soft_margin_loss(x.detach(), x.sign())
+    ).item(),
+    "running sum": lambda x: x.detach().flatten().cumsum(-1).abs().max().item(),
+    "place": lambda x: float(x.detach().flatten().argmax(-1)),
 }
 if not torch.cuda.is_available():
     NUMBERS["numpy"] = lambda x: torch.from_numpy(x.detach().numpy())

@@ -104,6 +104,26 @@ def test_weight_averaging(kind: str, tmp_path: Path, long: bool) -> None:
         module.train()
 
 
+class ClampedAfter(models.Module):
+    """Its weights are clamped through the attributes, after the step and before the average is updated."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.model.layers[0].up.weight.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_an_average_has_what_was_written_after_the_step(stage: Any) -> None:
+    ddp, ours, plain = ClampedAfter(), ClampedAfter(), models.Module()
+    for other in (ours, plain):
+        other.load_state_dict(ddp.state_dict())
+    for module, strategy in ((ddp, "ddp"), (ours, ZeroCompileStrategy(stage, **EAGER)), (plain, "ddp")):
+        models.fit_epochs(module, strategy, 2, callbacks=[AVERAGES["ema"]()])
+    assert models.deviation(ours, ddp) < 1e-6
+    assert models.deviation(plain, ddp) > 1e-2
+
+
 # ---- freezing and unfreezing ----
 
 
