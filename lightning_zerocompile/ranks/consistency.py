@@ -402,13 +402,11 @@ class Reads:
         before: while ranks do unequal work: called with what comes next, before a read or a context of :meth:`alike`.
             The ranks come together in it at a gate, see [Note: turns] in turns.py. It returns whether the gate has
             compared what they do.
-        in_step: says whether the user's step runs, where tensors may be of this rank's batch.
     """
 
     def __init__(self, comparisons: Consistency, timeout: timedelta) -> None:
         self._consistency, self._timeout, self._within = comparisons, timeout, min(timeout, _ON_ITS_WAY)
         self.before: Callable[[str], bool] | None = None
-        self.in_step: Callable[[], bool] = bool
         self._alike = 0  # how many contexts of `alike` this rank is inside of
         self._closed = False
 

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -215,7 +214,6 @@ class Runtime:
         self.messages = Messages(device.type, self.name, config.timeout)
         self.comparisons = comparisons = Consistency(self.messages, config.timeout)
         self.reads = Reads(self.comparisons, config.timeout)
-        self.reads.in_step = partial(getattr, self.step_state, "in_step")
         self.core.set_callbacks(
             bind,
             self.comparisons.order,

@@ -27,10 +27,10 @@ have a version of their own. So a view knows the rows of its origin, and a write
 so what is written to it must be equal on all ranks, too. An operation that writes to no shard gives no such promise:
 the full tensor may be computed from this rank's batch (``x * shadow["weight"]``, where ``shadow`` is a moving average).
 So it is done on the whole value, on all ranks, and its result is a full tensor. Only beside a number (a tensor without
-dimensions), outside of the user's step, the result is a shard. Other operations in place that DTensor cannot do on
-rows, as to write by an index tensor, are done on the whole value, too, and each rank keeps its rows. All of these raise
-where autograd would record a write to a shard. They raise, too, in what all ranks do alike (an optimizer's step): there
-they might cost much in every step, and the error names the optimizer and a remedy.
+dimensions), which must be equal on all ranks, the result is a shard. Other operations in place that DTensor cannot do
+on rows, as to write by an index tensor, are done on the whole value, too, and each rank keeps its rows. All of these
+raise where autograd would record a write to a shard. They raise, too, in what all ranks do alike (an optimizer's step):
+there they might cost much in every step, and the error names the optimizer and a remedy.
 
 [Note: shards in losses] A loss may combine a shard that was kept (``anchor = p.detach().clone()``, a mask, Fisher
 information) with what the model computes. Rows would give a gradient of this rank's rows, computed from this rank's
@@ -180,7 +180,7 @@ class Sharded(DTensor):
         alike = reads is None or reads.all_alike
         mixes = not alike and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
         if others and mixes and (written or _is_by_element(func, name)):  # see [Note: full tensors]
-            if not _is_by_element(func, name) or not _stays_in_rows(written, others, reads):
+            if not _is_by_element(func, name) or not _stays_in_rows(written, others):
                 return _on_whole_values(func, name, args, kwargs)
             args, kwargs = _mapped(lambda leaf: _beside(leaf, ours[0]), args, kwargs)
         if name == "_foreach_copy_":  # DTensor knows `copy_` only
@@ -686,14 +686,14 @@ def _is_by_element(func: Any, name: str) -> bool:
     return torch.Tag.pointwise in func.tags or name in _BY_ELEMENT or name.startswith("_foreach")
 
 
-def _stays_in_rows(written: list[Tensor], others: list[Tensor], reads: Reads | None) -> bool:
-    """Whether an operation on elements of shards and of ``others``, full tensors, is done on rows alone.
+def _stays_in_rows(written: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether an operation on elements of shards and of ``others`` is done on rows alone.
 
     ``written``: what it writes to. See [Note: full tensors].
     """
     if written:
         return not any(leaf is other for leaf in written for other in others)
-    return not (reads is not None and reads.in_step()) and all(other.dim() == 0 for other in others)
+    return all(other.dim() == 0 or isinstance(other, DTensor) for other in others)
 
 
 def _is_differentiated(ours: list[Sharded], others: list[Tensor]) -> bool:

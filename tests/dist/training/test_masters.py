@@ -83,13 +83,12 @@ def _regularize(model: nn.Module, batch: Tensor, backward: Backward) -> None:
 
 def _weigh(model: nn.Module, batch: Tensor, backward: Backward) -> None:
     """The loss by what is computed, without gradients, from this rank's batch and what was kept."""
-    anchor, _, fisher = model.__dict__["kept"]
+    anchor, *_ = model.__dict__["kept"]
     with torch.no_grad():
         x = F.linear(model.embedding(batch[:, :-1]), anchor["layers.0.up.weight"])
         bias = anchor["layers.0.up.bias"]
         listed = torch._foreach_mul([x[0, 0]], [bias])[0]
-        number = (x * bias).mean() + (x.mean() * fisher["layers.1.up.weight"]).sum() + listed.sum()
-        number = number + (x - bias).square().mean()
+        number = (x * bias).mean() + listed.sum() + (x - bias).square().mean()
     backward(engines.token_loss(model, batch) * (1 + number.tanh()))
 
 
