@@ -230,19 +230,13 @@ def load(path: Path, masters: Mapping[str, Tensor], weights_only: bool | None, w
     reader = _Reader(path, weights_only)
     metadata = reader.read_metadata()
     paths: dict[str, Any] = metadata.planner_data
-    master_of = {key: _master_of(path, masters) for key, path in paths.items()}
     wanted = {
-        key: _target(item, paths[key], master_of[key])
+        key: _target(item, paths[key], masters)
         for key, item in metadata.state_dict_metadata.items()
         if paths[key][0] in _MODEL_KEYS or (with_optimizers and paths[key][0].startswith(OPTIMIZER))
     }
     planner, alone = _Planner(weights_only), not dist.is_initialized()
     _collective(what, lambda: load_shards(wanted, storage_reader=reader, planner=planner, no_dist=alone))
-    for key, value in wanted.items():  # hooks get them, see [Note: numbers] in sharding/sharded.py
-        master = master_of[key]
-        if isinstance(value, DTensor) and master is not None:
-            on_host = value._local_tensor.device.type != value.device_mesh.device_type
-            mark_on_host(sharded_as(value, master), on_host)
     state = unflatten_state_dict(wanted, paths)
     with refusals(str(path / files.META)), files.unreadable(path / files.META):
         rest = torch.load(path / files.META, map_location="cpu", weights_only=weights_only)
@@ -301,23 +295,20 @@ def _fault(file: Path, value: str) -> str:
     return "" if files.checksum(file) == value else "does not match its checksum"
 
 
-def _master_of(path: tuple[Any, ...], masters: Mapping[str, Tensor]) -> Tensor | None:
-    """The master whose value, or whose optimizer's state, is at this place of a checkpoint."""
-    name = path[1] if path[0] in _MODEL_KEYS else path[2] if path[1:2] == ("state",) else None
-    return masters.get(name) if isinstance(name, str) else None
-
-
-def _target(item: Any, path: tuple[Any, ...], master: Tensor | None) -> Any:
-    """The tensor into which an entry is read; None: the entry is no tensor."""
+def _target(item: Any, path: tuple[Any, ...], masters: Mapping[str, Tensor]) -> Any:
+    """The tensor into which an entry is read, and which hooks get; None: the entry is no tensor."""
     if not isinstance(item, TensorStorageMetadata):
         return None
+    name = path[1] if path[0] in _MODEL_KEYS else path[2] if path[1:2] == ("state",) else None
+    master = masters.get(name) if isinstance(name, str) else None
     if isinstance(master, DTensor) and item.size == master.shape and master.dim() > 0:
         rows = master.to_local()
         on_host = ON_HOST if path[0] in _MODEL_KEYS else STATES_ON_HOST
         if master.__dict__.get(on_host):  # a device may have no room for all of it
-            return over_local(torch.empty(rows.shape, dtype=item.properties.dtype), master)
+            away = over_local(torch.empty(rows.shape, dtype=item.properties.dtype), master)
+            return mark_on_host(sharded_as(away, master))
         local = torch.empty_like(rows, dtype=item.properties.dtype, requires_grad=False)
-        return as_dtensor(local, item.size, master.device_mesh)
+        return sharded_as(as_dtensor(local, item.size, master.device_mesh), master)
     return torch.empty(item.size, dtype=item.properties.dtype)
 
 
