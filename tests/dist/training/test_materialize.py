@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -54,23 +55,24 @@ class Wide(nn.Module):
 
 @on_ranks()
 def test_peak_while_building() -> None:
-    """50 M parameters in 20 units: the peak stays below the sharded size plus two units, and what gloo still holds."""
+    """50 M parameters in 20 units: the peak stays below the sharded size plus some units."""
     with torch.device("meta"):
         model = nn.ModuleList(Wide() for _ in range(UNITS))
     config = Config(stage=3, compile=False)
     with LiveBytes() as memory:
         engine = Engine(model, engines.place(), config, None, torch.distributed.get_backend())
-    live = memory.live
     local = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
     moved = all(p.to_local().std() > 0 for p in model.parameters())  # type: ignore[attr-defined]
     units = len(set(engine.runtime._unit_of_parameter))
     full = sum(p.nbytes for p in model.parameters())
+    deadline = time.monotonic() + 20  # threads of gloo hold what they have broadcast until they get to run again
+    while (live := memory.live) > local + 2**20 and time.monotonic() < deadline:
+        time.sleep(0.01)
     engine.unshard()
     assert full >= 4 * 50e6 and units == UNITS and moved
     unit = full // UNITS
-    held = 1 if models.world() == 2 else 3  # threads of the process group may still hold what they have broadcast
-    assert local <= live <= local + held * unit + 2**20  # the measurement sees the shards
-    assert local < memory.peak < local + (held + 2) * unit + 2**20
+    assert local <= live <= local + 2**20  # the measurement sees the shards, and nothing else stays
+    assert local < memory.peak < local + 5 * unit + 2**20  # up to three are held by those threads
 
 
 class OnMeta(architectures.Net):
