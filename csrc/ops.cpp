@@ -3,6 +3,7 @@
 // blocks share one graph (lightning_zerocompile/README.md, rule 1).
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -211,7 +212,10 @@ struct ReadFunction : torch::autograd::Function<ReadFunction> {
 Tensor read(const std::shared_ptr<Runtime>& runtime, int64_t parameter, const Tensor& handle, bool requires_grad,
             std::optional<at::ScalarType> cast) {
   auto value = runtime->read(parameter, cast);
-  if (!requires_grad || !at::GradMode::is_enabled()) return value.detach();
+  if (!requires_grad || (cast.has_value() && !at::GradMode::is_enabled())) return value.detach();
+  // A parameter of torch that is read under `no_grad` or `inference_mode` still requires grad where it is used later.
+  c10::InferenceMode normal_tensors(false);
+  at::AutoGradMode records(true);
   const bool in_backward = runtime->in_backward();
   auto token = c10::make_intrusive<ReadToken>(runtime, parameter, cast.has_value());
   if (in_backward) token->finish();  // a recomputation: its graph gives no gradient, or gives it at once

@@ -40,6 +40,7 @@ from lightning_zerocompile.sharding.checks import (
 )
 from lightning_zerocompile.sharding.float8 import plain_weights
 from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.held import hold
 from lightning_zerocompile.sharding.islands import Islands, find_islands
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, gradient_of, record_of
 from lightning_zerocompile.sharding.module_swap import (
@@ -164,7 +165,8 @@ class Engine:
         )
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype, islands)
-            self._held = [p for p in self.runtime.sharded_parameters if getattr(p.original(), "grad", None) is None]
+            for sharded in self.runtime.sharded_parameters:
+                hold(sharded)
             move_buffers(model.modules(), device)
             self.buffers.broadcast()
             self.regions = Regions(self.runtime, config)
@@ -335,6 +337,8 @@ class Engine:
         for module in modules:
             for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
                 module._parameters[name] = sharded.master
+        for sharded in replaced:
+            hold(sharded)
         refresh(modules)
         left = self.steps.replace({new: sharded.master for sharded, new in replaced.items()}, former)
         return [s.name for s in replaced if s.master in left and s.master.requires_grad]
@@ -452,41 +456,23 @@ class Engine:
             self.steps.backward_failed()
             raise
         self.runtime.core.finish_backward()
-        self._refuse_held()
         if self.runtime.activations is not None:
             self.runtime.activations.settle()
         self.end_backward()
 
-    def _refuse_held(self) -> None:
-        """Refuses a loss that used a parameter as it was before the model was sharded, which somebody still holds.
-
-        Raises:
-            RuntimeError: names the parameter and the remedy.
-        """
-        self._held = [sharded for sharded in self._held if sharded.original() is not None]
-        for sharded in self._held:
-            if (original := sharded.original()) is not None and original.grad is not None:
-                original.grad = None
-                raise RuntimeError(
-                    f"The loss uses parameter `{sharded.name}` by a reference from before the model was sharded (a "
-                    "list that `__init__` or `setup` has made?). That tensor is not trained: it keeps the values from "
-                    f"before. Read `{sharded.name}` from the module in the step, or take it from `parameters()` in "
-                    "`configure_optimizers`."
-                )
-
     def warn_of_others(self, optimizers: Sequence[Optimizer]) -> None:
-        """Warns of optimizers that train nothing: they hold the model's parameters from before it was sharded.
+        """Warns of optimizers with parameters from before the model was sharded: see [Note: held parameters].
 
         ``optimizers``: all that were attached.
         """
-        found = ((sharded.original(), sharded.name) for sharded in self._held)
+        found = ((sharded.original(), sharded.name) for sharded in self.runtime.sharded_parameters)
         originals: dict[Tensor, str] = {original: name for original, name in found if original is not None}
         for optimizer, names in left_behind(originals, optimizers):
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             rank_zero_warn(
                 f"A {type(optimizer).__name__} holds parameter `{names[0]}`{others} from before the model was sharded, "
-                "and `configure_optimizers` does not return it. Its steps train nothing, since those tensors are no "
-                "parameters any more. Return it, or make it in `configure_optimizers`."
+                "and `configure_optimizers` does not return it. Its steps, if you call them, update whole parameters, "
+                "and its state is whole on each rank. Return it, and its state is sharded, too."
             )
 
     def end_backward(self) -> None:

@@ -66,7 +66,7 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
 
 
 def left_behind(originals: Mapping[Tensor, str], known: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, list[str]]]:
-    """Yields optimizers that hold parameters from before the sharding, which nothing trains, and their names.
+    """Yields optimizers that hold parameters from before the sharding and were given no masters, and their names.
 
     Args:
         originals: the names of the parameters that somebody still holds.

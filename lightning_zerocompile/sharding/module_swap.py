@@ -25,6 +25,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_zerocompile.ranks.consistency import Reads
 from lightning_zerocompile.sharding.checks import check_whole
 from lightning_zerocompile.sharding.full_values import full_value
+from lightning_zerocompile.sharding.held import Held, let_go
 from lightning_zerocompile.sharding.layout import sharded_if_full
 from lightning_zerocompile.sharding.master import (
     Master,
@@ -57,7 +58,8 @@ def _property(name: str, marked: bool) -> property:
 
     def get(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():
-            value = torch.ops.zerocompile.gather.default(*self.__dict__[traced])
+            with torch.enable_grad():  # as a parameter, it has gradients where it is used, not where it is read
+                value = torch.ops.zerocompile.gather.default(*self.__dict__[traced])
             if marked:
                 for attribute, given in self.__dict__[attributes].items():
                     setattr(value, attribute, given)
@@ -615,11 +617,13 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
     for module in model.modules():
         for sharded in module.__dict__.get(PARAMETERS, {}).values():
             if sharded not in full:
-                full[sharded] = _whole_parameter(sharded, _whole_value(sharded, group))
-                full[sharded].__dict__.update(sharded.attributes())
-                if sharded.grad_dtype != sharded.dtype:
-                    full[sharded].grad_dtype = sharded.grad_dtype
-                keep_hooks(sharded.master, full[sharded])
+                value = _whole_value(sharded, group)
+                with as_plain_tensors():
+                    full[sharded] = whole = _whole_parameter(sharded, value)
+                    whole.__dict__.update(sharded.attributes())
+                    if sharded.grad_dtype != sharded.dtype:
+                        whole.grad_dtype = sharded.grad_dtype
+                    keep_hooks(sharded.master, whole)
     for module in model.modules():
         for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
             if module._parameters.get(name) is sharded.master:  # else somebody has put another one there
@@ -637,10 +641,9 @@ def _whole_value(sharded: ShardedParameter, group: dist.ProcessGroup | None) -> 
 def _whole_parameter(sharded: ShardedParameter, value: Tensor) -> nn.Parameter:
     """``value`` as a parameter: the same object as before, if somebody (an optimizer, a list) still holds that one."""
     original, requires_grad = sharded.original(), sharded.master.requires_grad
-    if type(original) is not nn.Parameter or original.is_meta or original.dtype != value.dtype:
-        return nn.Parameter(value, requires_grad=requires_grad)
-    original.data, original.grad, original.requires_grad = value, None, requires_grad
-    return original
+    if isinstance(original, Held) and not original.is_meta:
+        return let_go(original, value, requires_grad)
+    return nn.Parameter(value, requires_grad=requires_grad)
 
 
 def restore_classes(model: nn.Module) -> None:

@@ -34,6 +34,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_zerocompile.ranks.consistency import first_difference
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
+from lightning_zerocompile.sharding.held import part
 from lightning_zerocompile.sharding.layout import in_mesh, on_the_wire, over_local, shard_like
 from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of, refuse_hooks
 from lightning_zerocompile.sharding.parameter import ShardedParameter
@@ -195,6 +196,7 @@ def take_values(sharded: ShardedParameter, parameter: nn.Parameter, group: dist.
         group: a group of all ranks.
     """
     master = sharded.master
+    part(sharded)
     with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
         full = parameter.detach().to(sharded.source.device, copy=True).contiguous()
         if dist.get_world_size(group) > 1:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zerocompile.sharding.held import Held, master_of_held
 from lightning_zerocompile.sharding.master import (
     PARAMETER,
     Master,
@@ -182,13 +183,13 @@ def _plain(value: Any) -> Any:
 
 
 def master_of(value: Tensor) -> Tensor:
-    """The master of a gathered value; any other tensor as it is."""
-    return value.__dict__[PARAMETER].master if isinstance(value, Unsharded) else value
+    """The master of a gathered value, or of what stands for it (``Held``); any other tensor as it is."""
+    return value.__dict__[PARAMETER].master if isinstance(value, Unsharded) else master_of_held(value)
 
 
 def sharded_of(value: Tensor) -> ShardedParameter | None:
-    """The parameter of a master or of a gathered value; None for any other tensor."""
-    if isinstance(value, Master):
+    """The parameter of a master, of what stands for it (``Held``) or of a gathered value; None for any other tensor."""
+    if isinstance(value, (Master, Held)):
         return value.__dict__[PARAMETER]()  # type: ignore[no-any-return]
     return value.__dict__[PARAMETER] if isinstance(value, Unsharded) else None
 

@@ -236,6 +236,45 @@ class WeightNorms(nn.Module):
         return self.spectral(self.conv(self.new(torch.tanh(self.old(x)))))
 
 
+class Scaled(nn.Module):
+    """A spectral norm by hand, which reads its weight without gradients and then uses that value with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("u", F.normalize(torch.linspace(-1, 1, WIDTH), dim=0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight, gain = self.linear.weight, self.gain
+            v = F.normalize(weight.T @ self.u, dim=0)
+            self.u.copy_(F.normalize(weight @ v, dim=0))
+        sigma = self.u.clone() @ weight @ v
+        return torch.tanh(F.linear(x, weight / sigma * gain, self.linear.bias))
+
+
+class ReadWithoutGradients(nn.Module):
+    """Values that are read under `no_grad` and used after it, in blocks and outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        with torch.no_grad():
+            weight, bias = self.head.weight, self.head.bias
+        return F.linear(x, weight, bias)
+
+    def penalty(self) -> Tensor:
+        with torch.no_grad():
+            weights = [layer.linear.weight for layer in self.layers]
+        return sum(weight.pow(2).sum() for weight in weights)
+
+
 class Parent(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -329,7 +368,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     c.__name__.lower(): c
     for c in (
         Tied, Frozen, Uneven, Buffers, Collections, Embeddings, Convolutions, BatchNorms, Attention, Transformer,
-        Recurrent, WeightNorms, Shared, Unused, Complex, ReadOutside,
+        Recurrent, WeightNorms, Shared, Unused, Complex, ReadOutside, ReadWithoutGradients,
     )
 }  # fmt: skip
 

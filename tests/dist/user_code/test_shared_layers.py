@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import engines, models
 from tests.support.harness import on_ranks
-from tests.support.parity import AOT, CELLS, EAGER, SCOPES, assert_trains_like_ddp
+from tests.support.parity import AOT, CELLS, EAGER, assert_trains_like_ddp
 
 WIDTH = 6
 
@@ -117,26 +116,6 @@ def test_blocks_use_what_they_are_given(model: Any, loss: Any) -> None:
         options = AOT if scope else EAGER
         trained = assert_trains_like_ddp(model(), stage, loss=loss, data=_data, lr=0.1, **options)
         assert (trained.compiled.backward > 0) is bool(scope)
-
-
-class Listed(models.Module):
-    """The loss has a term over a list that was made before the model is sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = [p for p in self.model.parameters() if p.dim() == 2]
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return engines.token_loss(self.model, batch) + sum(p.square().sum() for p in self.weights)
-
-
-@SCOPES
-@on_ranks()
-def test_a_parameter_from_before_the_fit_is_refused_in_a_loss(scope: Any) -> None:
-    """It would be trained under DDP; here it is no parameter any more, and nothing would say so."""
-    strategy = ZeroCompileStrategy(stage=3, **(AOT if scope else EAGER))
-    with pytest.raises(RuntimeError, match=r"parameter `model\.\S+` by a reference from before the model was sharded"):
-        models.make_trainer(strategy, max_steps=2).fit(Listed(), models.Batches(models.rank()))
 
 
 @on_ranks()
