@@ -125,6 +125,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         self._revert_methods: Callable[[], object] | None = None  # while the module is not torch.compile's
         self._backward_sync_control = _BackwardSync(self)
         self._optimizers: list[Optimizer] = []
+        self._backwards = 0
 
     # ---- before anything is set up ----
 
@@ -244,6 +245,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        self._backwards += 1
         with self.engine.backward(tensor):
             super().backward(tensor, module, *args, **kwargs)
 
@@ -265,7 +267,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
             raise RuntimeError(CLIPPING.format("`fabric.clip_gradients`"))
         self.engine.reduce_pending("Clipping")
         if self._scaler is not None:
-            unscale(self.engine, self._scaler, optimizer)
+            unscale(self.engine, self._scaler, optimizer, self._backwards)
 
     @property
     def _scaler(self) -> ShardedGradScaler | None:
@@ -275,7 +277,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] = lambda: None, **kwargs: Any) -> Any:
         if self._scaler is not None:
-            return scaled_step(self.engine, self._scaler, optimizer, closure)
+            return scaled_step(self.engine, self._scaler, optimizer, closure, self._backwards)
         return self.engine.step(optimizer, closure, **kwargs)
 
     # ---- state ----

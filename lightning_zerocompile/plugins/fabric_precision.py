@@ -24,6 +24,8 @@ from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
 from lightning_zerocompile.plugins.precision import agreed_dtype, cast_buffers
 from lightning_zerocompile.sharding.islands import find_islands
 
+_BACKWARDS = "zerocompile_backwards"  # entry of the scaler's state of an optimizer: those before it was unscaled
+
 
 class FabricHalfPrecision(HalfPrecision):
     """``bf16-true`` and ``16-true``: buffers, inputs and gathered values are cast; the masters are not."""
@@ -71,17 +73,39 @@ def autocast_dtype(plugin: Precision) -> torch.dtype | None:
     return plugin._desired_input_dtype if isinstance(plugin, MixedPrecision) else None
 
 
-def unscale(engine: Engine, scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Makes the gradients ready and unscales them, once for each step: clipping needs that before the step."""
-    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+def unscale(engine: Engine, scaler: GradScaler, optimizer: Optimizer, backwards: int) -> None:
+    """Makes the gradients ready and unscales them, once for each step: clipping needs that before the step.
+
+    Args:
+        backwards: how many backwards there were until now.
+
+    Raises:
+        RuntimeError: there was a backward after the gradients were unscaled, and no step, so its part is still scaled.
+    """
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"] is OptState.READY:
         engine.steps.before(optimizer)
         scaler.unscale_(optimizer)
+        state[_BACKWARDS] = backwards
+    elif state.get(_BACKWARDS) != backwards:
+        raise RuntimeError(
+            f"The gradients of this {type(optimizer).__name__} were clipped, and a further backward came before the "
+            "optimizer's step: its gradients are scaled by the loss scale, and the loss scaler unscales once a step. "
+            "Clip after the last backward, and call `optimizer.step()` after each clipping. It skips the update where "
+            "gradients are not finite."
+        )
 
 
-def scaled_step(engine: Engine, scaler: ShardedGradScaler, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    """A step that all ranks skip if the gradients of one have overflowed. Returns what ``closure`` returns."""
+def scaled_step(
+    engine: Engine, scaler: ShardedGradScaler, optimizer: Optimizer, closure: Callable[[], Any], backwards: int
+) -> Any:
+    """A step that all ranks skip if the gradients of one have overflowed. Returns what ``closure`` returns.
+
+    Raises:
+        RuntimeError: see :func:`unscale`.
+    """
     result = closure()
-    unscale(engine, scaler, optimizer)
+    unscale(engine, scaler, optimizer, backwards)
     if scaler.skips(optimizer):
         engine.steps.skip(optimizer)
     else:

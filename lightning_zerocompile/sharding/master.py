@@ -93,11 +93,15 @@ class Master(Sharded):
                 _take_writes((args, kwargs))
             if sharded is None or directly:
                 return func(*args, **kwargs)
-            if reads:
+            # beside a tensor of this rank's own the result is this rank's own, too: see [Note: full tensors]
+            mixes = not changes and written is None and not sharded.reads.all_alike and _has_plain((args, kwargs))
+            if reads or mixes:
                 args, kwargs = tree_map(_whole, (args, kwargs))
             elif not changes and written is not None:  # a tensor of the user's (an EMA): a shard of it would be a copy
                 args, kwargs = tree_map(_full, (args, kwargs))
-            else:
+            elif not _has_plain(
+                written
+            ):  # a list may have tensors of the user's beside masters: these are written, too
                 args, kwargs = tree_map(sharded.like_master, (args, kwargs))
             if changes and _is_made_anew(written, args, kwargs):
                 value = sharded.like_master(_made(func, written, args, kwargs))
@@ -239,6 +243,13 @@ def _masters_of(arguments: Any) -> list[Tensor]:
     """The masters in the arguments; of what is the ``data`` of one, that master."""
     records = [leaf.__dict__[PARAMETER]() for leaf in tree_leaves(arguments) if isinstance(leaf, Master)]
     return [record.master for record in records if record is not None]
+
+
+def _has_plain(arguments: Any) -> bool:
+    """Whether a tensor with dimensions that is no DTensor is among the arguments."""
+    return any(
+        isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0 for leaf in tree_leaves(arguments)
+    )
 
 
 def _take_writes(arguments: Any) -> None:

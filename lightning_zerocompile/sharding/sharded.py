@@ -116,6 +116,11 @@ _LEFT = (
     "(another rank may have been gone), or another library has sharded it. Build the model anew and go on from a "
     "checkpoint: `trainer.fit(model, ckpt_path=...)`."
 )
+_RECORDED = (
+    "`{}` takes a shard that was computed from a parameter, and an ordinary tensor, and gradients are recorded. Do it "
+    "under `torch.no_grad()`, or with `p.detach()`, which gives whole values; or inside "
+    "`with strategy.full_parameters(module) as values:`. In a training step parameters are whole."
+)
 _SAVE = (
     "`with strategy.full_state_dict(module):` (entered on all ranks) lets rank 0 save what calls `state_dict()`: "
     "`if trainer.is_global_zero: module.save_pretrained(path)`; `with strategy.full_parameters(module) as values:` "
@@ -201,6 +206,8 @@ class Sharded(DTensor):
             mixed = "mixed torch.Tensor and DTensor" in str(error)
             if mixed and left is not None:
                 raise RuntimeError(_LEFT.format(left)) from error
+            if mixed and not mixes and not alike and not func._schema.is_mutable and name not in _COMPARES:
+                raise RuntimeError(_RECORDED.format(name)) from error
             unknown = any(text in str(error) for text in _UNKNOWN) or (mixed and (mixes or name in _COMPARES))
             if not unknown or alike or (func._schema.is_mutable and not mixes):
                 raise

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support import engines, models
 from tests.support.harness import on_ranks
-from tests.support.parity import CELLS
+from tests.support.parity import CELLS, EAGER
 
 LR, STEPS = 0.5, 3
 Backward = Callable[[Tensor], None]
@@ -762,3 +762,57 @@ def test_values_that_are_held_over_a_drop(stage: int, scope: Any) -> None:
     whole["layers.1.down.weight"] = 3 * (whole["layers.1.down.weight"] + 1)
     for name, p in model.named_parameters():
         assert torch.equal(p.cpu(), whole[name]), name
+
+
+# of a parameter and a tensor of its size
+BESIDE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "product": lambda p, own: p * own,
+    "from the left": lambda p, own: own - p,
+    "sum": lambda p, own: torch.add(p, own, alpha=0.5),
+    "choice": lambda p, own: torch.where(own > 1, p, own),
+    "comparison": lambda p, own: p < own,
+    "row": lambda p, own: p * own[0],
+    "matrices": lambda p, own: own.T @ p,
+    "loss": lambda p, own: F.mse_loss(p, own),
+    "list": lambda p, own: torch._foreach_mul([p], [own])[0],
+    "number": lambda p, own: torch.tensor(torch.equal(p, own)),
+    "joined": lambda p, own: torch.cat([p, own]),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_a_parameter_beside_data_of_one_s_own(stage: int) -> None:
+    """In a hook between steps, with gradients and without: each rank gets what its own data give."""
+    model = models.ByteModel()
+    whole = model.head.weight.detach().clone().to(models.device())
+    own = torch.linspace(-2, 2, whole.numel(), device=whole.device).view_as(whole) * (1 + models.rank())
+    with engines.engine(model, stage, **EAGER):
+        parameter = dict(model.named_parameters())["head.weight"]
+        for name, call in BESIDE.items():
+            for enabled in (True, False):
+                with torch.set_grad_enabled(enabled):
+                    result, expected = call(parameter, own), call(whole, own)
+                assert not isinstance(result, DTensor), name
+                torch.testing.assert_close(result.detach(), expected, msg=name)
+        with torch.no_grad():
+            torch.testing.assert_close(own @ parameter.T, own @ whole.T)
+        with pytest.raises(RuntimeError, match=r"`mm` takes a shard.*`torch\.no_grad\(\)`"):
+            own @ parameter.T
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_lists_of_parameters_and_of_one_s_own(stage: int) -> None:
+    """An operation on a list writes to all of it, whatever is in it."""
+    model = models.ByteModel()
+    twin = copy.deepcopy(model).to(models.device())
+    with engines.engine(model, stage, **EAGER):
+        for one in (model, twin):
+            weights = [p for p in one.parameters() if p.dim() == 2]
+            others = [torch.ones(p.shape, device=models.device()) for p in weights]
+            with torch.no_grad():
+                torch._foreach_mul_([*weights, *others], 0.5)
+                torch._foreach_add_([*others, *weights], [torch.ones_like(p) for p in [*others, *others]])
+            assert all(torch.equal(other, torch.full_like(other, 1.5)) for other in others)
+    assert models.deviation(model, twin) <= 1e-6

@@ -10,7 +10,9 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from lightning_zerocompile import ZeroCompileFabricStrategy
 from tests.support import engines, models
@@ -129,6 +131,36 @@ def test_save_and_load(kind: str, tmp_path: Path) -> None:
     _loop(fabric, model, optimizer, steps=2)
     fabric.strategy.unshard()  # type: ignore[attr-defined]
     assert models.deviation(again, whole) == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    [(1, "eager"), (3, "aot_eager"), *(pytest.param(s, "eager", marks=pytest.mark.long) for s in (2, 3))],
+)
+@on_ranks()
+def test_scaled_losses(stage: int, mode: str) -> None:
+    """As under DDP, with clipping; what was clipped and is not stepped is not scaled twice, or left scaled."""
+    ours, theirs = models.pair(models.ByteModel)
+
+    def scaling() -> MixedPrecision:
+        return MixedPrecision("16-mixed", models.device(), GradScaler(models.device(), init_scale=64.0))
+
+    ddp, fabric = (_fabric(s, plugins=[scaling()]) for s in ("ddp", ZeroCompileFabricStrategy(stage, **MODES[mode])))
+    expected = _loop(ddp, *ddp.setup(theirs, _sgd(theirs)), max_norm=0.05)
+    model, optimizer = fabric.setup(ours, _sgd(ours))
+    assert _loop(fabric, model, optimizer, max_norm=0.05) == pytest.approx(expected, rel=2e-3)
+    batch = models.Batches(models.rank())[0]
+    fabric.backward(engines.token_loss(model, batch))
+    first = fabric.clip_gradients(model, optimizer, max_norm=0.05)
+    assert fabric.clip_gradients(model, optimizer, max_norm=0.05) <= 0.0501 < first  # it is unscaled once
+    optimizer.zero_grad()
+    fabric.backward(engines.token_loss(model, batch))
+    with pytest.raises(RuntimeError, match=r"of this SGD were clipped, and a further backward.*after each clipping"):
+        fabric.clip_gradients(model, optimizer, max_norm=0.05)
+    with pytest.raises(RuntimeError, match="a further backward came before the optimizer's step"):
+        optimizer.step()
+    fabric.strategy.unshard()  # type: ignore[attr-defined]
+    assert models.deviation(ours, theirs) <= 2e-4  # products are in half precision
 
 
 @on_ranks()
