@@ -121,6 +121,15 @@ class EqualGradients(Layer):
         return x + self.weight.mean() + self.weight.mean()
 
 
+class NoGradRead(Layer):
+    """Reads its weight without gradients, and uses the value with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight, scale = self.weight, self.weight.abs().mean()
+        return F.linear(x, weight / (1 + scale), self.bias)
+
+
 class Broken(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(F.linear(x, self.weight))
@@ -277,7 +286,8 @@ class RawNone(RawSame):
 
 KINDS: dict[str, type[Layer]] = {
     "plain": Layer, "transposed": Transposed, "sliced": Sliced, "unbound": Unbound, "indexed": Indexed, "flat": Flat,
-    "complex": Complex, "two_reads": TwoReads, "one_read": OneRead, "equal_gradients": EqualGradients, "broken": Broken,
+    "complex": Complex, "two_reads": TwoReads, "one_read": OneRead, "equal_gradients": EqualGradients,
+    "no_grad_read": NoGradRead, "broken": Broken,
     "disabled": Disabled, "skipped": Skipped, "checkpointed": Checkpointed, "reentrant": Reentrant, "scalar": Scalar,
     "normed": Normed, "squared": Squared, "detached": Detached, "in_place": InPlace, "empty": Empty, "frozen": Frozen,
     "unused": Unused, "by_rank": ByRank, "raw_same": RawSame, "raw_mixed": RawMixed, "raw_two_reads": RawTwoReads,

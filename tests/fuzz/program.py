@@ -205,9 +205,9 @@ def sums_early(program: Program) -> bool:
 
 _LAYERS = (
     "plain", "transposed", "sliced", "unbound", "indexed", "flat", "complex", "two_reads", "one_read",
-    "equal_gradients", "checkpointed", "reentrant", "broken", "disabled", "skipped", "scalar", "normed", "squared",
-    "detached", "in_place", "empty", "frozen", "unused", "by_rank", "raw_same", "raw_mixed", "raw_two_reads",
-    "raw_none",
+    "equal_gradients", "no_grad_read", "checkpointed", "reentrant", "broken", "disabled", "skipped", "scalar",
+    "normed", "squared", "detached", "in_place", "empty", "frozen", "unused", "by_rank", "raw_same", "raw_mixed",
+    "raw_two_reads", "raw_none",
 )  # fmt: skip
 
 _models = st.builds(
