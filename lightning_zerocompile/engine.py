@@ -40,7 +40,7 @@ from lightning_zerocompile.sharding.checks import (
 )
 from lightning_zerocompile.sharding.float8 import plain_weights
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.held import hold
+from lightning_zerocompile.sharding.held import Held, hold
 from lightning_zerocompile.sharding.islands import Islands, find_islands
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, gradient_of, record_of
 from lightning_zerocompile.sharding.module_swap import (
@@ -165,8 +165,6 @@ class Engine:
         )
         try:
             self.runtime.shard(model, units, compute_dtype, autocast_dtype, islands)
-            for sharded in self.runtime.sharded_parameters:
-                hold(sharded)
             move_buffers(model.modules(), device)
             self.buffers.broadcast()
             self.regions = Regions(self.runtime, config)
@@ -549,6 +547,7 @@ class Engine:
             RuntimeError: as there; or the ranks have different optimizers.
         """
         if optimizers:
+            self._put_masters()
             self.take_replaced(warns=False)
         self.steps.attach(optimizers)
         if optimizers:
@@ -571,10 +570,28 @@ class Engine:
         """Optimizers are made in this context, see [Note: parameters by identity]."""
         state = self.runtime.step_state
         before, state.gives_masters = state.gives_masters, True
+        for module, name, sharded in self._places():
+            original = sharded.original()
+            if isinstance(original, Held) and module._parameters[name] is sharded.master:
+                module._parameters[name] = original  # that of a list, or of a set of `id`s, which `__init__` has made
         try:
             yield
         finally:
             state.gives_masters = before
+            self._put_masters()
+
+    def _put_masters(self) -> None:
+        """Ends what :meth:`giving_masters` has put in the masters' places."""
+        for module, name, sharded in self._places():
+            if isinstance(held := module._parameters[name], Held) and held is sharded.original():
+                module._parameters[name] = sharded.master
+
+    def _places(self) -> Iterator[tuple[nn.Module, str, ShardedParameter]]:
+        """Where modules have parameters under their own names."""
+        for module in modules_of(self.model):
+            for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
+                if module._parameters.get(name) is not None:
+                    yield module, name, sharded
 
     @contextlib.contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:

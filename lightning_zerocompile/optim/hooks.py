@@ -41,6 +41,7 @@ from lightning_zerocompile.optim.taken_over import (
     written_by_updates,
 )
 from lightning_zerocompile.runtime.runtime import Runtime
+from lightning_zerocompile.sharding.held import Held
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, index_of
 from lightning_zerocompile.sharding.unsharded import Unsharded
 
@@ -298,7 +299,7 @@ class OptimizerSteps:
         In all optimizers, since the gradient of a parameter stays while one that has not stepped yet holds it.
         """
         for number, optimizer in enumerate(self._restore):
-            if any(isinstance(p, Unsharded) for group in optimizer.param_groups for p in group["params"]):
+            if any(isinstance(p, (Unsharded, Held)) for group in optimizer.param_groups for p in group["params"]):
                 whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
                 take_masters(number, optimizer, {}, whole)
                 self._stepper.forget()

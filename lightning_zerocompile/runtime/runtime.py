@@ -36,6 +36,7 @@ from lightning_zerocompile.runtime.peer_memory import (
 )
 from lightning_zerocompile.sharding.autocast import Casts, forward_of
 from lightning_zerocompile.sharding.checks import check_equal_replicas
+from lightning_zerocompile.sharding.held import hold, user_object
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, in_fp32
 from lightning_zerocompile.sharding.layout import make_master, over_local, trained_dtype
 from lightning_zerocompile.sharding.master import (
@@ -290,6 +291,7 @@ class Runtime:
                 sharded_parameters
             ):  # not earlier: until here an initialiser that reads another layer still finds its full parameters
                 self._install(sharded, places)
+                hold(sharded)
             if lifetime is Lifetime.USE:
                 for sharded in sharded_parameters:
                     self.casts.add(sharded, places.of(sharded.name))
@@ -441,6 +443,7 @@ class Runtime:
             local=local,
             trained_dtype=trained,
             dtype=parameter.dtype,
+            awaited=parameter if weakref.getweakrefcount(parameter) > 0 else None,  # before there is one of our own
             original=TensorWeakRef(parameter),
             grad_dtype=getattr(parameter, "grad_dtype", parameter.dtype),
         )
@@ -495,13 +498,17 @@ class Runtime:
                 grad = bound_gradient(master)
                 if local is not None and grad is not None:
                     grad.add_(over_local(local, master))
-            masters = [self.sharded_parameters[index].master for index, _ in reduced]
-            hooks = [(m, hook) for m in masters for hook in (m._post_accumulate_grad_hooks or {}).values()]
+            records = [self.sharded_parameters[index] for index, _ in reduced]
+            hooks = [
+                (user_object(one), hook)
+                for one in records
+                for hook in (one.master._post_accumulate_grad_hooks or {}).values()
+            ]
         before, self.step_state.in_step = self.step_state.in_step, False
         try:
             with torch.no_grad():
-                for master, hook in hooks:
-                    hook(master)
+                for parameter, hook in hooks:
+                    hook(parameter)
         finally:
             self.step_state.in_step = before
 

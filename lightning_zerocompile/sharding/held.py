@@ -82,6 +82,12 @@ def hold(sharded: ShardedParameter) -> None:
     original.__class__ = Held
 
 
+def user_object(sharded: ShardedParameter) -> Tensor:
+    """What user code takes for the parameter: the object that it holds from before the sharding, or the master."""
+    original = sharded.original()
+    return original if isinstance(original, Held) else sharded.master
+
+
 def let_go(held: Held, value: Tensor, requires_grad: bool) -> nn.Parameter:
     """Makes what :func:`hold` has changed an ordinary parameter again.
 

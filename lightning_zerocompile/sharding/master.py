@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_zerocompile.sharding.parameter import ShardedParameter
 
 PARAMETER = "_zerocompile_parameter"
+_HELD = __name__.rpartition(".")[0] + ".held"  # the module of [Note: held parameters]
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors like any other, at no cost
 
@@ -75,7 +77,7 @@ class Master(Sharded):
                 _take_writes((args, kwargs))
                 masters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Master)]
                 return random_numbers.draw(func, name, masters, _parameter_of(masters), _whole, args, kwargs)
-            scheme = random_numbers.scheme(name, sys._getframe(1))
+            scheme = random_numbers.scheme(name, _caller())
             if scheme:
                 random_numbers.refuse(scheme, _parameter_of(args[0]))
             if name in _COPYING:
@@ -131,7 +133,7 @@ class Master(Sharded):
         with as_plain_tensors():
             found = gradient_of(self, waiting=True)
         if found is None and updated:
-            _refuse_clipping(sys._getframe(1).f_globals.get("__name__"))
+            _refuse_clipping(_caller().f_globals.get("__name__"))
         return found
 
     @grad.setter
@@ -168,6 +170,17 @@ class Master(Sharded):
 
 
 skip_code(Master.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
+
+
+def _caller() -> FrameType:
+    """The frame of user code or torch that called a method of :class:`Master`, perhaps through what stands for it."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == _HELD:
+        frame = frame.f_back
+    return frame
+
+
+skip_code(_caller.__code__)
 
 
 def index_of(master: Tensor) -> int:
@@ -247,9 +260,13 @@ def _masters_of(arguments: Any) -> list[Tensor]:
 
 def _has_plain(arguments: Any) -> bool:
     """Whether a tensor with dimensions that is no DTensor is among the arguments."""
-    return any(
-        isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0 for leaf in tree_leaves(arguments)
-    )
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0:
+            return True
+    return False
+
+
+skip_code(_has_plain.__code__)  # Dynamo, which skips its caller, must not compile it as a frame of its own
 
 
 def _take_writes(arguments: Any) -> None:
@@ -440,6 +457,24 @@ def set_data(master: Tensor, value: Tensor) -> None:
         master.copy_(sharded.like_master(value))
 
 
+def set_memory(master: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What ``p.set_(value)`` does: as ``p.data = value``.
+
+    Raises:
+        RuntimeError: it is given a storage, sizes or an offset, or see :func:`set_data`.
+    """
+    given = [*args, *kwargs.values()]
+    value = given[0] if len(given) == 1 else None
+    if not isinstance(value, Tensor) or value.shape != master.shape:
+        sharded = _parameter_of(master)
+        raise RuntimeError(
+            f"`set_` of parameter `{'?' if sharded is None else sharded.name}`: its memory stays the strategy's. "
+            "`p.data = value` or `p.data.copy_(value)` gives it another value."
+        )
+    set_data(master, value)
+    return master
+
+
 def _part(given: Any) -> None:
     """Gives what user code has of a parameter's ``data`` memory of its own: in torch it keeps its values."""
     if not isinstance(given, DTensor):  # of a gathered value
@@ -522,6 +557,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.detach: _detach,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
+    Tensor.set_: set_memory,
     _GRAD_DTYPE.__set__: _set_grad_dtype,
     _REQUIRES_GRAD.__set__: _set_requires_grad,
     Tensor.requires_grad_: _requires_grad,

@@ -136,6 +136,7 @@ class ShardedParameter:
     trained_dtype: torch.dtype  # the master's dtype while it is trained
     dtype: torch.dtype  # the parameter's dtype before it was sharded, and again when it is whole
     original: TensorWeakRef  # the parameter before it was sharded; gone, unless somebody else holds it
+    awaited: Tensor | None  # the same, where user code has a weak reference to it
     grad_dtype: torch.dtype | None  # the parameter's, before it was sharded; ``None``: each gradient keeps its own
     places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)  # modules that have it, and its name
     renewed: nn.Parameter | None = None  # what took its place by `p.data = value`, see [Note: other layouts]

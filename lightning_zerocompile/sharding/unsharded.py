@@ -22,6 +22,7 @@ from lightning_zerocompile.sharding.master import (
     refuse_hook,
     refuse_input,
     set_data,
+    set_memory,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ class Unsharded(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         set_data(self.__dict__[PARAMETER].master, value)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:  # `torch.nn.utils.parametrize` does it for `layer.weight = x`
+        set_memory(self.__dict__[PARAMETER].master, *args, **kwargs)
+        return self
 
     @property  # type: ignore[override, misc, unused-ignore]
     def is_leaf(self) -> bool:  # type: ignore[override, unused-ignore]

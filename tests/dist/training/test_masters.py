@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.support import engines, models
+from tests.support import engines, models, twins
 from tests.support.harness import on_ranks
 from tests.support.parity import CELLS, EAGER
 
@@ -128,6 +128,13 @@ def _copy(model: nn.Module) -> None:
     model.layers[2].down.weight.data = 0.5 * torch.ones_like(model.layers[2].down.weight)
     assert model.head.weight.shape == (models.VOCABULARY, 10)
     model.head.weight.data.copy_(torch.full((models.VOCABULARY, 10), 0.02))
+
+
+def _set_memory(model: nn.Module) -> None:
+    """By `set_`, of an attribute and of what `parameters()` yields."""
+    with torch.no_grad():
+        for weight in (model.head.weight, _weights(model)[1]):
+            weight.set_(torch.linspace(-0.3, 0.3, weight.numel(), device=weight.device).view(weight.shape))
 
 
 def _load(model: nn.Module) -> None:
@@ -359,6 +366,7 @@ WORKS = {
     "clamp": Works(between=_clamp),
     "copy": Works(between=_copy),
     "load": Works(between=_load),
+    "set": Works(between=_set_memory),
     "gradients": Works(after=_scale_gradients),
     "clamp before the step": Works(after=_clamp),
     "rows": Works(between=_write_rows),
@@ -762,6 +770,40 @@ def test_values_that_are_held_over_a_drop(stage: int, scope: Any) -> None:
     whole["layers.1.down.weight"] = 3 * (whole["layers.1.down.weight"] + 1)
     for name, p in model.named_parameters():
         assert torch.equal(p.cpu(), whole[name]), name
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def _parametrized() -> nn.Module:
+    model = twins.small()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", _Doubled())
+    nn.utils.parametrizations.weight_norm(model[2])
+    return model
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_a_parametrized_weight_is_assigned(stage: int) -> None:
+    """`layer.weight = value` goes through the parametrization to its parameters."""
+    with twins.pair(stage, _parametrized) as (engine, twin, optimizer):
+        theirs = torch.optim.SGD(twin.to(models.device()).parameters(), lr=twins.LR)
+        for number in range(3):
+            engines.step(engine, optimizer, lambda number=number: twins.loss(engine.model, twins.mine(number)))
+            theirs.zero_grad()
+            twins.gradients(twin, twins.on_all(number))
+            theirs.step()
+            for model in (engine.model, twin):
+                for layer in (model[0], model[2]):
+                    ramp = torch.linspace(-0.3, 0.4, layer.weight.numel(), device=models.device())
+                    with torch.no_grad():
+                        layer.weight = ramp.view(layer.weight.shape) * (1 + number)
+            assert twins.deviation(engine, twin) <= 1e-6
 
 
 # of a parameter and a tensor of its size

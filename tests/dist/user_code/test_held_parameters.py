@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -259,6 +260,95 @@ def test_an_optimizer_that_is_not_returned_trains(
     assert models.deviation(module.model, twin) <= 1e-6
     held = [p for group in module.own.param_groups for p in group["params"]]
     assert all(p is q for p, q in zip(held, module.model.parameters(), strict=True))
+
+
+class Chosen(models.Module):
+    """What is trained, and how, is chosen by what `__init__` has noted of the parameters."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.kept = how, list(self.model.parameters())
+        self.head = list(self.model.head.parameters())
+        self.plain = {id(p) for p in self.kept if p.dim() < 2}
+        self.names = {p: name for name, p in self.model.named_parameters()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = list(self.model.parameters())
+        if self.how == "ids":
+            first = [p for p in parameters if id(p) in self.plain]
+        elif self.how == "names":
+            first = [p for p in parameters if "norm" in self.names[p]]
+        else:
+            first = self.head
+        chosen = {id(p) for p in first}
+        rest = [p for p in parameters if id(p) not in chosen]
+        assert first and rest and len(first) + len(rest) == len(parameters)
+        groups: list[dict[str, Any]] = [{"params": first, "lr": 0.05}, {"params": rest, "weight_decay": 0.1}]
+        return torch.optim.SGD(groups, lr=0.3)
+
+
+@pytest.mark.parametrize("how", ["ids", "names", "list"])
+@SOME
+@on_ranks()
+def test_parameters_are_chosen_by_what_init_has_noted(stage: int, options: dict[str, Any], how: str) -> None:
+    torch.manual_seed(0)
+    module = Chosen(how)
+    torch.manual_seed(0)
+    twin = Chosen(how)  # no copy: that has other `id`s
+    models.make_trainer(ZeroCompileStrategy(stage=stage, **options), max_steps=STEPS).fit(
+        module, models.Batches(models.rank())
+    )
+    reference(twin.model, STEPS, optimizer=twin.to(models.device()).configure_optimizers())
+    assert models.deviation(module.model, twin.model) <= 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_weak_references_and_what_is_added(stage: int) -> None:
+    """An average by weak references, as torch_ema keeps them; a held parameter that an optimizer gets later."""
+    model = models.ByteModel()
+    twin = copy.deepcopy(model).to(models.device())
+    weak = [weakref.ref(p) for p in model.parameters()]
+    averages = [[p.detach().clone() for p in one.parameters()] for one in (model, twin)]
+    late = model.head.weight
+    with engines.engine(model, stage, **EAGER) as engine:
+        others = [p for name, p in model.named_parameters() if name != "head.weight"]
+        ours = torch.optim.SGD(others, lr=LR)
+        theirs = torch.optim.SGD([p for n, p in twin.named_parameters() if n != "head.weight"], lr=LR)
+        engine.attach_optimizers([ours])
+        for number in range(STEPS):
+            if number == 1:
+                ours.add_param_group({"params": [late]})
+                theirs.add_param_group({"params": [twin.head.weight]})
+            own = models.Batches(models.rank())[number]
+            engines.step(engine, ours, lambda own=own: engines.token_loss(model, own))
+            for rank in range(models.world()):
+                batch = models.Batches(rank)[number].to(models.device())
+                (engines.token_loss(twin, batch) / models.world()).backward()
+            theirs.step()
+            theirs.zero_grad()
+            for average, found in zip(averages, ([one() for one in weak], twin.parameters()), strict=True):
+                for mean, p in zip(average, found, strict=True):
+                    assert p is not None
+                    mean.lerp_(p.detach(), 0.5)
+    assert models.deviation(model, twin) <= 1e-6
+    for ours_mean, mean in zip(*averages, strict=True):
+        torch.testing.assert_close(ours_mean.to(mean.device), mean, rtol=0, atol=1e-6)
+    assert all(one() is p for one, p in zip(weak, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_clipping_after_an_update_in_the_backward_raises(stage: int) -> None:
+    model = models.ByteModel()
+    held = list(model.parameters())
+    with engines.engine(model, stage, optimizer_in_backward=True, **EAGER) as engine:
+        engine.attach_optimizers([torch.optim.SGD(model.parameters(), lr=LR)])
+        with engine.training_step():
+            engines.backward(engine, engines.token_loss(model, models.Batches(models.rank())[0]))
+        with pytest.raises(RuntimeError, match="Gradients cannot be clipped here"):
+            nn.utils.clip_grad_norm_(held, 0.1)
+        engine.steps.last[0].step()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
