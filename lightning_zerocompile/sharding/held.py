@@ -4,8 +4,10 @@
 model.parameters())`` before ``fabric.setup``, has the parameters that the model had before it was sharded. Under DDP
 they are the parameters all the time, so one may clip, freeze, clamp or average them, and use them in a loss. Here the
 masters have taken their place. So each object that somebody still holds becomes a :class:`Held`: what is done with it
-is done with its master. It has no memory of its own, or the whole model would stay on every rank. When the model is
-whole again the object is an ordinary parameter, and the model's. After a run that has failed it is nobody's, and using
+is done with its master. It has no memory of its own, or the whole model would stay on every rank. Lists and sets of
+``id``s know the object, so ``configure_optimizers`` gets it from ``parameters()`` and from attributes, and hooks on
+parameters are called with it. Where user code has a weak reference to a parameter, the object is kept alive. When the
+model is whole again it is an ordinary parameter, and the model's. After a run that has failed it is nobody's, and using
 it raises.
 """
 

@@ -101,9 +101,7 @@ class Master(Sharded):
                 args, kwargs = tree_map(_whole, (args, kwargs))
             elif not changes and written is not None:  # a tensor of the user's (an EMA): a shard of it would be a copy
                 args, kwargs = tree_map(_full, (args, kwargs))
-            elif not _has_plain(
-                written
-            ):  # a list may have tensors of the user's beside masters: these are written, too
+            elif not _has_plain(written):  # else a list has tensors of the user's beside masters: both are written
                 args, kwargs = tree_map(sharded.like_master, (args, kwargs))
             if changes and _is_made_anew(written, args, kwargs):
                 value = sharded.like_master(_made(func, written, args, kwargs))

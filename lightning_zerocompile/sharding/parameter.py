@@ -155,7 +155,8 @@ class ShardedParameter:
         [Note: parameters by identity] ``configure_optimizers`` may choose parameters by what they are (``isinstance(
         layer.weight, nn.Parameter)``, ``p is self.position``, ``p not in {layer.bias}``). A gathered value is another
         object at each read, so these would choose others, and some parameters would not be trained. So while it runs
-        an attribute gives the master, which ``parameters()`` yields, too. In a forward it gives the value as ever.
+        an attribute gives what ``parameters()`` yields: the object from before the sharding, if user code holds it (see
+        [Note: held parameters]), else the master. In a forward it gives the value as ever.
 
         Args:
             current: what the module that is read holds in the parameter's place.

@@ -210,4 +210,4 @@ def take_values(sharded: ShardedParameter, parameter: nn.Parameter, group: dist.
     master.__dict__.clear()
     master.__dict__.update(vars(parameter) | own)
     master._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-    sharded.original = TensorWeakRef(parameter)
+    sharded.original, sharded.awaited = TensorWeakRef(parameter), None
