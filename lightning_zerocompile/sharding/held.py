@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +60,13 @@ class Held(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         master_of_held(self).grad = None
+
+    def tolist(self) -> Any:
+        return master_of_held(self).tolist()
+
+    def apply_(self, callable: Callable[[Any], Any]) -> Tensor:
+        master_of_held(self).apply_(callable)
+        return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override, unused-ignore]
         return repr(master_of_held(self))

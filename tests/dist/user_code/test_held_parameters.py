@@ -84,6 +84,9 @@ class Clamped(Case):
         others[0].data = torch.full_like(others[0], 0.03)
         for p, factor in lists["factors"].items():
             p.data *= factor
+        if second.device.type == "cpu":
+            lists["head"].detach().apply_(lambda value: 0.9 * value)
+        lists["norms"] += [lists["head"].tolist()[0][0], lists["head"].norm().item(), float(lists["all"][0])]
 
 
 class Penalised(Case):
