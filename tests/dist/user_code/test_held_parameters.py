@@ -123,7 +123,7 @@ def _lists(model: nn.Module) -> Lists:
         "matrices": [p for p in parameters if p.dim() == 2],
         "head": model.head.weight,
         "factors": {model.scale: 0.9, model.shift: 1.1, model.layers[0].norm.weight: 0.95},
-        "averages": [p.detach().clone() for p in parameters],
+        "averages": [p.detach().clone().to(models.device()) for p in parameters],
         "norms": [],
     }
 
@@ -312,7 +312,7 @@ def test_weak_references_and_what_is_added(stage: int) -> None:
     model = models.ByteModel()
     twin = copy.deepcopy(model).to(models.device())
     weak = [weakref.ref(p) for p in model.parameters()]
-    averages = [[p.detach().clone() for p in one.parameters()] for one in (model, twin)]
+    averages = [[p.detach().clone().to(models.device()) for p in one.parameters()] for one in (model, twin)]
     late = model.head.weight
     with engines.engine(model, stage, **EAGER) as engine:
         others = [p for name, p in model.named_parameters() if name != "head.weight"]
