@@ -40,7 +40,7 @@ from lightning_zerocompile.sharding.checks import (
 )
 from lightning_zerocompile.sharding.float8 import plain_weights
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.held import Held, hold
+from lightning_zerocompile.sharding.held import hold, user_object
 from lightning_zerocompile.sharding.islands import Islands, find_islands
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, gradient_of, record_of
 from lightning_zerocompile.sharding.module_swap import (
@@ -571,9 +571,8 @@ class Engine:
         state = self.runtime.step_state
         before, state.gives_masters = state.gives_masters, True
         for module, name, sharded in self._places():
-            original = sharded.original()
-            if isinstance(original, Held) and module._parameters[name] is sharded.master:
-                module._parameters[name] = original  # that of a list, or of a set of `id`s, which `__init__` has made
+            if module._parameters[name] is sharded.master:
+                module._parameters[name] = user_object(sharded)  # lists and `id`s that `__init__` has noted know it
         try:
             yield
         finally:
@@ -583,7 +582,7 @@ class Engine:
     def _put_masters(self) -> None:
         """Ends what :meth:`giving_masters` has put in the masters' places."""
         for module, name, sharded in self._places():
-            if isinstance(held := module._parameters[name], Held) and held is sharded.original():
+            if module._parameters[name] is user_object(sharded):
                 module._parameters[name] = sharded.master
 
     def _places(self) -> Iterator[tuple[nn.Module, str, ShardedParameter]]:

@@ -294,7 +294,7 @@ class OptimizerSteps:
             optimizer.state[master] = state
 
     def _take_attributes(self) -> None:
-        """Puts masters where ``add_param_group`` was given attributes of modules (gathered values).
+        """Puts masters where ``add_param_group`` was given gathered values or held parameters.
 
         In all optimizers, since the gradient of a parameter stays while one that has not stepped yet holds it.
         """

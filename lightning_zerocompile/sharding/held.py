@@ -92,7 +92,7 @@ def hold(sharded: ShardedParameter) -> None:
     original.__class__ = Held
 
 
-def user_object(sharded: ShardedParameter) -> Tensor:
+def user_object(sharded: ShardedParameter) -> nn.Parameter:
     """What user code takes for the parameter: the object that it holds from before the sharding, or the master."""
     original = sharded.original()
     return original if isinstance(original, Held) else sharded.master

@@ -847,8 +847,7 @@ def test_a_parameter_beside_data_of_one_s_own(stage: int) -> None:
 @on_ranks()
 def test_lists_of_parameters_and_of_one_s_own(stage: int) -> None:
     """An operation on a list writes to all of it, whatever is in it."""
-    model = models.ByteModel()
-    twin = copy.deepcopy(model).to(models.device())
+    model, twin = models.pair(models.ByteModel)
     with engines.engine(model, stage, **EAGER):
         for one in (model, twin):
             weights = [p for p in one.parameters() if p.dim() == 2]

@@ -18,7 +18,7 @@ from lightning_zerocompile.sharding.held import Held
 from lightning_zerocompile.sharding.master import as_plain_tensors
 from tests.support import engines, models
 from tests.support.harness import on_ranks
-from tests.support.parity import AOT, EAGER, MODEL, STAGES, assert_trains_like_ddp, reference
+from tests.support.parity import AOT, EAGER, MODEL, STAGES, assert_trains_like_ddp, mean_backward, reference
 
 STEPS, LR = 3, 0.5
 Lists = dict[str, Any]  # what user code has made of the parameters before
@@ -152,9 +152,8 @@ SOME = pytest.mark.parametrize(
 @SOME
 @on_ranks()
 def test_what_is_done_with_a_list_counts(stage: int, options: dict[str, Any], case: type[Case]) -> None:
-    model = models.ByteModel()
-    twin = copy.deepcopy(model)
-    lists, others, begun = _lists(model), _lists(twin.to(models.device())), copy.deepcopy(twin)
+    model, twin = models.pair(models.ByteModel)
+    lists, others, begun = _lists(model), _lists(twin), copy.deepcopy(twin)
     with engines.engine(model, stage, **options) as engine:
         assert all(type(p) is Held for p in lists["all"])
         with as_plain_tensors():
@@ -164,7 +163,7 @@ def test_what_is_done_with_a_list_counts(stage: int, options: dict[str, Any], ca
         user = case()
 
         def step(number: int) -> None:
-            batch = models.Batches(models.rank())[number].to(models.device())
+            batch = models.Batches(models.rank())[number]
             with engine.training_step():
                 engines.backward(engine, user.loss(model, lists, batch))
 
@@ -172,12 +171,10 @@ def test_what_is_done_with_a_list_counts(stage: int, options: dict[str, Any], ca
     assert all(type(p) is nn.Parameter for p in lists["all"])
     assert [p is q for p, q in zip(model.parameters(), lists["all"], strict=True)] == [True] * len(lists["all"])
 
-    def reference(number: int) -> None:
-        for rank in range(models.world()):
-            batch = models.Batches(rank)[number].to(models.device())
-            (user.loss(twin, others, batch) / models.world()).backward()
+    def twin_step(number: int) -> None:
+        mean_backward(lambda rank: user.loss(twin, others, models.Batches(rank)[number]))
 
-    _run(user, twin, others, torch.optim.SGD(twin.parameters(), lr=LR), reference)
+    _run(user, twin, others, torch.optim.SGD(twin.parameters(), lr=LR), twin_step)
     assert models.deviation(twin, begun) > 1e-3
     assert models.deviation(model, twin) <= 1e-6
     assert lists["norms"] == pytest.approx(others["norms"], rel=1e-5)
@@ -309,8 +306,7 @@ def test_parameters_are_chosen_by_what_init_has_noted(stage: int, options: dict[
 @on_ranks()
 def test_weak_references_and_what_is_added(stage: int) -> None:
     """An average by weak references, as torch_ema keeps them; a held parameter that an optimizer gets later."""
-    model = models.ByteModel()
-    twin = copy.deepcopy(model).to(models.device())
+    model, twin = models.pair(models.ByteModel)
     weak = [weakref.ref(p) for p in model.parameters()]
     averages = [[p.detach().clone().to(models.device()) for p in one.parameters()] for one in (model, twin)]
     late = model.head.weight
@@ -325,9 +321,7 @@ def test_weak_references_and_what_is_added(stage: int) -> None:
                 theirs.add_param_group({"params": [twin.head.weight]})
             own = models.Batches(models.rank())[number]
             engines.step(engine, ours, lambda own=own: engines.token_loss(model, own))
-            for rank in range(models.world()):
-                batch = models.Batches(rank)[number].to(models.device())
-                (engines.token_loss(twin, batch) / models.world()).backward()
+            engines.mean_backward(twin, number)
             theirs.step()
             theirs.zero_grad()
             for average, found in zip(averages, ([one() for one in weak], twin.parameters()), strict=True):
