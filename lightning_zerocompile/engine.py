@@ -40,7 +40,7 @@ from lightning_zerocompile.sharding.checks import (
 )
 from lightning_zerocompile.sharding.float8 import plain_weights
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.held import hold, user_object
+from lightning_zerocompile.sharding.held import hold, part, user_object
 from lightning_zerocompile.sharding.islands import Islands, find_islands
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, gradient_of, record_of
 from lightning_zerocompile.sharding.module_swap import (
@@ -698,6 +698,8 @@ class Engine:
             remove_regions(self.model)
             restore_classes(self.model)
             refuse_shards(self.model)
+        for sharded in self.runtime.sharded_parameters:
+            part(sharded)
         self.runtime.abandon()
 
     def _state_of_masters(self) -> MastersState:

@@ -86,8 +86,9 @@ def hold(sharded: ShardedParameter) -> None:
     original = sharded.original()
     if type(original) is not nn.Parameter:
         return
-    if not original.is_meta:
-        original.data = original.new_zeros(()).expand(original.shape)
+    if not original.is_meta:  # optimizers group by device and dtype below Python
+        one = torch.zeros((), dtype=sharded.master.dtype, device=sharded.master.device)
+        original.data = one.expand(original.shape)
     original.__dict__[PARAMETER] = weakref.ref(sharded)
     original.__class__ = Held
 
@@ -114,7 +115,7 @@ def let_go(held: Held, value: Tensor, requires_grad: bool) -> nn.Parameter:
 
 
 def part(sharded: ShardedParameter) -> None:
-    """The parameter is about to be replaced: what :func:`hold` has changed stands for no master any more."""
+    """The parameter is replaced, or the run has failed: what :func:`hold` has changed stands for no master any more."""
     original = sharded.original()
     if isinstance(original, Held):
         original.__dict__[PARAMETER] = _nobody

@@ -158,6 +158,7 @@ def test_what_is_done_with_a_list_counts(stage: int, options: dict[str, Any], ca
         assert all(type(p) is Held for p in lists["all"])
         with as_plain_tensors():
             assert sum(p.untyped_storage().nbytes() for p in lists["all"]) <= 8 * len(lists["all"])
+            assert {p.device for p in lists["all"]} == {engine.device}
         optimizer = torch.optim.SGD(lists["all"], lr=LR)
         engine.attach_optimizers([optimizer])
         user = case()
