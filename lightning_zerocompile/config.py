@@ -213,8 +213,7 @@ class Config:
             in the dtype in which they are gathered stays on the device at every stage.
         update_in_one_pass: whether one kernel (Triton) updates a unit, casts what it has written and puts the cast
             where gathers read it. It makes the update of torch's fused AdamW, Adam or SGD to the bit; torch updates
-            where it cannot, and all other optimizers. It spares the device a pass over memory and costs the host a
-            little more. ``"auto"``: with CUDA graphs at stages 1 and 2, where the host has time to spare.
+            where it cannot, and all other optimizers.
         full_param_optimizers: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels
             that take addresses): they see whole parameters, gradients and states, one unit at a time, on every rank.
             Only for those that update each parameter from its own gradient and state. Torch's own need no mention.
@@ -359,10 +358,7 @@ class Config:
         int, Check("must be a number of bytes on each device, 0 or more.", holds=lambda budget: budget >= 0)
     ] = 0
     optimizer_in_backward: Annotated[bool, _FLAG] = False
-    update_in_one_pass: Annotated[
-        bool | Literal["auto"],
-        Check("is not understood; choose 'auto' (with CUDA graphs at stages 1, 2), True (where it can be) or False."),
-    ] = "auto"
+    update_in_one_pass: Annotated[bool, _FLAG] = True
     full_param_optimizers: Annotated[tuple[str, ...], _names("optimizer classes, for example ['Shampoo'].")] = ()
     process_group_backend: Annotated[str | None, Check("must be the name of a backend of torch.distributed.")] = None
     timeout: Annotated[
@@ -503,17 +499,6 @@ class Config:
         """Whether what a graph computes between our operators is replayed as CUDA graphs, see [Note: CUDA graphs]."""
         chosen = self.options.get("triton.cudagraphs", self.mode in _CUDA_GRAPH_MODES)
         return self.compile is not False and bool(chosen)
-
-    @property
-    def updates_in_one_pass(self) -> bool:
-        """Whether units are updated in one pass over memory, where they can be.
-
-        Raises:
-            ValueError: as for :attr:`chosen_stage`.
-        """
-        if self.update_in_one_pass == "auto":
-            return self.cuda_graphs and self.chosen_stage < 3
-        return self.update_in_one_pass
 
     @property
     def has_places(self) -> bool:

@@ -171,7 +171,7 @@ class OnePass:
             return None
         forms = [self._form(optimizer, group) for group in groups]
         if None in forms:
-            self._tell(optimizer, "no form of the kernel gives the bits of torch's, with these options")
+            self._tell(optimizer, self._off or "no form of the kernel gives the bits of torch's, with these options")
             return None
         placed = self._place(groups, dict(zip(values, numbers, strict=True)), units) if units else []
         for group, form in zip(groups, forms, strict=True):
@@ -355,7 +355,13 @@ class OnePass:
             _is_decoupled(optimizer, options),
         )
         if key not in self._forms:
-            self._forms[key] = self._try(optimizer, options)
+            try:
+                self._forms[key] = self._try(optimizer, options)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # Triton needs a C compiler, and a place for what it has compiled
+                self._off = f"Triton does not work here ({error})"
+                return None
         return self._forms[key]
 
     def _try(self, optimizer: Optimizer, options: Mapping[str, Any]) -> int | None:

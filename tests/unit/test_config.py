@@ -7,7 +7,7 @@ import inspect
 import pickle
 import typing
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"options": ["max_autotune"]}, "`options=.*dictionary"),
     ({"dynamic": "yes"}, "`dynamic='yes'`.*True, False or None"),
     ({"keep_gradients": 1}, "`keep_gradients=1`.*True or False"),
-    ({"update_in_one_pass": "always"}, "`update_in_one_pass='always'`.*'auto'.*True.*False"),
+    ({"update_in_one_pass": "always"}, "`update_in_one_pass='always'`.*True.*False"),
     ({"unshard_after_fit": "no"}, "`unshard_after_fit='no'`.*True or False"),
 ]
 
@@ -101,15 +101,6 @@ def test_strategy_passes_on_every_option() -> None:
         assert field.name in parameters
         default = parameters[field.name].default
         assert getattr(config, field.name) == ({} if field.default is dataclasses.MISSING else default)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_updates_are_in_one_pass_where_the_host_has_time(stage: Literal[1, 2, 3]) -> None:
-    """With CUDA graphs at stages 1 and 2, unless the user chooses."""
-    graphs = Config(stage=stage, mode="reduce-overhead")
-    assert graphs.updates_in_one_pass is (stage < 3) and not Config(stage=stage).updates_in_one_pass
-    for chosen in (True, False):
-        assert dataclasses.replace(graphs, update_in_one_pass=chosen).updates_in_one_pass is chosen
 
 
 def test_options_of_the_caller_are_copied() -> None:
