@@ -30,8 +30,9 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.supported import is_elementwise, plain_step
 
+KINDS = (optim.AdamW, optim.Adam, optim.SGD)  # which have a kernel here, and a fused one in torch
+
 _log = logging.getLogger(__name__)
-_KINDS = (optim.AdamW, optim.Adam, optim.SGD)
 _CASTS = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK, _WARPS = 1024, 4  # elements that a program updates, and its warps
 _ENTRIES = 16  # arrays in a table: their number is rounded up to a power of two, at least to this one
@@ -425,7 +426,7 @@ def _on_trial(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unsuited(optimizer: Optimizer) -> str:
     """Why the optimizer's units cannot be updated in one pass; "": they can."""
-    if type(optimizer) not in _KINDS or not is_elementwise(optimizer):
+    if type(optimizer) not in KINDS or not is_elementwise(optimizer):
         return "only torch's AdamW, Adam and SGD are updated in one pass, and no subclass"
     for group in optimizer.param_groups:
         if not group.get("fused"):

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_zerocompile.compile.backend import CompileStats
 from lightning_zerocompile.compile.regions import Fallback
 from lightning_zerocompile.engine import Engine
+from lightning_zerocompile.optim.one_pass import KINDS
 from lightning_zerocompile.plan.plan import in_units
 from lightning_zerocompile.report.start import what_is_compiled
 from lightning_zerocompile.runtime.memory_budget import free_memory
@@ -45,7 +46,7 @@ class Advice:
     """Something that can be done.
 
     Attributes:
-        about: ``"eager"``, ``"gathers"``, ``"host"``, ``"memory"`` or ``"recompilations"``.
+        about: ``"eager"``, ``"gathers"``, ``"host"``, ``"memory"``, ``"optimizer"`` or ``"recompilations"``.
         text: a sentence or two.
     """
 
@@ -71,6 +72,7 @@ class Report:
             ``gathered``, ``gathered_peak``, and on a device ``allocated`` and ``allocated_peak``.
         free: bytes that nothing has needed at the peak; ``None``: not known.
         largest: of the units that live for one use, the largest one's gathered values; 0: there is none.
+        unfused: class names of optimizers that torch has fused kernels for, and that do not say whether to use them.
         host: of the monitor; ``None``: there was none.
     """
 
@@ -91,6 +93,7 @@ class Report:
     memory: Mapping[str, int]
     free: int | None
     largest: int
+    unfused: tuple[str, ...] = ()
     host: HostTimes | None = None
 
     @property
@@ -153,8 +156,16 @@ def report_of(engine: Engine, stats: Stats, compiled: CompileStats, host: HostTi
         memory=memory_by_kind(engine, stats),
         free=free,
         largest=max(runtime.used_units().values(), default=0),
+        unfused=() if config.offload and config.offload_update == "cpu" else _unfused(engine),
         host=host,
     )
+
+
+def _unfused(engine: Engine) -> tuple[str, ...]:
+    """See :class:`Report`. Who writes ``foreach=True`` or ``fused=False`` has chosen."""
+    found = [one for one in engine.steps.last if type(one) in KINDS]
+    open_to = [one for one in found if any(g.get("fused") is None and not g.get("foreach") for g in one.param_groups)]
+    return tuple(sorted({type(one).__name__ for one in open_to}))
 
 
 @dataclass(frozen=True)
@@ -205,6 +216,12 @@ def _advice(report: Report) -> Iterator[Advice]:
         )
     if report.often:
         yield Advice("gathers", report.often)
+    if report.unfused and report.device.startswith("cuda"):
+        yield Advice(
+            "optimizer",
+            f"{' and '.join(report.unfused)} makes several passes over memory: with `fused=True` each unit is updated, "
+            "cast and put where gathers read it by one kernel.",
+        )
     host = report.host
     if (
         host is not None

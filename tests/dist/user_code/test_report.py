@@ -260,6 +260,28 @@ def test_the_host_is_the_limit() -> None:
     assert "host" not in _about(replace(dry, modes={**dry.modes, "mode": "reduce-overhead"}))
 
 
+class Fused(models.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, **self.options)
+
+
+@on_ranks()
+def test_an_optimizer_that_could_be_fused() -> None:
+    """On CUDA devices, where nobody has chosen, and not where the CPU updates by its own fused kernel."""
+    report, _ = _reported(Fused(), 2, stage=2, **EAGER)
+    assert report.unfused == ("AdamW",) and report.as_dict()["unfused"] == ("AdamW",)
+    assert "AdamW makes several passes" in _about(replace(report, device="cuda:1"))["optimizer"]
+    assert "optimizer" not in _about(replace(report, device="cpu"))
+    for options in ({"fused": True}, {"fused": False}, {"foreach": True}):
+        assert _reported(Fused(**options), 2, stage=2, **EAGER)[0].unfused == ()
+    offloaded, _ = _reported(Fused(), 2, stage=2, offload="optimizer", offload_update="cpu", **EAGER)
+    assert offloaded.unfused == ()
+
+
 @on_ranks()
 def test_a_window_that_does_not_fit() -> None:
     """Said once, on rank 0, with the sizes; nothing is said where it fits or where `gather` was chosen."""
