@@ -35,6 +35,7 @@ from lightning_zerocompile.sharding.checks import (
     check_equal_on_all_ranks,
     check_equal_optimizers,
     explain,
+    first_of,
     settings_of,
     warn_of_shared_memory,
 )
@@ -316,9 +317,8 @@ class Engine:
         self.reduce_pending("A parameter was replaced")
         left = self._take_values(changes.replaced, modules) if changes.fits else self._lay_out_anew(changes)
         if left and warns:
-            others = f" and {len(left) - 1} more" if len(left) > 1 else ""
             rank_zero_warn(
-                f"Parameter `{left[0]}`{others} was replaced, and no optimizer has the new one, so it is not "
+                f"Parameter {first_of(left)} was replaced, and no optimizer has the new one, so it is not "
                 "trained: as in torch an optimizer goes on with the old one, and `optimizer.add_param_group` takes the "
                 "new one. To train on with new values, write them into the old one (`load_state_dict`)."
             )
@@ -466,9 +466,8 @@ class Engine:
         found = ((sharded.original(), sharded.name) for sharded in self.runtime.sharded_parameters)
         originals: dict[Tensor, str] = {original: name for original, name in found if original is not None}
         for optimizer, names in left_behind(originals, optimizers):
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             rank_zero_warn(
-                f"A {type(optimizer).__name__} holds parameter `{names[0]}`{others} from before the model was sharded, "
+                f"A {type(optimizer).__name__} holds parameter {first_of(names)} from before the model was sharded, "
                 "and `configure_optimizers` does not return it. Its steps, if you call them, update whole parameters, "
                 "and its state is whole on each rank. Return it, and its state is sharded, too."
             )

@@ -168,12 +168,16 @@ def check_equal_replicas(rows: Mapping[str, torch.Tensor], part: int, messages: 
     late = partial(messages.silent, doing="has sharded its replica of the model")
     found = first_difference(messages, "replicas", mine, "the comparison of replicas", late, part)
     if found is not None:
-        others = f" and {len(found.names) - 1} more" if len(found.names) > 1 else ""
         raise RuntimeError(
             f"The replicas differ: ranks {found.first} and {found.other} hold the same rows of parameter "
-            f"`{found.names[0]}`{others}, with other values. Values that no rank has sent to the others come from "
+            f"{first_of(found.names)}, with other values. Values that no rank has sent to the others come from "
             "files: let all hosts see the same folder in `load_pretrained`."
         )
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first name, quoted, and how many more there are; for messages."""
+    return f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _sum_of_bits(value: torch.Tensor) -> int:
