@@ -269,7 +269,7 @@ class OptimizerSteps:
                 setattr(optimizer, table, OrderedDict(made or {}))
         hooks = [
             optimizer.register_step_pre_hook(self._refuse_unwatched),
-            optimizer.register_load_state_dict_post_hook(self._shard_loaded),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
 
         def restore() -> None:
@@ -284,8 +284,10 @@ class OptimizerSteps:
 
         return restore
 
-    def _shard_loaded(self, optimizer: Optimizer) -> None:
-        """After the user's own ``load_state_dict`` of a whole state: each rank keeps its rows."""
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """After the user's own ``load_state_dict``: of a whole state each rank keeps its rows."""
+        if self.in_backward is not None:
+            self.in_backward.loaded(optimizer)
         states = [(p, optimizer.state[p]) for p in masters_of(optimizer) if p in optimizer.state]
         if not any(is_whole(kept, master) for master, state in states for kept in state.values()):
             return

@@ -84,6 +84,7 @@ class InBackward:
         self._begun: dict[Optimizer, None] = {}  # optimizers with a backward that has not ended yet; in order
         self._handed: set[int] = set()  # units that the runtime has handed over in the backward that runs
         self._broken = ""  # why the model is updated in part
+        self._to_load: set[Optimizer] = set()  # whose states are to be loaded then
         self._stream: torch.cuda.Stream | None = None
         self.waits: Callable[[], bool] = lambda: False
         self.clip_value: float | None = None
@@ -146,9 +147,17 @@ class InBackward:
     def restored(self) -> None:
         """Called when the optimizers or their states are others now: forgets open steps and what a backward broke."""
         self._broken = ""
+        self._to_load.clear()
         self._open.clear()
         self._begun.clear()
         self._say_updated()
+
+    def loaded(self, optimizer: Optimizer) -> None:
+        """Called when user code has loaded the optimizer's state: the last one repairs what a backward broke."""
+        if self._broken:
+            self._to_load.discard(optimizer)
+            if not self._to_load:
+                self.restored()
 
     # ---- a backward ----
 
@@ -311,7 +320,8 @@ class InBackward:
     def failed(self) -> bool:
         """Called after a backward that raised. Returns whether that backward has updated something.
 
-        If so, backwards and steps raise until :meth:`restored` is called.
+        If so, backwards and steps raise until :meth:`restored` is called, or :meth:`loaded` for each optimizer that
+        has updated something.
         """
         if not self._optimizers:
             return False
@@ -333,6 +343,7 @@ class InBackward:
             "made a step more than others. Load a checkpoint (model and optimizer) before the next step, or start "
             "again from one (`ckpt_path=`). Without the option a backward that raises changes nothing."
         )
+        self._to_load = {optimizer for optimizer, step in self._open.items() if step.updated}
         self._open.clear()
         self._say_updated()
         return True

@@ -443,6 +443,43 @@ def test_a_backward_that_raises_half_way(stage: int) -> None:
         assert engine.steps.count == 2.5
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_what_user_code_loads_after_such_a_backward(stage: int) -> None:
+    """`load_state_dict` of the module and of the optimizer, from memory."""
+    torch.manual_seed(0)
+    model, data = FailsLate(), models.Batches(models.rank())
+    twin = copy.deepcopy(model)
+    model.fails = twin.fails = False
+    with engines.engine(model, stage, optimizer_in_backward=True, **EAGER) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        engine.attach_optimizers([optimizer])
+
+        def step(number: int) -> None:
+            with engine.training_step():
+                engines.backward(engine, engines.token_loss(model, data[number]))
+            engine.step(optimizer, lambda: None)
+
+        step(0)
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        state = copy.deepcopy(optimizer.state_dict())
+        model.fails = True
+        with pytest.raises(ValueError, match="on purpose"):
+            step(1)
+        model.fails = False
+        model.load_state_dict(kept)
+        with pytest.raises(RuntimeError, match="Load a checkpoint"):
+            step(1)
+        optimizer.load_state_dict(state)
+        step(1)
+    others = torch.optim.SGD(twin.parameters(), lr=0.5, momentum=0.9)
+    for number in range(2):
+        engines.mean_backward(twin, number)
+        others.step()
+        others.zero_grad()
+    assert models.deviation(model, twin) <= 1e-6
+
+
 @on_ranks()
 def test_a_backward_that_raises_before_any_update_changes_nothing() -> None:
     model, data = models.ByteModel(), models.Batches(models.rank())
