@@ -294,10 +294,14 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer of the sharded module, in the same form as :meth:`get_module_state_dict`."""
+        """The state of an optimizer of the sharded module, in the same form as :meth:`get_module_state_dict`.
+
+        Fabric's optimizer returns it as its ``state_dict()``, and loads what it is given by torch's own
+        ``load_state_dict``. So ranks without full tensors return their rows.
+        """
         if self._engine is None or not self._has(optimizer):
             return super().get_optimizer_state(optimizer)
-        return self._checkpoints.optimizer_state(optimizer)
+        return self._checkpoints.optimizer_state(optimizer) or optimizer.state_dict()
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:

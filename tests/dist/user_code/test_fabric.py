@@ -227,3 +227,30 @@ def test_unequal_work(mode: str) -> None:
     assert models.deviation(model, twin) <= 1e-6
     with pytest.raises(ValueError, match=r"fabric\.strategy\.unequal"):
         ZeroCompileFabricStrategy(3, unequal_work="all")
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_back_to_a_state_in_memory(stage: int, kind: Any) -> None:
+    """Of the optimizer and of the module, on all ranks, as under DDP."""
+    ours, theirs = models.pair(models.ByteModel)
+    fabric = _fabric(ZeroCompileFabricStrategy(stage, state_dict_type=kind, **EAGER))
+    model, optimizer = fabric.setup(ours, _sgd(ours))
+    ddp = _fabric("ddp")
+    other, others = ddp.setup(theirs, _sgd(theirs))
+    _loop(fabric, model, optimizer, 1)
+    _loop(ddp, other, others, 1)
+    kept = copy.deepcopy((model.module.state_dict(), optimizer.state_dict()))
+    expected = copy.deepcopy((other.state_dict(), others.state_dict()))
+    assert kept[1]["param_groups"][0]["lr"] == 0.5
+    _loop(fabric, model, optimizer, 2)
+    _loop(ddp, other, others, 2)
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    other.load_state_dict(expected[0])
+    others.load_state_dict(expected[1])
+    _loop(fabric, model, optimizer, 3)
+    _loop(ddp, other, others, 3)
+    fabric.strategy.unshard()
+    assert models.deviation(ours, theirs) <= 1e-6
