@@ -22,7 +22,7 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.slabs import local_of
 from tests.support import architectures, engines, models, twins
 from tests.support.harness import on_ranks
-from tests.support.parity import AOT, CELLS, EAGER, assert_trains_like_ddp
+from tests.support.parity import AOT, CELLS, EAGER, assert_trains_like_ddp, reference
 from tests.support.slow import Slow, SlowModel
 
 COMPILED: dict[Any, dict[str, Any]] = {False: EAGER, "blocks": AOT}
@@ -447,9 +447,7 @@ def test_a_backward_that_raises_half_way(stage: int) -> None:
 @on_ranks()
 def test_what_user_code_loads_after_such_a_backward(stage: int) -> None:
     """`load_state_dict` of the module and of the optimizer, from memory."""
-    torch.manual_seed(0)
-    model, data = FailsLate(), models.Batches(models.rank())
-    twin = copy.deepcopy(model)
+    (model, twin), data = models.pair(FailsLate), models.Batches(models.rank())
     model.fails = twin.fails = False
     with engines.engine(model, stage, optimizer_in_backward=True, **EAGER) as engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -472,11 +470,7 @@ def test_what_user_code_loads_after_such_a_backward(stage: int) -> None:
             step(1)
         optimizer.load_state_dict(state)
         step(1)
-    others = torch.optim.SGD(twin.parameters(), lr=0.5, momentum=0.9)
-    for number in range(2):
-        engines.mean_backward(twin, number)
-        others.step()
-        others.zero_grad()
+    reference(twin, 2, optimizer=torch.optim.SGD(twin.parameters(), lr=0.5, momentum=0.9))
     assert models.deviation(model, twin) <= 1e-6
 
 
