@@ -39,6 +39,35 @@ int64_t Gathers::peer_bytes() const {
   return std::max(registry_.usual_bytes(), std::min(all, merge_bytes_ / registry_.world()));
 }
 
+// The elements of the place of its kept cast, see [Note: kept casts]; 0: it has none. `low`: uses of a parameter of float32
+// may ask for a lower dtype, which only values that live for a use can have ([Note: low gathers]).
+int64_t Gathers::kept_elements(const Parameter& p, bool low) const {
+  const bool lowered = low && p.dtype == at::kFloat && registry_.unit_of(p).lifetime == Lifetime::Use;
+  if (p.replicated || !(lowered || p.dtype == at::kBFloat16 || p.dtype == at::kHalf)) return 0;
+  return PeerMemory::kept_elements(c10::multiply_integers(registry_.padded_size(p)) / registry_.world());
+}
+
+// Of the places of all kept casts of this rank.
+int64_t Gathers::kept_bytes(bool low) const {
+  int64_t elements = 0;
+  for (const auto& p : registry_.parameters()) elements += kept_elements(p, low);
+  return elements * static_cast<int64_t>(sizeof(at::BFloat16));
+}
+
+void Gathers::keep_casts(Tensor buffer, const std::string& group, bool low) {
+  TORCH_CHECK(peers_ != nullptr, "zerocompile: casts are kept for copies between devices, and there are none");
+  TORCH_CHECK(buffer.numel() >= kept_bytes(low),
+              text("zerocompile: kept casts take ", kept_bytes(low), " bytes, not ", buffer.numel()));
+  peers_->keep_casts(std::move(buffer), group);
+  int64_t begin = 0;
+  for (const auto& p : registry_.parameters()) {
+    const auto elements = kept_elements(p, low);
+    if (elements == 0) continue;
+    of(p).kept = KeptCast{begin};
+    begin += elements;
+  }
+}
+
 // Waits for all that is on its way.
 void Gathers::settle() {
   for (const auto& unit : registry_.units()) await(unit);
@@ -262,9 +291,9 @@ void Gathers::start(const Units& units, bool inner, std::vector<Pending>& starte
 void Gathers::move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch) {
   for (auto& [dtype, call] : calls) {
     counts_.gathers += 1;
-    if (peers_ != nullptr && peers_->holds(call)) {
+    if (peers_ != nullptr && (peers_->keeps(call) || peers_->holds(call))) {
       counts_.peer_gathers += 1;
-      peers_->all_gather(call, unit);
+      counts_.kept_casts += peers_->all_gather(call, unit);
       continue;
     }
     fill_rows(call);
@@ -318,6 +347,7 @@ Tensor Gathers::rows_of(const Parameter& p) const {
 void Gathers::set_rows(int64_t index, Tensor local, Tensor host, bool shown) {
   registry_.set_rows(index, std::move(local), std::move(host));
   const auto& p = record(index);
+  forget_kept(p);
   of(p).shown_version = shown ? p.version() : -1;
 }
 
@@ -526,9 +556,10 @@ Gathers::Units Gathers::in_order(const Units& units, const Units& order) const {
 // write them there on the current stream, and say for which parameters it has done so (`masters_changed`). What is
 // offered is valid until the next gather: the rows of the gathered value of each unit that lives for a step, and the
 // places in the mapped memory for the units that are gathered first (see `gather_in_runs`), as the half of the buffer
-// that comes next is the only one that is free. Both are free only after what was read from them: the current stream is
-// ordered after the readers of the value, and after the barrier of the last gather ([Note: two halves]). All that is
-// not written is cast and copied as ever, so ranks may differ in what they write.
+// that comes next is the only one that is free. Where casts are kept ([Note: kept casts]) their places are offered for
+// all units, also for those that are gathered later, at their use. All are free only after what was read from them: the
+// current stream is ordered after the readers of the value, and after the barrier of the last gather
+// ([Note: two halves]). All that is not written is cast and copied as ever, so ranks may differ in what they write.
 std::vector<CastPlace> Gathers::place(const Units& units, const Units& order) {
   offered_.clear();
   std::vector<CastPlace> places;
@@ -540,7 +571,6 @@ std::vector<CastPlace> Gathers::place(const Units& units, const Units& order) {
     if (!of(unit).resident) return places;
     resident.push_back(index);
   }
-  if (resident.empty()) return places;
   std::map<int64_t, size_t> by_parameter;
   for (auto index : resident) {
     const auto& unit = registry_.units()[index];
@@ -555,10 +585,11 @@ std::vector<CastPlace> Gathers::place(const Units& units, const Units& order) {
       if (p.replicated || p.host.defined() || p.local.numel() == 0 || !narrow) continue;
       by_parameter[i] = places.size();
       places.push_back({i, v.own, std::nullopt});
-      offered_[i] = PeerMemory::Placed::Own;
+      offered_[i].placed.own = true;
     }
   }
-  if (peers_ == nullptr) return places;
+  place_kept(units, places);
+  if (peers_ == nullptr || resident.empty()) return places;
   RowsByDtype calls;
   std::vector<int64_t> moved;
   const auto runs = registry_.runs_of(resident, merge_bytes_, /*padded=*/true);
@@ -566,20 +597,69 @@ std::vector<CastPlace> Gathers::place(const Units& units, const Units& order) {
     for (auto i : registry_.units()[index].parameters) {
       const auto& v = values_[i];
       if (record(i).replicated || v.full.numel() == 0) continue;
-      calls[v.full.scalar_type()].push_back({on_the_wire(v.full), on_the_wire(v.rows_here), {}, {}});
+      PeerMemory::Rows rows{on_the_wire(v.full), on_the_wire(v.rows_here), {}, {}};
+      if (v.kept.has_value()) rows.kept = &*values_[i].kept;
+      calls[v.full.scalar_type()].push_back(std::move(rows));
       moved.push_back(i);
     }
   }
-  if (calls.size() != 1 || !peers_->holds(calls.begin()->second)) return places;
+  if (calls.size() != 1 || peers_->keeps(calls.begin()->second) || !peers_->holds(calls.begin()->second)) return places;
   const auto staged = peers_->places(calls.begin()->second);
   for (size_t k = 0; k < moved.size(); ++k) {
     const auto found = by_parameter.find(moved[k]);
     if (found == by_parameter.end()) continue;
     places[found->second].staged = view_of(staged[k], record(moved[k]).local.sizes(), 0);
-    offered_[moved[k]] = PeerMemory::Placed::Staged;
+    offered_[moved[k]].placed.staged = true;
   }
   offered_turn_ = peers_->turn();
   return places;
+}
+
+// Its master may have been written without a version.
+void Gathers::forget_kept(const Parameter& p) {
+  if (auto& kept = of(p).kept) kept->version = -1;
+}
+
+// Adds the places of kept casts to `places`.
+void Gathers::place_kept(const Units& units, std::vector<CastPlace>& places) {
+  if (peers_ == nullptr) return;
+  std::map<int64_t, size_t> by_parameter;
+  for (size_t k = 0; k < places.size(); ++k) by_parameter[places[k].parameter] = k;
+  for (auto index : units) {
+    for (auto i : registry_.unit(index).parameters) {
+      const auto& p = record(i);
+      auto& v = values_[i];
+      const auto dtype = gathered_dtype(p, /*full=*/false);
+      const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
+      if (!v.kept.has_value() || !narrow || p.host.defined() || p.local.numel() == 0) continue;
+      if (!peers_->may_write(*v.kept)) continue;
+      v.kept->version = -1;  // it may be written in part
+      v.kept->dtype = dtype;
+      auto rows = peers_->kept_rows(*v.kept, dtype, p.local.sizes());
+      const auto found = by_parameter.find(i);
+      if (found == by_parameter.end()) places.push_back({i, std::nullopt, std::move(rows)});
+      else places[found->second].staged = std::move(rows);
+      offered_[i].kept = true;
+    }
+  }
+}
+
+// Somebody is about to update masters, on all ranks: see [Note: kept casts]. The ranks meet once they have read what is
+// gathered now, beside what the caller's stream holds.
+void Gathers::meet_readers() {
+  if (peers_ == nullptr || unequal_) return;
+  for (const auto& unit : registry_.units()) {
+    const bool read = std::any_of(unit.parameters.begin(), unit.parameters.end(), [this](int64_t i) {
+      return values_[i].kept.has_value() && !peers_->may_write(*values_[i].kept);
+    });
+    if (!read) continue;
+    const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
+    std::vector<Pending> started;
+    Lane::Launch launch(lane_, started, peers_->passed());
+    peers_->meet_readers(unit.index);
+    launch.finish();
+    return;
+  }
 }
 
 // The optimizer has written the masters of these units: resident values are gathered anew. `order`: all units, in the
@@ -591,7 +671,10 @@ void Gathers::masters_changed(const Units& units, const Units& order, const std:
     if (unit.lifetime == Lifetime::Step) resident.push_back(index);
     else if (of(unit).open_modules == 0) drop(unit);
     forget_secondary(unit);
-    for (auto i : unit.parameters) forget_scale(values_[i]);
+    for (auto i : unit.parameters) {
+      forget_scale(values_[i]);
+      forget_kept(record(i));
+    }
   }
   const auto offered = std::exchange(offered_, {});
   const bool moved_on = peers_ != nullptr && peers_->turn() != offered_turn_;
@@ -600,8 +683,9 @@ void Gathers::masters_changed(const Units& units, const Units& order, const std:
       const auto found = offered.find(i);
       TORCH_CHECK(found != offered.end(),
                   text("zerocompile: nothing was offered to write the cast of parameter ", i, " to"));
-      const bool staged = found->second == PeerMemory::Placed::Staged && !moved_on;
-      placed_[i] = staged ? PeerMemory::Placed::Staged : PeerMemory::Placed::Own;
+      placed_[i] = found->second.placed;
+      if (moved_on) placed_[i].staged = false;
+      if (found->second.kept) values_[i].kept->version = record(i).version();
     }
     gather_in_runs(resident, /*full=*/false);
   } catch (...) {

@@ -81,6 +81,7 @@ struct GatheredValue : FullValue {
   bool asked_cast = false, asked_full = false;  // what this rank's uses have asked for
   std::optional<Float8> float8;   // absent: no use asks for float8
   std::optional<Fixed> fixed;     // absent: it has other memory in each gather
+  std::optional<KeptCast> kept;   // absent: its cast is not kept, see [Note: kept casts]
   int64_t forward_version = -1;   // see [Note: stale backward]
   int64_t shown_version = -1;     // of the rows in host memory that `Parameter::local` shows
   Tensor secondary;               // [world * rows / inner, ...], see [Note: secondary shards]; undefined: there is none
@@ -109,6 +110,7 @@ struct GatheredUnit {
 struct GatherCounts {
   int64_t gathers = 0, gather_bytes = 0;        // collectives, bytes of the gathered result
   int64_t peer_gathers = 0;                     // gathers that copies between devices did
+  int64_t kept_casts = 0;                       // parameters whose cast they found, see [Note: kept casts]
   int64_t prefetched = 0;                       // gathers that were started before they were asked for
   int64_t place_copies = 0;                     // values that were copied to or from a fixed place
   int64_t served = 0;                           // gathers in which this rank took part for others only
@@ -123,7 +125,7 @@ struct GatherCounts {
 // Where a gather takes the rows of a parameter from: see [Note: one pass].
 struct CastPlace {
   int64_t parameter;
-  Tensor own;                    // [<=rows, ...]: of the gathered value
+  std::optional<Tensor> own;     // [<=rows, ...]: of the gathered value, if it stays gathered
   std::optional<Tensor> staged;  // the same rows in the mapped memory
 };
 
@@ -147,6 +149,8 @@ class Gathers {
   void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
   int64_t peer_bytes() const;
   void set_peers(std::unique_ptr<PeerMemory> peers) { peers_ = std::move(peers); }
+  int64_t kept_bytes(bool low) const;
+  void keep_casts(Tensor buffer, const std::string& group, bool low);
   void settle();
   void abandon(bool devices_too);
   void clear();
@@ -176,6 +180,7 @@ class Gathers {
   void refresh(const Units& units);
   void masters_changed(const Units& units, const Units& order, const std::vector<int64_t>& placed);
   std::vector<CastPlace> place(const Units& units, const Units& order);
+  void meet_readers();
   void set_rows(int64_t parameter, Tensor local, Tensor host, bool shown);
   void follow(const Units& units) const;
   void masters_written(const Units& units);
@@ -238,6 +243,9 @@ class Gathers {
   void add_rows(const Unit& unit, bool inner, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const Units& units, bool full);
   Units in_order(const Units& units, const Units& order) const;
+  int64_t kept_elements(const Parameter& p, bool low) const;
+  void place_kept(const Units& units, std::vector<CastPlace>& places);
+  void forget_kept(const Parameter& p);
   void check_order(const Units& units, Way way, bool full, bool inner);
   void drop(const Unit& unit);
   void drop_unused(int64_t but, bool raised = false);
@@ -261,7 +269,7 @@ class Gathers {
   void forget_scales();
   void agree_on_scales();
   void take_scales(const Units& indices, const Tensor& largest);
-  PeerMemory::Rows rows_to_move(const Parameter& p, const GatheredValue& v) const;
+  PeerMemory::Rows rows_to_move(const Parameter& p, const FullValue& v);
 
   // fixed_places.cpp
   bool is_in_place(const Parameter& p) const;
@@ -326,7 +334,12 @@ class Gathers {
   GatherSequence sequence_;
   GatherCounts counts_;
   // See [Note: one pass]: by parameter, what is offered to who updates the masters, and what of it is written.
-  std::map<int64_t, PeerMemory::Placed> offered_, placed_;
+  struct Offer {
+    PeerMemory::Placed placed;
+    bool kept = false;
+  };
+  std::map<int64_t, Offer> offered_;
+  std::map<int64_t, PeerMemory::Placed> placed_;
   int64_t offered_turn_ = 0;
   std::function<void()> meet_;  // before the next gather: see [Note: ranks apart]
   std::atomic<int64_t> started_ = 0;  // gathers

@@ -1,5 +1,6 @@
 #include "peers.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "collectives.h"
@@ -123,10 +124,68 @@ void PeerMemory::barrier(int64_t unit, bool after_pushes) {
                      after_pushes});
 }
 
-void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
+void PeerMemory::keep_casts(at::Tensor buffer, const std::string& group) {
+  TORCH_CHECK(buffer.scalar_type() == at::kByte && buffer.dim() == 1 && buffer.device() == buffer_.device(),
+              text("zerocompile: the memory of kept casts is flat, of bytes and on ", buffer_.device(), ", got sizes ",
+                   buffer.sizes(), " on ", buffer.device()));
+  kept_memory_ = c10d::symmetric_memory::rendezvous(buffer, group);
+  kept_ = std::move(buffer);
+}
+
+int64_t PeerMemory::kept_elements(int64_t numel) { return aligned(numel, at::kBFloat16); }
+
+bool PeerMemory::keeps(const std::vector<Rows>& parameters) const {
+  return kept_.defined() && std::all_of(parameters.begin(), parameters.end(), [](const Rows& p) {
+    return p.kept != nullptr && p.rows.element_size() == sizeof(at::BFloat16);
+  });
+}
+
+const std::vector<at::Tensor>& PeerMemory::flat_kept(at::ScalarType dtype) {
+  auto& tensors = flat_kept_[dtype];
+  if (tensors.empty()) {
+    const auto numel = kept_.numel() / static_cast<int64_t>(c10::elementSize(dtype));
+    for (int64_t rank = 0; rank < world_; ++rank) {
+      tensors.push_back(kept_memory_->get_remote_tensor(static_cast<int>(rank), {numel}, dtype));
+    }
+  }
+  return tensors;
+}
+
+// On the current stream: afterwards all ranks have read what they have gathered so far.
+void PeerMemory::meet_readers(int64_t unit) {
+  barrier(unit, /*after_pushes=*/false);
+  passed_ = met_ = mark(buffer_.device());
+  met_barrier_ = barriers_;
+}
+
+at::Tensor PeerMemory::kept_rows(const KeptCast& kept, at::ScalarType dtype, at::IntArrayRef size) {
+  const auto& free = kept.barrier < met_barrier_ ? met_ : passed_;
+  if (free) free->block(current_stream(buffer_.device()));
+  return view_of(flat_kept(dtype)[rank_], size, kept.begin);
+}
+
+// Says which casts are there, and lets the ranks meet if others may still read a place. Returns how many are there.
+int64_t PeerMemory::prepare_kept(std::vector<Rows>& parameters, int64_t unit) {
+  if (!std::all_of(parameters.begin(), parameters.end(), [this](const Rows& p) { return may_write(*p.kept); })) {
+    meet_readers(unit);
+  }
+  int64_t found = 0;
+  for (auto& p : parameters) {
+    p.placed.staged = p.kept->version == p.version && p.kept->dtype == p.rows.scalar_type();
+    found += p.placed.staged;
+    p.kept->version = -1;  // until it is written
+  }
+  return found;
+}
+
+int64_t PeerMemory::all_gather(std::vector<Rows>& parameters, int64_t unit) {
   const auto dtype = parameters.front().rows.scalar_type();
-  const auto& buffers = flat(dtype);
-  const auto starts = starts_of(parameters, next_half(dtype));
+  const bool keeps = this->keeps(parameters);
+  const auto found = keeps ? prepare_kept(parameters, unit) : 0;
+  const auto& buffers = keeps ? flat_kept(dtype) : flat(dtype);
+  std::vector<int64_t> starts;
+  if (!keeps) starts = starts_of(parameters, next_half(dtype));
+  for (size_t i = 0; keeps && i < parameters.size(); ++i) starts.push_back(parameters[i].kept->begin);
   std::vector<at::Tensor> staged;
   for (size_t i = 0; i < parameters.size(); ++i) {
     staged.push_back(view_of(buffers[rank_], parameters[i].rows.sizes(), starts[i]));
@@ -135,20 +194,29 @@ void PeerMemory::all_gather(const std::vector<Rows>& parameters, int64_t unit) {
   barrier(unit, /*after_pushes=*/takes_turns());
   passed_ = mark(buffer_.device());
   Copies copies;
-  for (int64_t step = 1; step < world_; ++step) {
+  for (int64_t step = 1; step <= world_; ++step) {
     const auto peer = (rank_ + step) % world_;  // each rank reads from another one at a time
     for (size_t i = 0; i < parameters.size(); ++i) {
-      const auto numel = parameters[i].rows.numel();
-      copies.add({parameters[i].full, peer * numel, buffers[peer], starts[i], numel});
+      const auto& p = parameters[i];
+      if (peer == rank_ && (p.placed.own || !p.placed.staged)) continue;  // `stage` has filled them
+      const auto numel = p.rows.numel();
+      copies.add({p.full, peer * numel, buffers[peer], starts[i], numel});
     }
   }
   copies.start(kernels_->driver());
+  for (auto& p : parameters) {
+    if (!keeps) break;
+    p.kept->version = p.version;
+    p.kept->dtype = dtype;
+    p.kept->barrier = barriers_;
+  }
+  return found;
 }
 
 void fill_rows(const std::vector<PeerMemory::Rows>& parameters) {
   std::vector<at::Tensor> own, masters;
   for (const auto& p : parameters) {
-    if (p.master.numel() == 0 || p.placed != PeerMemory::Placed::No) continue;
+    if (p.master.numel() == 0 || p.placed.own) continue;
     own.push_back(p.own);
     masters.push_back(p.scale.defined() ? on_the_wire(to_float8(p.master.to(p.through), p.scale)) : p.master);
   }
@@ -164,9 +232,9 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
   std::vector<at::Tensor> padded_targets, padded_rows;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& p = parameters[i];
-    if (p.placed == Placed::Staged) continue;
+    if (p.placed.staged) continue;
     Kernels::Cast cast{p.master, p.rows, staged[i]};
-    if (p.placed == Placed::Own) {
+    if (p.placed.own) {
       targets.push_back(staged[i]);
       sources.push_back(p.rows);
     } else if (Kernels::Float8Cast float8{p.master, p.rows, staged[i], p.scale, p.through};

@@ -44,6 +44,20 @@ namespace zerocompile {
 // pushes. The stream of the reductions writes that number before and after its copies, which takes no kernel. A push
 // waits for nothing that a gather does, so the wait ends. If copies of both streams shared a queue of the driver's, those
 // of the gather could stand in front. Then the barrier gives up after 20 ms, and no later one waits.
+//
+// [Note: kept casts] By option each rank keeps the cast of its rows of every parameter in further mapped memory of its
+// own, and gathers read from there. Then a cast is made once in a step, not in each gather, and the kernel that updates a
+// master can write it at once. The version of a master tells whether its kept cast is that of what it holds now. A place
+// is written again only after all ranks have read it. That is so once this rank has passed a barrier that came after the
+// last gather which reads the place. If there was none, the ranks meet once more (`meet_readers`). Whether they do depends
+// on what was gathered, and never on what one rank has written, so all ranks do the same.
+struct KeptCast {
+  int64_t begin;         // in the memory of each rank, in elements of two bytes
+  int64_t version = -1;  // of the master whose cast it is; -1: it is no master's
+  at::ScalarType dtype = at::kBFloat16;
+  int64_t barrier = -1;  // the number of the barrier of the last gather that reads it
+};
+
 class PeerMemory {
  public:
   // `buffer`: [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory). `words`: [4] int64,
@@ -51,16 +65,20 @@ class PeerMemory {
   PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group, std::shared_ptr<const Kernels> kernels,
              int64_t timeout_ms);
 
-  // See [Note: one pass]. What somebody has written already of the cast of a master: nothing; the rows of the gathered
-  // value; these, and the place in the mapped memory, too.
-  enum class Placed { No, Own, Staged };
+  // See [Note: one pass]. Where somebody has written the cast of a master already: to the rows of the gathered value; to
+  // the place in the mapped memory.
+  struct Placed {
+    bool own = false, staged = false;
+  };
   // One parameter's gather.
   struct Rows {
     at::Tensor full, rows;   // [world * n, ...], and of it this rank's rows: [n, ...]
     at::Tensor own, master;  // [<=n, ...]: what of `rows` the local part of the master fills, and that part
-    Placed placed = Placed::No;
+    Placed placed = {};
     at::Tensor scale;  // [] float32: `own` is float8, of `master`, in `through`, times this; undefined: it is not
     at::ScalarType through = at::kFloat;
+    KeptCast* kept = nullptr;  // null: its cast is not kept
+    int64_t version = -1;      // of the master
   };
   // One parameter's reduction.
   struct Gradient {
@@ -69,13 +87,24 @@ class PeerMemory {
     bool adds;        // to what `mean` holds
   };
 
+  // See [Note: kept casts]. `buffer`: as that of the halves, and as large as `kept_bytes` says.
+  void keep_casts(at::Tensor buffer, const std::string& group);
+  static int64_t kept_elements(int64_t numel);  // that the place of so many takes
+  bool keeps(const std::vector<Rows>& parameters) const;
+  bool may_write(const KeptCast& kept) const { return kept.barrier < barriers_; }
+  void meet_readers(int64_t unit);
+  const Ready& passed() const { return passed_; }
+  // The place of this rank's rows, which `may_write` allows to write: `size`, of the mapped memory. The current stream is
+  // ordered after the last read of it.
+  at::Tensor kept_rows(const KeptCast& kept, at::ScalarType dtype, at::IntArrayRef size);
+
   // Whether a gather or a reduction fits a half. The answer is the same on all ranks, as sizes are.
   bool holds(const std::vector<Rows>& parameters) const;
   bool holds(const std::vector<Gradient>& gradients) const;
 
   // Casts the masters' rows and gathers them, on the current stream. `parameters` are all of one dtype. `unit`: of the
-  // first of them.
-  void all_gather(const std::vector<Rows>& parameters, int64_t unit);
+  // first of them. Returns how many casts were there already, see [Note: kept casts].
+  int64_t all_gather(std::vector<Rows>& parameters, int64_t unit);
 
   // Where the next `all_gather` takes these rows from: [n, ...], in the mapped memory. The current stream is ordered
   // after the last read of that memory. See [Note: one pass].
@@ -86,21 +115,28 @@ class PeerMemory {
   void reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit);
 
  private:
-  const std::vector<at::Tensor>& flat(at::ScalarType dtype);  // by rank, [elements of both halves]
-  int64_t next_half(at::ScalarType dtype);                    // where it begins
-  int64_t slot_bytes() const;                                 // of a half: what one peer sends
+  using Flat = std::map<at::ScalarType, std::vector<at::Tensor>>;
+  const std::vector<at::Tensor>& flat(at::ScalarType dtype);       // by rank, [elements of both halves]
+  const std::vector<at::Tensor>& flat_kept(at::ScalarType dtype);  // by rank, [elements]
+  int64_t next_half(at::ScalarType dtype);                         // where it begins
+  int64_t slot_bytes() const;                                      // of a half: what one peer sends
   void barrier(int64_t unit, bool after_pushes);
   bool takes_turns() const { return world_ > 2; }  // see [Note: pulls after pushes]
   void stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged);
+  int64_t prepare_kept(std::vector<Rows>& parameters, int64_t unit);
   std::vector<int64_t> starts_of(const std::vector<Rows>& parameters, int64_t start) const;
   int64_t half(at::ScalarType dtype) const;
 
   at::Tensor buffer_, words_;
   c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> memory_;
+  at::Tensor kept_;  // undefined: no casts are kept
+  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> kept_memory_;
   std::shared_ptr<const Kernels> kernels_;
   int64_t rank_, world_, timeout_ms_, half_bytes_, turn_ = 0, barriers_ = 0;
   Ready passed_;  // after the last barrier
-  std::map<at::ScalarType, std::vector<at::Tensor>> flat_;
+  Ready met_;     // after the last one of `meet_readers`
+  int64_t met_barrier_ = 0;
+  Flat flat_, flat_kept_;
 };
 
 // This rank's rows become the cast of what the masters hold here, on the current stream. `parameters` are all of one

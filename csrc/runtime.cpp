@@ -112,6 +112,19 @@ void Runtime::set_peers(const Tensor& buffer, const Tensor& words, int64_t timeo
   gathers_.set_peers(std::make_unique<PeerMemory>(buffer, words, group_name_, kernels_, timeout_ms));
 }
 
+// How much memory `keep_casts` needs, see [Note: kept casts]. `low`: parameters of float32 may be gathered in a lower
+// dtype.
+int64_t Runtime::kept_cast_bytes(bool low) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return gathers_.kept_bytes(low);
+}
+
+void Runtime::keep_casts(const Tensor& buffer, bool low) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  registry_.check_running();
+  gathers_.keep_casts(buffer, group_name_, low);
+}
+
 // `batches`: see [Note: batched copies].
 void Runtime::set_kernels(const std::string& code, bool batches) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -320,14 +333,21 @@ void Runtime::masters_changed(const std::vector<int64_t>& units, const std::vect
   gathers_.masters_changed(units, reductions_.unit_order(), placed);
 }
 
-std::vector<std::tuple<int64_t, Tensor, std::optional<Tensor>>> Runtime::place(const std::vector<int64_t>& units) {
+std::vector<std::tuple<int64_t, std::optional<Tensor>, std::optional<Tensor>>> Runtime::place(
+    const std::vector<int64_t>& units) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
-  std::vector<std::tuple<int64_t, Tensor, std::optional<Tensor>>> places;
+  std::vector<std::tuple<int64_t, std::optional<Tensor>, std::optional<Tensor>>> places;
   for (auto& [parameter, own, staged] : gathers_.place(units, reductions_.unit_order())) {
     places.emplace_back(parameter, std::move(own), std::move(staged));
   }
   return places;
+}
+
+void Runtime::meet_readers() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  registry_.check_running();
+  gathers_.meet_readers();
 }
 
 void Runtime::masters_written(const std::vector<int64_t>& units) {

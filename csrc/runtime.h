@@ -81,6 +81,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_evaluates(bool evaluates);
   int64_t peer_bytes() const;
   void set_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms);
+  int64_t kept_cast_bytes(bool low) const;
+  void keep_casts(const Tensor& buffer, bool low);
   void set_kernels(const std::string& code, bool batches);
   int64_t summing_peer_bytes() const;
   void set_summing_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms);
@@ -104,7 +106,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<int64_t> unit_order() const;
   void masters_changed(const std::vector<int64_t>& units, const std::vector<int64_t>& placed);
   // See [Note: one pass]: parameter, and where its cast goes.
-  std::vector<std::tuple<int64_t, Tensor, std::optional<Tensor>>> place(const std::vector<int64_t>& units);
+  std::vector<std::tuple<int64_t, std::optional<Tensor>, std::optional<Tensor>>> place(
+      const std::vector<int64_t>& units);
+  void meet_readers();
   void masters_written(const std::vector<int64_t>& units);
   void set_rows(int64_t parameter, Tensor local, std::optional<Tensor> host, bool shown);
   void follow_gathers(const std::vector<int64_t>& units) const;

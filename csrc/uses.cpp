@@ -217,6 +217,7 @@ void Gathers::merge(const Parameter& p, FullValue& from) {
   for (int64_t write = 0; write < writes; ++write) master.unsafeGetTensorImpl()->bump_version();
   from.value_version += writes;
   from.gathered_version = p.version();
+  forget_kept(p);  // a write through `data` has no version
   if (p.local.numel() == 0) return;
   await_readers(registry_.units()[p.unit]);
   c10::InferenceMode normal_tensors(false);

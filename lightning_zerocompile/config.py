@@ -177,6 +177,11 @@ class Config:
             copies between the GPUs of one host instead of NCCL's kernels, which take multiprocessors from the compute
             beside them; ``"auto"``: where all ranks are on one host and their GPUs reach each other's memory;
             ``True``: or raise (gathers only).
+        keep_casts: each rank keeps its rows of all parameters also in the dtype in which they are gathered, if that is
+            bfloat16 or float16, and the other ranks' GPUs copy them from there. Then they are cast once in a step, by
+            the optimizer's kernel (``update_in_one_pass``), and not in each gather. It takes their bytes on each GPU:
+            2 bytes for each parameter, divided by the number of ranks. It counts where ``copy_engine`` does, and is
+            worth its memory at stage 3. What eager code has read it may have written to, so that is cast anew.
         hierarchical_collectives: whether gathers and reductions of ranks on several hosts go between the hosts first,
             and inside each host after that (reductions the other way round), so that less crosses; ``"auto"``: where
             that is faster by 15 %, measured at set-up; ``True``: wherever each host has several of the ranks. On GPUs.
@@ -332,6 +337,7 @@ class Config:
             "True (or raise) or False."
         ),
     ] = "auto"
+    keep_casts: Annotated[bool, _FLAG] = False
     hierarchical_collectives: Annotated[
         bool | Literal["auto"],
         Check("is not understood; choose 'auto' (where a measurement at set-up finds it faster), True or False."),
@@ -408,6 +414,10 @@ class Config:
             )
         if self.reshard_after_forward is not True:
             self._check_secondary()
+        if self.keep_casts and self.copy_engine is False:
+            raise ValueError(
+                "`keep_casts` are what copies between GPUs read; drop `copy_engine=False`, or `keep_casts`."
+            )
         if self.offload_budget and not self.offload:
             raise ValueError(
                 "`offload_budget` is what offload='optimizer' leaves on the device; pass both, or neither."

@@ -67,13 +67,15 @@ _TOGETHER = 2**25  # elements: a device updates so many in about the time that t
 
 
 class Gradients(Protocol):
-    """The reduced gradients of the runtime, by the numbers of their parameters."""
+    """The reduced gradients of the runtime, by the numbers of their parameters; and who reads what they update."""
 
     def lend_gradients(self, parameters: Sequence[int], values: Sequence[Tensor]) -> list[int]: ...
 
     def release_gradients(self, parameters: Sequence[int], values: Sequence[Tensor]) -> None: ...
 
     def come_apart(self, meet: Callable[[], None], /) -> None: ...
+
+    def meet_readers(self) -> None: ...
 
 
 class _Kind(Enum):
@@ -423,6 +425,7 @@ class UnitStepper:
 
     def _update_all(self, optimizer: Optimizer, rounds: Sequence[_Round], options: _Options, kind: _Kind) -> None:
         update, whole = plain_step(optimizer), kind is _Kind.WHOLE
+        self._gradients.meet_readers()  # see [Note: kept casts] in csrc/peers.h
         with self._offload.stream(optimizer, [one.units for one in rounds]) as stream:
             for position, one in enumerate(rounds):
                 staged = {} if stream is None else stream.enter(position)

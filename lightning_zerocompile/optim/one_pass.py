@@ -3,8 +3,9 @@
 [Note: updates in one pass] A unit that stays gathered from step to step is gathered anew right after its update (see
 [Note: one pass] in csrc/gather.cpp). torch's fused optimizer reads and writes the masters. Without this module another
 kernel reads them again, casts them, and writes the casts to this rank's rows of the gathered values and to the memory
-from which the other ranks read. Here one kernel does both. For other units (of stage 3, of a backward) the same kernel
-makes the update, faster than torch's, and places nothing. The option ``update_in_one_pass`` says whether this is on.
+from which the other ranks read. Here one kernel does both. Where casts are kept ([Note: kept casts] in csrc/peers.h) it
+places those of units of stage 3, too. For other units (of stage 3, of a backward) the same kernel makes the update,
+faster than torch's, and places nothing. The option ``update_in_one_pass`` says whether this is on.
 
 The kernel's arithmetic is that of torch's fused kernels, bit by bit. This holds for a version of torch and its
 compiler, and may not for another. So before a kind of update is made for the first time in a run, some values are
@@ -48,10 +49,10 @@ class Places(Protocol):
     """The runtime, which says where it reads casts, see [Note: one pass] in csrc/gather.cpp.
 
     ``place`` returns, for each parameter of ``units`` whose cast can be placed: its number; this rank's rows of its
-    gathered value, [<=rows, ...]; and as many in the memory from which other ranks read, or ``None``.
+    gathered value, [<=rows, ...]; and as many in the memory from which other ranks read. Either may be ``None``.
     """
 
-    def place(self, units: Sequence[int], /) -> list[tuple[int, Tensor, Tensor | None]]: ...
+    def place(self, units: Sequence[int], /) -> list[tuple[int, Tensor | None, Tensor | None]]: ...
 
 
 @dataclass
@@ -60,26 +61,21 @@ class _Array:
 
     Attributes:
         tensors: [<=rows, ...] float32, contiguous: the parameter, its gradient, and its states.
-        own: this rank's rows of the gathered value, which get the cast of the parameter; ``None``: nothing gets it.
-        staged: rows from which other ranks read, which get the cast, too; ``None``: they do not.
+        targets: rows of the gathered value, and rows from which other ranks read, which get the cast of the parameter:
+            at most two, of one dtype.
         step: Adam's counter, 0-dim float32 on the device; ``None`` for SGD.
     """
 
     tensors: list[Tensor]
-    own: Tensor | None = None
-    staged: Tensor | None = None
+    targets: Sequence[Tensor] = ()
     step: Tensor | None = None
-
-    @property
-    def copies(self) -> int:
-        return (self.own is not None) + (self.staged is not None)
 
     def column(self) -> list[int]:
         """What a table says of the array: the addresses of all these tensors, 0 for what there is not; its length."""
         found = [tensor.data_ptr() for tensor in self.tensors]
         found += [0] * (5 - len(found))
-        found += (0 if copy is None else copy.data_ptr() for copy in (self.own, self.staged))
-        return [*found, self.tensors[0].numel()]
+        copies = [target.data_ptr() for target in self.targets]
+        return [*found, *copies, *[0] * (2 - len(copies)), self.tensors[0].numel()]
 
 
 @dataclass
@@ -160,7 +156,7 @@ class OnePass:
                 of ``values``.
             numbers: the runtime's number of each value.
             values: local parts of masters, [<=rows, ...], with their gradients.
-            units: the units of these masters, if they are gathered right after this update. Empty: no cast is placed.
+            units: the units of these masters, if their casts may be placed. Empty: none is.
 
         Returns:
             The numbers of the values whose casts are where :meth:`Places.place` has said. ``None``: nothing was
@@ -185,9 +181,9 @@ class OnePass:
         placed = []
         for array in (array for group in groups for array in group.arrays) if places else ():
             number = numbers[array.tensors[0]]
-            own, staged = places.get(number, (None, None))
-            if own is not None and own.dtype in _CASTS and own.is_contiguous():
-                array.own, array.staged = own, staged
+            found = [rows for rows in places.get(number, ()) if rows is not None]
+            if found and all(rows.dtype in _CASTS and rows.is_contiguous() for rows in found):
+                array.targets = found
                 placed.append(number)
         return placed
 
@@ -249,9 +245,9 @@ class OnePass:
             torch._foreach_add_(group.steps, 1)
         buckets = defaultdict[tuple[Any, ...], list[tuple[_Array, list[int]]]](list)
         for array in group.arrays:
-            dtype, column = None if array.own is None else array.own.dtype, array.column()
+            dtype, column = array.targets[0].dtype if array.targets else None, array.column()
             *addresses, _ = column
-            buckets[dtype, array.copies, reduce(or_, addresses) % _ALIGNED == 0].append((array, column))
+            buckets[dtype, len(array.targets), reduce(or_, addresses) % _ALIGNED == 0].append((array, column))
         for (dtype, copies, aligned), arrays in buckets.items():
             table, blocks, entries = self._table([column for _, column in arrays])
             lr = options["lr"]
@@ -402,11 +398,9 @@ class OnePass:
                 continue
             for group in self._groups(trial):
                 for array in group.arrays:
-                    array.own, array.staged = (torch.empty_like(array.tensors[0], dtype=torch.bfloat16) for _ in "12")
+                    array.targets = [torch.empty_like(array.tensors[0], dtype=torch.bfloat16) for _ in "12"]
                 self._run(trial, group, form)
-                casts += [
-                    cast.float() for array in group.arrays for cast in (array.own, array.staged) if cast is not None
-                ]
+                casts += [cast.float() for array in group.arrays for cast in array.targets]
         states = [kept for value in values for kept in trial.state[value].values() if isinstance(kept, Tensor)]
         return [*values, *states, *casts]
 

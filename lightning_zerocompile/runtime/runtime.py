@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -55,6 +56,7 @@ from lightning_zerocompile.sharding.plan import UnitPlan, find_blocks, places_of
 if TYPE_CHECKING:
     from lightning_zerocompile.runtime.core import Saved
 
+_log = logging.getLogger(__name__)
 _PAUSE = 1e-3  # seconds between two looks at a device
 
 
@@ -71,6 +73,7 @@ class Stats:
             ``secondary_bytes`` of such shards that this rank holds now.
         place_copies: values of parameters that were copied to where CUDA graphs read them, or from there.
         peer_gathers, peer_reductions: gathers and reductions by copies between devices instead of a process group.
+        kept_casts: parameters of which a gather needed no cast on this rank, since it was kept (``keep_casts``).
         reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
         padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
         graph_uses, graph_reductions: parameters that compiled graphs asked for, gradients that they delivered, and
@@ -95,6 +98,7 @@ class Stats:
     secondary_bytes: int
     place_copies: int
     peer_gathers: int
+    kept_casts: int
     peer_reductions: int
     reductions: int
     reduce_bytes: int
@@ -356,12 +360,24 @@ class Runtime:
         barriers = DeviceBarriers("gather", names)
         self.core.set_peers(buffer, barriers.words, timeout)
         messages.barriers.append(barriers)
+        if self.config.keep_casts:
+            self._keep_casts()
         size = 0 if self._replicated else self.core.summing_peer_bytes()  # see [Note: replicas]
         summing = map_buffer(mesh, self.device, messages, "auto", size, "reductions")
         if summing is not None:
             barriers = DeviceBarriers("reduction", names)
             self.core.set_summing_peers(summing, barriers.words, timeout)
             messages.barriers.append(barriers)
+
+    def _keep_casts(self) -> None:
+        """See [Note: kept casts] in csrc/peers.h."""
+        low = self.casts.lowers
+        size = self.core.kept_cast_bytes(low)
+        kept = map_buffer(self.mesh, self.device, self.messages, "auto", size // 2, "casts")
+        if kept is not None:
+            self.core.keep_casts(kept, low)
+        elif size > 0:
+            _log.warning("zerocompile: no casts are kept (`keep_casts`): a GPU could not map %d further bytes", size)
 
     def _install(self, sharded: ShardedParameter, places: Places) -> None:
         for module, local_name in places.of(sharded.name):

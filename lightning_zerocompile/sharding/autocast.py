@@ -119,6 +119,11 @@ class Casts:
         self._steps = 0
         self.low: list[int] = []
 
+    @property
+    def lowers(self) -> bool:
+        """Whether layers may ask for parameters of float32 in a lower dtype."""
+        return self._dtype is not None
+
     def add(self, sharded: ShardedParameter, places: list[tuple[nn.Module, str]]) -> None:
         """Lets the module that holds the parameter ask for the cast value, if it computes with that value only.
 
