@@ -333,8 +333,15 @@ class OptimizerSteps:
                 :meth:`InBackward.check`.
         """
 
+        step_state = self._runtime.step_state
+        in_step = step_state.in_step  # of the code that calls: the closure is a part of that
+
         def settled() -> Any:
-            result = closure()
+            before, step_state.in_step = step_state.in_step, in_step
+            try:
+                result = closure()
+            finally:
+                step_state.in_step = before
             self._reduce_pending(f"{type(optimizer).__name__}.step()")
             self._end_backward(optimizer)
             self._check_gradients(optimizer)
