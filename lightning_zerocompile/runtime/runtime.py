@@ -43,6 +43,7 @@ from lightning_zerocompile.sharding.layout import make_master, over_local, train
 from lightning_zerocompile.sharding.master import (
     adopt_master,
     as_plain_tensors,
+    bind_before_accumulation,
     bound_gradient,
     gradient_of,
     keep_hooks,
@@ -465,6 +466,8 @@ class Runtime:
         )
         keep_hooks(parameter, master)
         adopt_master(master, sharded)
+        if master.is_floating_point() or master.is_complex():
+            bind_before_accumulation(master)
         self.sharded_parameters.append(sharded)
         return sharded
 

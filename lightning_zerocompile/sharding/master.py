@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import unserializable_hook
 
 from lightning_zerocompile.sharding import random_numbers
 from lightning_zerocompile.sharding.full_values import ON_HOST, full_value
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_zerocompile.sharding.parameter import ShardedParameter
 
 PARAMETER = "_zerocompile_parameter"
+_BINDS = "_zerocompile_binds"
 _HELD = __name__.rpartition(".")[0] + ".held"  # the module of [Note: held parameters]
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors like any other, at no cost
@@ -208,9 +210,38 @@ def adopt_master(master: Tensor, sharded: ShardedParameter) -> None:
     watch(master, sharded.reads)
 
 
+def bind_before_accumulation(master: Tensor) -> None:
+    """Lets a backward through the master itself add to the reduced gradient.
+
+    [Note: backwards through masters] Outside of a step user code may compute with masters, and run a backward: an L2
+    term in ``on_after_backward``. Autograd then adds to the ``grad`` of the master, below Python. It must find the
+    reduced gradient there, which is bound only when somebody asks for it. If that is still to come, it is added to
+    what autograd has set (``Runtime._bind``). What autograd brings may have another layout than the master.
+    """
+    this = weakref.ref(master)
+
+    @unserializable_hook  # type: ignore[untyped-decorator, unused-ignore]
+    def bind(grad: Tensor) -> Tensor | None:
+        found = this()
+        with torch.no_grad(), as_plain_tensors():
+            if not isinstance(found, Master) or not isinstance(grad, DTensor):
+                return None
+            gradient_of(found)
+            return None if grad.placements == found.placements else grad.redistribute(placements=found.placements)
+
+    with as_plain_tensors():
+        trains = master.requires_grad
+        master.requires_grad_()
+        register: Any = master.register_hook
+        master.__dict__[_BINDS] = register(bind)
+        master.requires_grad_(trains)
+
+
 def release_master(master: Tensor) -> None:
     """Makes a master an ordinary DTensor parameter, which no strategy manages."""
     if isinstance(master, Master):
+        if (binds := master.__dict__.pop(_BINDS, None)) is not None:
+            binds.remove()
         sharded = master.__dict__.pop(PARAMETER)()
         leave(master, "?" if sharded is None else sharded.name)
 
