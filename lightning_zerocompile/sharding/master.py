@@ -224,8 +224,10 @@ def bind_before_accumulation(master: Tensor) -> None:
     def bind(grad: Tensor) -> Tensor | None:
         found = this()
         with torch.no_grad(), as_plain_tensors():
-            if not isinstance(found, Master) or not isinstance(grad, DTensor):
+            if not isinstance(found, Master):
                 return None
+            if not isinstance(grad, DTensor):
+                raise RuntimeError(_OWN.format(record_of(found).name))
             gradient_of(found)
             return None if grad.placements == found.placements else grad.redistribute(placements=found.placements)
 
@@ -264,6 +266,11 @@ def keep_hooks(source: Tensor, target: Tensor) -> None:
 
 # ---- what happens to a master ----
 
+_OWN = (
+    "Outside of a step a loss mixes what this rank computes with parameter `{}` from `parameters()`, so the gradient "
+    "of that parameter would be this rank's own. Run the backward of such a term on its own (`fabric.backward(penalty)`), "
+    "read the parameter as an attribute of its module, or compute the term inside the module's forward."
+)
 _HOOK = (
     "`register_hook` on parameter `{}`: a sharded parameter has no gradient of its own until all ranks' are reduced. "
     "Use `register_post_accumulate_grad_hook`, which is called with the parameter when `grad` is the reduced gradient, "

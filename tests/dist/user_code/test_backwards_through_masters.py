@@ -85,3 +85,16 @@ def test_a_penalty_in_fabric(how: str, stage: int, options: dict[str, Any]) -> N
         optimizer.zero_grad()
     strategy.unshard()
     assert models.deviation(inner, plain) < 1e-6
+
+
+@pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (3, AOT)])
+@on_ranks()
+def test_a_penalty_in_the_loss_of_fabric(stage: int, options: dict[str, Any]) -> None:
+    strategy = ZeroCompileFabricStrategy(stage=stage, **options)
+    fabric = L.Fabric(accelerator=models.device(), devices=models.ranks_here(), strategy=strategy)
+    fabric.launch()
+    inner = models.ByteModel()
+    model, _ = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.5))
+    loss = engines.token_loss(model, models.Batches(models.rank())[0])
+    with pytest.raises(RuntimeError, match=r"mixes what this rank computes with parameter `.*fabric.backward"):
+        fabric.backward(loss + _penalty(model))
