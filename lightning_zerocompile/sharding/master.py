@@ -268,8 +268,9 @@ def keep_hooks(source: Tensor, target: Tensor) -> None:
 
 _OWN = (
     "Outside of a step a loss mixes what this rank computes with parameter `{}` from `parameters()`, so the gradient "
-    "of that parameter would be this rank's own. Run the backward of such a term on its own (`fabric.backward(penalty)`), "
-    "read the parameter as an attribute of its module, or compute the term inside the module's forward."
+    "of that parameter would be this rank's own. Run the backward of such a term by itself "
+    "(`fabric.backward(penalty)`), read the parameter as an attribute of its module, or compute the term inside the "
+    "module's forward."
 )
 _HOOK = (
     "`register_hook` on parameter `{}`: a sharded parameter has no gradient of its own until all ranks' are reduced. "
