@@ -295,6 +295,7 @@ class Engine:
         else:
             with self.training_step():
                 yield
+            self.runtime.step_state.awaits_backward = True
 
     def take_replaced(self, warns: bool = True) -> None:
         """Lets the compiler see the parameters as they are now, and takes over what users have put into the model since
@@ -441,6 +442,7 @@ class Engine:
         """Tells the runtime when the outermost backward starts, that is when the gradient of the loss is computed, and
         how it ends: it may raise, and the engine's callback may have come in a nested backward.
         """
+        self.runtime.step_state.awaits_backward = False
         if self.steps.in_backward is not None:
             self.steps.in_backward.begins()
         if loss.requires_grad and loss.grad_fn is not None:

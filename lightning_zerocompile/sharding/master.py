@@ -92,7 +92,7 @@ class Master(Sharded):
             if sharded is None:
                 sharded = _parameter_of((args, kwargs))
             directly = not changes and any(isinstance(one, DTensor) for one in tree_leaves(written))
-            reads = not changes and sharded is not None and sharded.step_state.in_step  # full values, which have writes
+            reads = not changes and sharded is not None and _gives_values(sharded)  # which have what was written
             if directly or not reads:
                 _take_writes((args, kwargs))
             if sharded is None or directly:
@@ -295,6 +295,12 @@ def _masters_of(arguments: Any) -> list[Tensor]:
     return [record.master for record in records if record is not None]
 
 
+def _gives_values(sharded: ShardedParameter) -> bool:
+    """Whether who reads a master gets its full value, with its gradient."""
+    state = sharded.step_state
+    return state.in_step or (state.awaits_backward and torch.is_grad_enabled())
+
+
 def _has_plain(arguments: Any) -> bool:
     """Whether a tensor with dimensions that is no DTensor is among the arguments."""
     for leaf in tree_leaves(arguments):
@@ -303,6 +309,7 @@ def _has_plain(arguments: Any) -> bool:
     return False
 
 
+skip_code(_gives_values.__code__)
 skip_code(_has_plain.__code__)  # Dynamo, which skips its caller, must not compile it as a frame of its own
 
 
@@ -585,7 +592,7 @@ def _requires_grad(master: Tensor, requires_grad: bool = True) -> Tensor:
 
 def _iterate(master: Tensor) -> Iterable[Tensor]:
     sharded = _parameter_of(master)
-    value = sharded.read(master) if sharded is not None and sharded.step_state.in_step else None
+    value = sharded.read(master) if sharded is not None and _gives_values(sharded) else None
     return iter((master if value is None else value).unbind(0))
 
 

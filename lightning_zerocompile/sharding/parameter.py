@@ -99,6 +99,8 @@ class StepState:
 
     Attributes:
         in_step: whether the user's step runs; an optimizer's step does not count.
+        awaits_backward: whether a loop that does not say where its steps begin has run a forward, and its backward is
+            still to come: a loss that is computed now is part of a step.
         depth: how many regions are entered now.
         updated: whether a backward has updated parameters, and their optimizer's step is still to come.
         changes: how often since set-up a parameter got another source, or a module something else for a compiler to
@@ -107,6 +109,7 @@ class StepState:
     """
 
     in_step: bool = False
+    awaits_backward: bool = False
     depth: int = 0
     updated: bool = False
     changes: int = 0

@@ -59,7 +59,7 @@ def test_a_penalty_between_backward_and_step(hook: str, stage: int, options: dic
     assert models.deviation(ours, ddp) < 1e-6
 
 
-@pytest.mark.parametrize("how", ["before", "after", "raw"])
+@pytest.mark.parametrize("how", ["before", "together", "after", "raw"])
 @pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (2, AOT), (3, EAGER)])
 @on_ranks()
 def test_a_penalty_in_fabric(how: str, stage: int, options: dict[str, Any]) -> None:
@@ -76,7 +76,8 @@ def test_a_penalty_in_fabric(how: str, stage: int, options: dict[str, Any]) -> N
         theirs.step()
         if how == "before":
             fabric.backward(_penalty(model))
-        fabric.backward(engines.token_loss(model, models.Batches(models.rank())[number]))
+        loss = engines.token_loss(model, models.Batches(models.rank())[number])
+        fabric.backward(loss + _penalty(model) if how == "together" else loss)
         if how == "after":
             fabric.backward(_penalty(model))
         elif how == "raw":
@@ -89,12 +90,13 @@ def test_a_penalty_in_fabric(how: str, stage: int, options: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (3, AOT)])
 @on_ranks()
-def test_a_penalty_in_the_loss_of_fabric(stage: int, options: dict[str, Any]) -> None:
+def test_a_penalty_from_before_the_forward_of_fabric(stage: int, options: dict[str, Any]) -> None:
     strategy = ZeroCompileFabricStrategy(stage=stage, **options)
     fabric = L.Fabric(accelerator=models.device(), devices=models.ranks_here(), strategy=strategy)
     fabric.launch()
     inner = models.ByteModel()
     model, _ = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.5))
+    penalty = _penalty(model)
     loss = engines.token_loss(model, models.Batches(models.rank())[0])
     with pytest.raises(RuntimeError, match=r"mixes what this rank computes with parameter `.*fabric.backward"):
-        fabric.backward(loss + _penalty(model))
+        fabric.backward(loss + penalty)
