@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.strategy import ZeroCompileStrategy
-from tests.support import engines, models
+from tests.support import engines, models, uneven
 from tests.support.harness import Worlds
 
 pytestmark = pytest.mark.gpu
@@ -20,35 +20,14 @@ STEPS = 8
 Seen = tuple[list[Tensor], list[float], int, int, int]
 
 
-class Block(nn.Module):
-    """Rows that no world size divides; a scale that all ranks hold."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(width, 2 * width + 1), nn.LayerNorm(2 * width + 1)
-        self.down, self.scale = nn.Linear(2 * width + 1, width), nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., width]
-        return x + 0.1 * self.scale * self.down(torch.tanh(self.norm(self.up(x))))
-
-
-class Net(nn.Module):
+class Net(uneven.Net):
     """The embedding is larger than a block: without kept casts it does not fit the mapped memory."""
 
-    def __init__(self, width: int = 300, blocks: int = 4) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20 * models.VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, models.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length]
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+    def __init__(self) -> None:
+        super().__init__(300, rows=20 * models.VOCABULARY)
 
 
-class OneUnit(Block):
+class OneUnit(uneven.Block):
     """The backward gathers the very unit that the forward has gathered last, and so does the next forward."""
 
     def __init__(self) -> None:

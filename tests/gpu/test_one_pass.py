@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_zerocompile.optim.one_pass import OnePass
-from tests.support import engines, models
+from tests.support import engines, models, uneven
 from tests.support.harness import Worlds
 
 pytestmark = pytest.mark.gpu
@@ -131,38 +131,12 @@ def test_a_loss_scale_is_divided_out(kind: Any, found: float) -> None:
                 assert torch.equal(*_bits([kept, theirs.state[other][name]])), name
 
 
-class Block(nn.Module):
-    """Weights of many sizes, whose rows no world size divides; a scale that all ranks hold."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(width, 2 * width + 1), nn.LayerNorm(2 * width + 1)
-        self.down, self.scale = nn.Linear(2 * width + 1, width), nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., width]
-        return x + 0.1 * self.scale * self.down(torch.tanh(self.norm(self.up(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(models.VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(4))
-        self.head = nn.Linear(width, models.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length]
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def _trained(
     stage: int, scope: Any, options: dict[str, Any], kind: Any, together: int, in_one_pass: bool
 ) -> tuple[list[Tensor], list[float], int, int]:
     """The parameters and losses, how many updates of units were made in one pass, and how many gathers by copies."""
     torch.manual_seed(0)
-    model, data, losses = Net(704), models.Batches(models.rank()), []
+    model, data, losses = uneven.Net(704), models.Batches(models.rank()), []
     options = {"param_dtype": torch.bfloat16, "update_in_one_pass": in_one_pass} | options
     with engines.engine(model, stage, compile=scope, **options) as engine:
         engine.steps._stepper.together = together
