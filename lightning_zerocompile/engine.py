@@ -703,6 +703,12 @@ class Engine:
             part(sharded)
         self.runtime.abandon()
 
+    def leave_groups(self) -> None:
+        """At the end of the process, after :meth:`abandon`: holds no process group, see [Note: gloo's end]."""
+        self.buffers.leave_group()
+        self.runtime.meetings.leave_group()
+        del self._groups
+
     def _state_of_masters(self) -> MastersState:
         versions = [sharded.local._version for sharded in self.runtime.sharded_parameters]
         return MastersState(self.steps.count, self.runtime.step_state.updated, versions)

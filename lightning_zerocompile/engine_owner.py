@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -109,6 +110,7 @@ class EngineOwner:
         if engine is not None:
             self._built(engine.runtime)
             engine.built = self._built
+            atexit.register(_leave, weakref.ref(engine))  # so before the process group is destroyed, see rule 9
 
     def _built(self, runtime: Runtime) -> None:
         self.messages = runtime.messages
@@ -360,3 +362,11 @@ class EngineOwner:
         if self._last is None:
             raise AttributeError("There are no statistics yet: the strategy counts from the Trainer's `setup` on.")
         return self._last
+
+
+def _leave(engine: weakref.ref[Engine]) -> None:
+    """Called at the end of the process: abandons the engine if the module is still sharded."""
+    left = engine()
+    if left is not None and left.manages(left.model):
+        left.abandon()
+        left.leave_groups()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -207,7 +206,6 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
             raise
         place(module, self.root_device)
         self._checkpoints.attach(module)
-        atexit.register(_abandon, weakref.ref(self.engine))  # before Lightning destroys the process group, see rule 9
         return _ShardedForward(module, self)
 
     @override
@@ -401,10 +399,3 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
 
 def _inner(module: Any) -> Any:
     return module.module if isinstance(module, _ShardedForward) else module
-
-
-def _abandon(engine: weakref.ref[Engine]) -> None:
-    """Called at the end of the process: abandons the engine if the module is still sharded."""
-    left = engine()
-    if left is not None and left.manages(left.model):
-        left.abandon()

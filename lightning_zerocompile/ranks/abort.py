@@ -13,6 +13,7 @@ store keeps the reason, for errors of later runs. On the CPU nothing is ended: t
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401, its import keeps the default process group if there is one
+from torch.distributed.device_mesh import DeviceMesh
 
 _KEY = "zerocompile/ended"  # in the default store; the first rank that ends its groups says why
 _NONE = "zerocompile/none"
@@ -87,12 +90,15 @@ def refuse_ended_group() -> None:
 def destroy_group_at_exit() -> None:
     """Called after Lightning has made the default process group: on the CPU, destroys all groups at the process's end.
 
-    With NCCL Lightning does so itself. gloo's threads may drop their last tensors a moment after a collective has
-    returned. A thread that needs the interpreter lock for that, after the interpreter has ended, aborts the process
-    (https://github.com/pytorch/pytorch/pull/179291). The end of a group waits for those threads, so whoever holds the
-    last reference to the group must not hold that lock. The runtime drops its references when it shuts down, before the
-    groups are destroyed here. After an unhandled exception the groups stay as they are: a collective that waits for
-    other ranks would keep this process from ending.
+    [Note: gloo's end] With NCCL Lightning does so itself. gloo's threads may drop their last tensors a moment after a
+    collective has returned. A thread that needs the interpreter lock for that, while the interpreter ends, aborts the
+    process (https://github.com/pytorch/pytorch/issues/190489). The end of a group waits for its threads, but a group
+    ends only when nobody holds it any more. So an engine that is left at the process's end lets go of its groups first.
+    An engine of an earlier run is garbage, which is collected here. torch holds groups, too: its caches of DTensor
+    operations keep the meshes, and `torch.distributed.nn.functional` keeps the default group that exists when it is
+    imported. So the meshes are emptied here, and that module is imported above, before there is a group. After an
+    unhandled exception the groups stay as they are: a collective that waits for other ranks would keep this process
+    from ending.
     """
     if dist.is_initialized() and not groups_of_devices():
         atexit.register(_destroy)
@@ -101,6 +107,9 @@ def destroy_group_at_exit() -> None:
 def _destroy() -> None:
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
+        gc.collect()
+        for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+            mesh._pg_registry.clear()
 
 
 def _abort(group: dist.ProcessGroup) -> None:

@@ -92,6 +92,10 @@ class Meetings:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._open = None
 
+    def leave_group(self) -> None:
+        """At the end of the process, after :meth:`abandon`: no meeting follows."""
+        del self._group
+
     def _apart(self, number: int, what: str) -> CommunicationError:
         heard = self._messages.exchange_numbered(MEETING, number, what + self._messages.where())
         places = "; ".join(f"rank {rank} is in {theirs or 'something else'}" for rank, theirs in heard.items())

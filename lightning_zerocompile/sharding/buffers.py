@@ -43,6 +43,10 @@ class Buffers:
         self._alone = dist.get_world_size(group) == 1
         self._follow = True  # whether the next forward begins with a broadcast
 
+    def leave_group(self) -> None:
+        """At the end of the process: no forward follows."""
+        del self._group
+
     def before_forward(self, reduces: bool = False, modules: Iterable[nn.Module] | None = None) -> None:
         """Before a forward in a fit, see [Note: buffers]; collective.
 
