@@ -223,6 +223,10 @@ class Config:
             that take addresses): they see whole parameters, gradients and states, one unit at a time, on every rank.
             Only for those that update each parameter from its own gradient and state. Torch's own need no mention.
         process_group_backend: default: NCCL on CUDA, gloo on the CPU.
+        start_method: how the processes of further ranks of this host start, unless torchrun or SLURM starts them.
+            ``"popen"``: the script is started again. ``"fork"``: the running process is forked, and must not have used
+            CUDA. The run is in children then: the module gets its weights, the Trainer its metrics and the strategy its
+            statistics, and what else the run has changed stays there. ``"auto"``: ``"fork"`` in notebooks.
         timeout: how long ranks wait for each other in a collective or for a message. When it ends, or a peer closes its
             connection (gloo), the error names the phase and the rank.
         replicas: how many times the model is held (hybrid sharding, FSDP's HYBRID_SHARD). Each replica is sharded over
@@ -367,6 +371,12 @@ class Config:
     update_in_one_pass: Annotated[bool, _FLAG] = True
     full_param_optimizers: Annotated[tuple[str, ...], _names("optimizer classes, for example ['Shampoo'].")] = ()
     process_group_backend: Annotated[str | None, Check("must be the name of a backend of torch.distributed.")] = None
+    start_method: Annotated[
+        Literal["auto", "popen", "fork"],
+        Check(
+            "is not understood; choose 'auto' (in notebooks 'fork'), 'popen' (the script is started again) or 'fork'."
+        ),
+    ] = "auto"
     timeout: Annotated[
         timedelta, Check("must be a positive datetime.timedelta.", holds=lambda time: time > timedelta(0))
     ] = timedelta(minutes=30)

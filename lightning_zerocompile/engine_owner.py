@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -177,6 +178,14 @@ class EngineOwner:
                     engine.abandon()
             finally:
                 self._use(None)
+
+    def tell_last_run(self) -> bytes:
+        """What the run that has ended in this process did, for the process that has started it."""
+        return pickle.dumps((self._last, self._last_report, self.choice))
+
+    def hear_last_run(self, told: bytes) -> None:
+        """Takes what :meth:`tell_last_run` has said in a process that this one has started."""
+        self._last, self._last_report, self.choice = pickle.loads(told)
 
     @contextmanager
     def coalesce_grad_reduction(

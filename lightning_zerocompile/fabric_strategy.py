@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.types import _PATH
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from lightning_zerocompile.plugins.fabric_precision import (
     unscale,
 )
 from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
+from lightning_zerocompile.plugins.launcher import FabricLauncher, forks
 from lightning_zerocompile.ranks.abort import destroy_group_at_exit
 from lightning_zerocompile.ranks.errors import TEARDOWN, in_phases
 from lightning_zerocompile.sharding.checks import check_has_parameters
@@ -138,6 +140,15 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         self._precision = convert_plugin(precision)
         if isinstance(self._precision, FabricHalfPrecision):
             self._precision.fp32_modules = self.config.fp32_modules
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is None:
+            return
+        if forks(self, self.config.start_method):
+            self._launcher = _MultiProcessingLauncher(self, start_method="fork")
+        else:
+            self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:

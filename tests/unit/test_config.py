@@ -62,6 +62,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prefetch": -1}, "`prefetch=-1`.*0 or more"),
     ({"timeout": timedelta(seconds=-1)}, "`timeout=.*positive"),
     ({"timeout": 5}, "`timeout=5`.*timedelta"),
+    ({"start_method": "spawn"}, r"`start_method='spawn'`.*'popen'"),
     ({"options": ["max_autotune"]}, "`options=.*dictionary"),
     ({"dynamic": "yes"}, "`dynamic='yes'`.*True, False or None"),
     ({"keep_gradients": 1}, "`keep_gradients=1`.*True or False"),

@@ -16,15 +16,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import lightning.fabric.strategies.launchers as fabric_launchers
 import pytest
 import torch
+from lightning.fabric import connector
+from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile import ZeroCompileFabricStrategy, ZeroCompileStrategy
+from lightning_zerocompile.plugins.launcher import ForkLauncher
 from tests.support import models
 from tests.support.harness import IMPORTED, free_port
 
@@ -166,15 +171,152 @@ def test_torchrun(tmp_path: Path) -> None:
         assert answer == {"rank": rank, "environment": "TorchElasticEnvironment", "children": 0, "ended": "done"}
 
 
-def test_notebooks_are_refused_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's own message: processes of a script cannot be started from a notebook."""
-    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+# ---- notebooks ----
+
+
+def _interactive(script: str, arguments: list[Any]) -> Any:
+    """What ``script`` says in an interactive Python, which is what Lightning takes for a notebook."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(EXTERNAL)}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-i", "-c", script, json.dumps(arguments)],
+        env=environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    lines = [line.removeprefix("said ") for line in done.stdout.splitlines() if line.startswith("said ")]
+    assert len(lines) == 1, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(lines[0])
+
+
+NOTEBOOK = """
+import json, sys, torch
+torch.set_num_threads(1)
+from tests.support import models
+from lightning_zerocompile import ZeroCompileStrategy
+
+class Module(models.Evaluated):
+    def train_dataloader(self):
+        return models.Batches(self.trainer.global_rank)
+    def test_dataloader(self):
+        return models.Batches(self.trainer.global_rank, 1)
+    def on_train_end(self):
+        self.trainer.save_checkpoint(path)  # here, where the optimizers and the number of steps are
+
+stage, devices, options, path = json.loads(sys.argv[1])
+torch.manual_seed(0)
+module, plain = models.pair(Module)
+strategy = ZeroCompileStrategy(stage, **options)
+trainer = models.make_trainer(strategy, accelerator="cpu", devices=devices, max_steps=4, limit_val_batches=0)
+trainer.fit(module)
+torch.manual_seed(0)
+again = models.make_trainer(ZeroCompileStrategy(stage, **options), accelerator="cpu", devices=devices, max_steps=6)
+resumed = Module()
+again.fit(resumed, ckpt_path=path, weights_only=False)
+tested = again.test(resumed)
+print("said", json.dumps({
+    "launcher": type(trainer.strategy.launcher).__name__, "here": len(module.losses),
+    "parameters": [p.tolist() for p in module.parameters()], "resumed": [p.tolist() for p in resumed.parameters()],
+    "loss": float(trainer.callback_metrics["loss"]), "gathers": strategy.stats.gathers,
+    "report": "gathers" in str(strategy.report()),
+    "tested": tested[0]["test_loss"],
+}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "devices"),
+    [
+        (3, {"compile": False}, 2),
+        (1, {"backend": "aot_eager"}, 2),
+        pytest.param(3, {"backend": "aot_eager"}, 2, marks=pytest.mark.long),
+        (3, {"compile": False}, 1),
+    ],
+    ids=["3-eager", "1-aot", "3-aot", "alone"],
+)
+def test_notebooks(tmp_path: Path, stage: int, options: dict[str, Any], devices: int) -> None:
+    """It trains as DDP does, and what the run has done is known in the notebook."""
+    said = _interactive(NOTEBOOK, [stage, devices, options, str(tmp_path / "a.ckpt")])
+    torch.manual_seed(0)
+    plain = models.Evaluated()
+    optimizer, data = plain.configure_optimizers(), [models.Batches(rank) for rank in range(devices)]
+    steps = [0, 1, 2, 3, 0, 1]  # the data of a resumed run begins anew
+    for number, step in enumerate(steps):
+        optimizer.zero_grad()
+        losses = [plain.loss(batches[step]) for batches in data]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        if number in (3, 5):
+            got = said["parameters" if number == 3 else "resumed"]
+            for one, other in zip(got, plain.parameters(), strict=True):
+                assert torch.allclose(torch.tensor(one), other, rtol=0, atol=1e-6)
+        if number == 3:
+            assert said["loss"] == pytest.approx(losses[0].item(), abs=1e-6)
+    assert said["launcher"] == ("ForkLauncher" if devices == 2 else "Launcher")
+    assert said["here"] == (0 if devices == 2 else 4)
+    assert said["gathers"] > 0 and said["report"]
+    with torch.no_grad():
+        expected = torch.stack([plain.loss(batches[0]) for batches in data]).mean().item()
+    assert said["tested"] == pytest.approx(expected, abs=1e-6)
+
+
+FABRIC_NOTEBOOK = """
+import json, sys, torch
+torch.set_num_threads(1)
+import lightning as L
+from lightning_zerocompile import ZeroCompileFabricStrategy
+from tests.support import models
+
+stage, options, path = json.loads(sys.argv[1])
+
+def train(fabric, steps):
+    torch.manual_seed(0)
+    model = models.ByteModel()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(steps):
+        optimizer.zero_grad()
+        fabric.backward(model(models.Batches(fabric.global_rank)[step]).square().mean())
+        optimizer.step()
+    fabric.save(path, {"model": model})
+
+fabric = L.Fabric(strategy=ZeroCompileFabricStrategy(stage, **options), accelerator="cpu", devices=2)
+fabric.launch(train, 3)
+print("said", json.dumps([p.tolist() for p in torch.load(path)["model"].values()]))
+"""
+
+
+@pytest.mark.parametrize(("stage", "options"), [(3, {"compile": False}), (1, {"backend": "aot_eager"})])
+def test_fabric_in_a_notebook(tmp_path: Path, stage: int, options: dict[str, Any]) -> None:
+    said = _interactive(FABRIC_NOTEBOOK, [stage, options, str(tmp_path / "a.ckpt")])
+    torch.manual_seed(0)
+    plain = models.ByteModel()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = [plain(models.Batches(rank)[step]).square().mean() for rank in range(2)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    for one, other in zip(said, plain.state_dict().values(), strict=True):
+        assert torch.allclose(torch.tensor(one), other, rtol=0, atol=1e-6)
+
+
+def test_who_starts_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in os.environ if n.startswith(EXTERNAL)]:
         monkeypatch.delenv(name)
-    with pytest.raises(
-        MisconfigurationException, match=r"not compatible with an interactive.*Run your code as a script"
-    ):
-        models.make_trainer("zerocompile", devices=2)
+
+    def launcher(**options: Any) -> str:
+        trainer = models.make_trainer(ZeroCompileStrategy(**options), accelerator="cpu", devices=2)
+        fabric = L.Fabric(strategy=ZeroCompileFabricStrategy(**options), accelerator="cpu", devices=2)
+        forked = isinstance(trainer.strategy.launcher, ForkLauncher)
+        assert forked is isinstance(fabric.strategy.launcher, fabric_launchers._MultiProcessingLauncher)
+        return "fork" if forked else "popen"
+
+    assert [launcher(start_method=method) for method in ("auto", "popen", "fork")] == ["popen", "popen", "fork"]
+    with pytest.raises(ValueError, match=r"`unshard_after_fit=False` leaves.*use unshard_after_fit=True"):
+        launcher(start_method="fork", unshard_after_fit=False)
+    for module in (imports, accelerator_connector, connector):
+        monkeypatch.setattr(module, "_IS_INTERACTIVE", True)
+    assert launcher() == "fork"
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
+        launcher(start_method="popen")
 
 
 # ---- who ends them ----
