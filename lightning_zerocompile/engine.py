@@ -289,13 +289,14 @@ class Engine:
         if not torch.is_grad_enabled():
             with self.evaluation_step(fitting=True):
                 yield
-        elif self.windows.is_open or self.runtime.core.unequal():  # there their numbers may differ between ranks
+            return
+        if self.windows.is_open or self.runtime.core.unequal():  # there their numbers may differ between ranks
             with self.runtime.forward(), self._user_code():
                 yield
         else:
             with self.training_step():
                 yield
-            self.runtime.step_state.awaits_backward = True
+        self.runtime.step_state.awaits_backward = True
 
     def take_replaced(self, warns: bool = True) -> None:
         """Lets the compiler see the parameters as they are now, and takes over what users have put into the model since

@@ -342,9 +342,16 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        unequal, engine = self._unequal_everywhere(), self.engine
-        with unequal, engine.backward(closure_loss):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        """Lightning's, and `on_after_backward` finds what the backward has left, also where ranks were apart in it."""
+        unequal, engine, plugin = self._unequal_everywhere(), self.engine, self.precision_plugin
+        with unequal:
+            with engine.backward(closure_loss):
+                self.pre_backward(closure_loss)
+                closure_loss = plugin.pre_backward(closure_loss, self._module)
+                plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
+            closure_loss = plugin.post_backward(closure_loss, self._module)
+            self.post_backward(closure_loss)
+        return closure_loss
 
     @contextmanager
     @override

@@ -109,7 +109,7 @@ def _destroy() -> None:
         dist.destroy_process_group()
         gc.collect()
         for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
-            mesh._pg_registry.clear()
+            getattr(mesh, "_pg_registry", {}).clear()  # private: another torch may have none
 
 
 def _abort(group: dist.ProcessGroup) -> None:

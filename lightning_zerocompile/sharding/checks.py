@@ -302,6 +302,12 @@ def explain(message: str, param_dtype: torch.dtype | None = None) -> str | None:
             "`cast_forward_inputs=False`. Cast what this operation takes, or use the Trainer's precision='bf16-mixed', "
             "which casts in each operation.)"
         )
+    if "does not currently support double backward" in message and "compile=False" not in message:
+        return (
+            f"{message} (Compiled code has no backward of its backward, which create_graph=True asks for: use "
+            "compile=False, or keep the module that does so out of compiled code by `@torch.compiler.disable` on its "
+            "forward.)"
+        )
     if "don't yet support saved tensor hooks" in message or "storage of TensorWrapper" in message:
         return FUNCTORCH.format("parameters")
     texts = ("got mixed torch.Tensor and DTensor", "require placement changes", "not have a sharding strategy")

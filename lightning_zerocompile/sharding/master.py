@@ -267,10 +267,11 @@ def keep_hooks(source: Tensor, target: Tensor) -> None:
 # ---- what happens to a master ----
 
 _OWN = (
-    "Outside of a step a loss mixes what this rank computes with parameter `{}` from `parameters()`, so the gradient "
-    "of that parameter would be this rank's own. Run the backward of such a term by itself "
-    "(`fabric.backward(penalty)`), read the parameter as an attribute of its module, or compute the term inside the "
-    "module's forward."
+    "Outside of a step a loss gives parameter `{}` from `parameters()` a gradient that is an ordinary tensor. Either "
+    "the loss mixes what this rank computes with the parameter, so the gradient would be this rank's own: run the "
+    "backward of such a term by itself (`fabric.backward(penalty)`). Or it has an operation whose gradient is computed "
+    "from whole values (clamp, where, prod, a mask). In both cases it works to read the parameter as an attribute of "
+    "its module, or to compute the term inside the module's forward."
 )
 _HOOK = (
     "`register_hook` on parameter `{}`: a sharded parameter has no gradient of its own until all ranks' are reduced. "

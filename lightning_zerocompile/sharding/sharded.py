@@ -97,6 +97,7 @@ _LOSSES = frozenset(  # DTensor takes the mean of the ranks' means, also of rank
     "soft_margin_loss"
     }
 )  # fmt: skip
+_MEAN, _SUM = 1, 2  # values of a loss's `reduction`
 _MAKES = frozenset(
     {
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones",
@@ -174,6 +175,10 @@ class Sharded(DTensor):
             args = (args[0], args[1] % max(args[0].dim(), 1), *args[2:])
         if name in _LOSSES and len(ours) == len(tensors):
             return _of_whole_values(func, name, args, kwargs, ours[0])
+        if name.removesuffix("_backward") in _LOSSES and len(ours) == len(tensors):
+            named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            if named.get("reduction", _MEAN) == _MEAN:  # DTensor would divide by the number of this rank's elements
+                return func(**named | {"reduction": _SUM}) / named["self"].numel()
         others = [tensor for tensor in tensors if not isinstance(tensor, Sharded)]
         numbers = all(tensor.dim() == 0 for tensor in ours) and not any(isinstance(other, DTensor) for other in others)
         if any(_PIECE in leaf.__dict__ for leaf in written) and torch.Tag.inplace_view not in func.tags:

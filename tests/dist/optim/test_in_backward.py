@@ -55,6 +55,40 @@ def test_units_are_updated_beside_the_backward(stage: int, scope: Any) -> None:
     assert models.deviation(model, twin) <= 1e-6
 
 
+class Looks(models.Module):
+    """Notes in each hook which parameters are updated, and which have a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[Tensor] = []
+        self.found: list[tuple[str, list[str], list[str]]] = []
+
+    def _look(self, hook: str) -> None:
+        pairs = list(zip(self.named_parameters(), self.before, strict=True))
+        updated = [name for (name, p), old in pairs if not torch.equal(local_of(p), old)]
+        self.found.append((hook, updated, [name for (name, p), _ in pairs if p.grad is not None]))
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.before = [local_of(p).clone() for p in self.parameters()]
+
+    def on_after_backward(self) -> None:
+        self._look("after")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._look("step")
+
+
+@pytest.mark.parametrize(("stage", "scope"), CELLS)
+@on_ranks()
+def test_hooks_after_the_backward_see_what_it_has_updated(stage: int, scope: Any) -> None:
+    module = Looks()
+    strategy = ZeroCompileStrategy(stage, optimizer_in_backward=True, **COMPILED[scope])
+    models.make_trainer(strategy, max_steps=3).fit(module, models.Batches(models.rank()))
+    assert [hook for hook, *_ in module.found] == ["after", "step"] * 3
+    for _, updated, with_gradient in module.found:
+        assert len(updated) >= 10 and updated == module.found[-1][1] and with_gradient == []
+
+
 class _Apart(models.ByteModel):
     """The backward of rank 0 waits before each block: so rank 0 sees that reductions are done, and rank 1 does not."""
 

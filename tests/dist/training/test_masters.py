@@ -6,6 +6,7 @@ import copy
 import operator
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -698,6 +699,31 @@ def test_create_graph_without_compilation(stage: int) -> None:
     _reference(case, twin)
     _train(case, model, stage, False)
     assert models.deviation(model, twin) <= 2e-6
+
+
+class _Penalised(nn.Module):
+    """A module without blocks whose forward takes a gradient that is differentiated once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, 6]
+        x = x.detach().requires_grad_()
+        y = self.inner(x)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + grad.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("stage", "scope"), [(1, "blocks"), (2, "model"), (3, "blocks"), (3, False)])
+@on_ranks()
+def test_create_graph_inside_a_compiled_module(stage: int, scope: Any) -> None:
+    model = nn.Sequential(_Penalised())
+    with engines.engine(model, stage, backend="aot_eager", compile=scope) as engine:
+        raises: Any = pytest.raises(RuntimeError, match=r"double backward.*compile=False") if scope else nullcontext()
+        with raises, engine.training_step():
+            engines.backward(engine, model(torch.ones(2, 6, device=models.device())).square().mean())
+        assert scope or model[0].inner[0].weight.grad is not None  # type: ignore[index, union-attr]
 
 
 @pytest.mark.parametrize(("stage", "scope"), [(1, "blocks"), (3, False), (3, "blocks")])
