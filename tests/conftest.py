@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from lightning_zerocompile.runtime import build
+from tests.cells import half, is_halved
 from tests.smoke import is_smoke
 from tests.support import harness
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--half", type=int, choices=(0, 1), default=0, help="of each matrix, unless tests are named")
     parser.addoption("--long", action="store_true", help="also the cells that are left out by default")
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL, one GPU a rank")
     parser.addoption("--ranks", type=int, default=2, help="of the tests that hold for any number of them")
@@ -26,15 +28,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_smoke(item.nodeid):
             item.add_marker(pytest.mark.smoke)
     if not config.getoption("--long"):
-        left_out = [item for item in items if "long" in item.keywords]
-        items[:] = [item for item in items if "long" not in item.keywords]
-        config.hook.pytest_deselected(items=left_out)
+        _leave_out(config, items, {item.nodeid for item in items if "long" in item.keywords})
+        if not config.getoption("keyword") and not any("::" in argument for argument in config.args):
+            _leave_out(config, items, _other_half(items, config.getoption("--half")))
     if torch.cuda.is_available() and config.getoption("--device") == "cuda":
         return
     skip = pytest.mark.skip(reason="needs a GPU and --device cuda")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], tests: set[str]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in tests])
+    items[:] = [item for item in items if item.nodeid not in tests]
+
+
+def _other_half(items: list[pytest.Item], which: int) -> set[str]:
+    """What half ``which`` leaves out, see [Note: halves]. Rules are always tested whole."""
+    functions: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and is_halved(item.nodeid):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for tests in functions.values():
+        cells = [{name: repr(value) for name, value in test.callspec.params.items()} for test in tests]
+        kept = set(half(cells, which))
+        left_out |= {test.nodeid for number, test in enumerate(tests) if number not in kept}
+    return {test for test in left_out if not is_smoke(test)}
 
 
 @pytest.fixture(scope="session")
