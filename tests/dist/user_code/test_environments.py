@@ -283,7 +283,10 @@ print("said", json.dumps([p.tolist() for p in torch.load(path)["model"].values()
 """
 
 
-@pytest.mark.parametrize(("stage", "options"), [(3, {"compile": False}), (1, {"backend": "aot_eager"})])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(3, {"compile": False}), pytest.param(1, {"backend": "aot_eager"}, marks=pytest.mark.long)],
+)
 def test_fabric_in_a_notebook(tmp_path: Path, stage: int, options: dict[str, Any]) -> None:
     said = _interactive(FABRIC_NOTEBOOK, [stage, options, str(tmp_path / "a.ckpt")])
     torch.manual_seed(0)
