@@ -52,6 +52,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from typing_extensions import override
 
@@ -98,6 +99,8 @@ _LOSSES = frozenset(  # DTensor takes the mean of the ranks' means, also of rank
     }
 )  # fmt: skip
 _MEAN, _SUM = 1, 2  # values of a loss's `reduction`
+_CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_backward"})  # DTensor takes rows beside rows
+_RESHAPES = frozenset({"t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_"})  # the tensor itself
 _MAKES = frozenset(
     {
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones",
@@ -109,8 +112,9 @@ _UNKNOWN = (  # DTensor has no rule for an operation
 )  # fmt: skip
 _BY_ELEMENT = frozenset({"copy_", "fill_", "masked_fill", "masked_fill_"})  # of these torch does not say so
 _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", "isclose"})
+_COPY = ("aten::to", "aten::contiguous")  # if they do not return the tensor itself
 _LARGEST = frozenset({"max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "_foreach_max"})
-_NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
+_NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm", "dist"})
 
 _LEFT = (
     "Parameter `{}` is a shard (a DTensor): a former run of this model raised, so it could not be made whole again "
@@ -173,8 +177,14 @@ class Sharded(DTensor):
             args = (args[0], list(range(args[0].dim())), *args[2:])
         if name in _ALONG and len(args) > 1 and isinstance(args[1], int):  # DTensor does not count from the end
             args = (args[0], args[1] % max(args[0].dim(), 1), *args[2:])
-        if name in _LOSSES and len(ours) == len(tensors):
+        if (name in _LOSSES or name in _CONVOLUTIONS) and len(ours) == len(tensors):
             return _of_whole_values(func, name, args, kwargs, ours[0])
+        if name in _RESHAPES and isinstance(args[0], Sharded):
+            return _reshape(func, name, args, kwargs)
+        if name == "masked_fill_" and isinstance(args[2], Tensor):  # DTensor may write to a copy
+            return torch.ops.aten.copy_.default(args[0], torch.ops.aten.masked_fill.Tensor(*args))
+        if "out" in kwargs and len(tensors) == len(written):  # `eye` and others, which know the shape alone
+            return _on_whole_values(func, name, args, kwargs)
         if name.removesuffix("_backward") in _LOSSES and len(ours) == len(tensors):
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
             if named.get("reduction", _MEAN) == _MEAN:  # DTensor would divide by the number of this rank's elements
@@ -405,6 +415,25 @@ def _with(call: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return call(value)
     return [_with(call, leaf) for leaf in value] if isinstance(value, (list, tuple)) else value
+
+
+def _reshape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Gives a tensor another shape in place, without communication.
+
+    Raises:
+        RuntimeError: the new shape would need another rank's rows.
+    """
+    leaf = args[0]
+    view = getattr(torch, name.removesuffix("_"))(*args, **kwargs)
+    if view._local_tensor.untyped_storage()._cdata != leaf._local_tensor.untyped_storage()._cdata:
+        raise RuntimeError(
+            f"`{name}` of {_what(leaf)}: the new shape has other rows, which other ranks hold, so the tensor cannot "
+            f"take it in place. Use `{name.removesuffix('_')}`."
+        )
+    with no_dispatch():
+        func(*args, **kwargs)  # the shape that the tensor itself has
+    leaf._local_tensor, leaf._spec = view._local_tensor, view._spec
+    return leaf
 
 
 def _dispatch_plain(func: Any, args: Any, kwargs: Any) -> Any:
@@ -671,7 +700,7 @@ class _Piece:
 
 def _with_pieces(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """The result of an operation; where it is a view that shares no memory with its origin, it knows its piece."""
-    if not func.is_view or not isinstance(origin := args[0], Sharded):
+    if not func.is_view or func._schema.name in _COPY or not isinstance(origin := args[0], Sharded):
         return result
     storage, piece = origin._local_tensor.untyped_storage()._cdata, origin.__dict__.get(_PIECE)
     views: list[Tensor] | None = None
@@ -802,21 +831,22 @@ def _rounded_once(func: Any, args: Any, kwargs: Any, dtype: torch.dtype, first: 
         args, kwargs, wanted = args[: names.index("dtype")], {**kwargs, "dtype": torch.float32}, dtype
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(wanted) if leaf.dtype != wanted else leaf
+        return torch.ops.aten._to_copy.default(leaf, dtype=wanted) if leaf.dtype != wanted else leaf
 
     reads, left = first.__dict__.get(_READS), first.__dict__.get(_NAME)
     result = _dispatch_plain(func, *_mapped(cast, args, kwargs))
     result = tree_map(lambda leaf: as_sharded(leaf, reads, left), result)
     if any(map(_is_part, tree_leaves(result))):
         (result,), _ = _with_whole_parts((result,), {}, func._schema.name.removeprefix("aten::"))
-    return tree_map(lambda leaf: leaf.to(dtype), result)
+    return tree_map(lambda leaf: torch.ops.aten._to_copy.default(leaf, dtype=dtype), result)
 
 
 def _needs_elements(name: str, args: Any, kwargs: Any) -> bool:
     """Whether an operation raises for a tensor without elements: a maximum, and a norm that is one."""
     if name not in _NORMS:
         return name in _LARGEST
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    place = 2 if name == "dist" else 1
+    order = args[place] if len(args) > place else kwargs.get("ord", kwargs.get("p", 2))
     return order is not None and not 0 <= order < math.inf
 
 

@@ -1,0 +1,147 @@
+"""Operations on parameters and gradients between steps that DTensor does otherwise than torch: whole values count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support import engines, models
+from tests.support.harness import on_ranks
+from tests.support.parity import AOT, EAGER
+
+
+class Shapes(nn.Module):
+    """Parameters of many shapes: with fewer rows than ranks, and with rows that no world size divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(models.Block(6) for _ in range(2))
+        self.one = nn.Parameter(torch.randn(1, 3))
+        self.few = nn.Parameter(torch.randn(1))
+        self.odd = nn.Parameter(torch.randn(5, 3))
+        self.kernel = nn.Parameter(torch.randn(5, 2, 3, 3))
+        self.line = nn.Parameter(torch.randn(4, 4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, 6] -> []
+        for layer in self.layers:
+            x = layer(x)
+        others = (self.one, self.few, self.odd, self.kernel, self.line)
+        return x.square().mean() + sum(torch.sin(p * (1 + number)).sum() for number, p in enumerate(others))
+
+
+def _maximum_in_place(g: Tensor) -> Tensor:
+    return g.masked_fill_(g < 0, g.max())
+
+
+def _number_in_place(g: Tensor) -> Tensor:
+    return g.masked_fill_(g < 0, torch.tensor(7.0, device=g.device))
+
+
+def _transposed(g: Tensor) -> Tensor:
+    return g.clone().t_() * 2
+
+
+def _with_dimension(g: Tensor) -> Tensor:
+    return g.clone().unsqueeze_(-1).mul_(2)
+
+
+def _eye(g: Tensor) -> Tensor:
+    return torch.eye(*g.shape, out=g)
+
+
+WRITES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
+    "masked_fill_ by a maximum": (_maximum_in_place, ("one", "few", "odd", "kernel")),
+    "masked_fill_ by a number": (_number_in_place, ("one", "few", "odd", "kernel")),
+    "t_": (_transposed, ("odd",)),
+    "swapdims_": (lambda g: g.clone().swapdims_(1, 2).mul_(2), ("kernel", "line")),
+    "transpose_": (lambda g: g.clone().transpose_(0, 1).contiguous(), ("odd", "kernel")),
+    "unsqueeze_": (_with_dimension, ("odd", "line", "few")),
+    "squeeze_": (lambda g: g.clone().unsqueeze_(1).squeeze_(1).add_(1), ("odd", "kernel")),
+    "eye": (_eye, ("odd", "one")),
+}
+READS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
+    "convolution": (lambda p: F.conv2d(p, p, padding=1).square(), ("kernel",)),
+    "convolution of lines": (lambda p: F.conv1d(p, p, padding=2).square(), ("line",)),
+    "transposed convolution": (lambda p: F.conv_transpose1d(p, p).square(), ("line",)),
+    "distance": (lambda p: torch.dist(p, p * 0.5, float("inf")), ("one", "few", "odd")),
+    "least distance": (lambda p: torch.dist(p, p * 0.5, -float("inf")), ("one", "few", "odd")),
+}
+
+
+def _full(value: Any) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
+@on_ranks()
+def test_numbers_are_those_of_whole_values(stage: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, twin = models.pair(Shapes)
+    x = torch.randn(2, 6, device=models.device())
+    with engines.engine(model, stage, **options) as engine:
+        for writes, operations in ((True, WRITES), (False, READS)):
+            for name, (operation, parameters) in operations.items():
+                model.zero_grad()
+                twin.zero_grad()
+                with engine.training_step():
+                    engines.backward(engine, model(x))
+                twin(x).backward()
+                for parameter in parameters:
+                    p, q = model.get_parameter(parameter), twin.get_parameter(parameter)
+                    where = f"{name} of {parameter}"
+                    with torch.no_grad():
+                        ours, plain = operation(p.grad), operation(q.grad)  # type: ignore[arg-type]
+                        assert ours.shape == plain.shape, where
+                        assert torch.allclose(_full(ours), plain, rtol=1e-5, atol=1e-6), where
+                        assert torch.allclose(_full(p.grad), q.grad, rtol=1e-5, atol=1e-6), where  # type: ignore[arg-type]
+                    if not writes:
+                        operation(p).sum().backward()
+                        operation(q).sum().backward()
+                        assert torch.allclose(_full(p.grad), q.grad, rtol=1e-4, atol=1e-5), where  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_a_shape_that_needs_other_rows_is_refused(stage: int) -> None:
+    """On all ranks, and nothing has changed after it."""
+    model = Shapes()
+    with engines.engine(model, stage, **EAGER) as engine:
+        with engine.training_step():
+            engines.backward(engine, model(torch.ones(2, 6, device=models.device())))
+        grad: Any = model.one.grad
+        before = grad.full_tensor()
+        with torch.no_grad():
+            with pytest.raises(RuntimeError, match=r"`squeeze_` of a sharded tensor.*Use `squeeze`"):
+                grad.squeeze_()
+            assert grad.shape == (1, 3) and torch.equal(grad.full_tensor(), before)
+            assert torch.equal(grad.squeeze().full_tensor(), before.squeeze())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_sums_in_half_precision_can_be_changed(stage: int) -> None:
+    """As adaptive gradient clipping does it."""
+    model = Shapes().to(torch.bfloat16)
+    with engines.engine(model, stage, master_dtype=torch.bfloat16, **EAGER) as engine:
+        with engine.training_step():
+            engines.backward(engine, model(torch.ones(2, 6, dtype=torch.bfloat16, device=models.device())))
+        for p in (model.odd, model.kernel, model.line):
+            grad: Any = p.grad
+            whole = grad.full_tensor()
+            assert whole.dtype == torch.bfloat16
+            with torch.no_grad():
+                for change in (
+                    lambda g: g.norm(dim=1).clamp_(min=1e-3),
+                    lambda g: g.mean(1, keepdim=True).mul_(2),
+                    lambda g: g.sum(0).mul_(2),
+                    lambda g: g.float().sum(0).to(torch.bfloat16).mul_(2),
+                ):
+                    got, want = change(grad).full_tensor(), change(whole)
+                    assert got.dtype == want.dtype and torch.allclose(got, want, rtol=1e-2, atol=1e-2)
+                assert torch.equal(grad.full_tensor(), whole)
