@@ -342,7 +342,8 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's, and `on_after_backward` finds what the backward has left, also where ranks were apart in it."""
+        """Does what Lightning's does. `on_after_backward` runs after the end of the backward, which may still wait for
+        reductions and updates of units, and so finds the same on all ranks."""
         unequal, engine, plugin = self._unequal_everywhere(), self.engine, self.precision_plugin
         with unequal:
             with engine.backward(closure_loss):
