@@ -344,13 +344,13 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Does what Lightning's does. `on_after_backward` runs after the end of the backward, which may still wait for
         reductions and updates of units, and so finds the same on all ranks."""
-        unequal, engine, plugin = self._unequal_everywhere(), self.engine, self.precision_plugin
+        module, plugin, unequal, engine = self._module, self.precision_plugin, self._unequal_everywhere(), self.engine
         with unequal:
             with engine.backward(closure_loss):
                 self.pre_backward(closure_loss)
-                closure_loss = plugin.pre_backward(closure_loss, self._module)
-                plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
-            closure_loss = plugin.post_backward(closure_loss, self._module)
+                closure_loss = plugin.pre_backward(closure_loss, module)
+                plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            closure_loss = plugin.post_backward(closure_loss, module)
             self.post_backward(closure_loss)
         return closure_loss
 
