@@ -180,7 +180,8 @@ class EngineOwner:
                 self._use(None)
 
     def tell_last_run(self) -> bytes:
-        """What the run that has ended in this process did, for the process that has started it."""
+        """What the run that has ended in this process did, for the process that has started it: as bytes, since
+        Lightning takes the dataclasses that it sends apart."""
         return pickle.dumps((self._last, self._last_report, self.choice))
 
     def hear_last_run(self, told: bytes) -> None:

@@ -145,7 +145,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
     def _configure_launcher(self) -> None:
         if self.cluster_environment is None:
             return
-        if forks(self, self.config.start_method):
+        if forks(self):
             self._launcher = _MultiProcessingLauncher(self, start_method="fork")
         else:
             self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)

@@ -33,7 +33,7 @@ from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prep
 from lightning_zerocompile.plugins.clipping import clip_value_in_backward
 from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
 from lightning_zerocompile.plugins.evaluation import UnequalEvaluation
-from lightning_zerocompile.plugins.launcher import ForkLauncher, Launcher, forks
+from lightning_zerocompile.plugins.launcher import ForkLauncher, KeepsWeightsOnly, Launcher, forks
 from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
 from lightning_zerocompile.ranks.abort import START_ANEW, destroy_group_at_exit, refuse_ended_group
 from lightning_zerocompile.ranks.errors import TEARDOWN, CommunicationError, in_phases, is_communication
@@ -184,7 +184,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     def _configure_launcher(self) -> None:
         if self.cluster_environment is None:
             return
-        if not forks(self, self.config.start_method):
+        if not forks(self):
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
         elif self.config.unshard_after_fit:
             self._launcher = ForkLauncher(self)
@@ -424,7 +424,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        if weights_only is None and isinstance(self._launcher, Launcher | ForkLauncher):
+        if weights_only is None and isinstance(self._launcher, KeepsWeightsOnly):
             weights_only = self._launcher.weights_only  # see [Note: weights_only]
         return self._checkpoints.load(checkpoint_path, weights_only, self._module, fitting)
 

@@ -9,23 +9,24 @@ process: it runs in the notebook's own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import lightning.fabric.strategies.launchers as fabric_launchers
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.launcher import _Launcher
 from lightning.fabric.utilities import imports
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from typing_extensions import override
 
-StartMethod = Literal["auto", "popen", "fork"]
+from lightning_zerocompile.config import Config
 
 
 class Launched(Protocol):
     """A strategy of Lightning's, as its launchers see it, which can say in one process what a run in another did."""
 
+    config: Config
     cluster_environment: ClusterEnvironment | None
     num_nodes: int
 
@@ -37,16 +38,16 @@ class Launched(Protocol):
     def hear_last_run(self, told: bytes) -> None: ...
 
 
-def forks(strategy: Launched, start_method: StartMethod) -> bool:
+def forks(strategy: Launched) -> bool:
     """Whether the processes of further ranks are forks, see [Note: notebooks]."""
-    environment = strategy.cluster_environment
+    start_method, environment = strategy.config.start_method, strategy.cluster_environment
     if start_method != "auto" or environment is None or environment.creates_processes_externally:
         return start_method == "fork"
     return imports._IS_INTERACTIVE and strategy.num_processes * strategy.num_nodes > 1
 
 
-class _Arguments:
-    """See [Note: weights_only].
+class KeepsWeightsOnly(_Launcher):
+    """A part of a launcher, see [Note: weights_only].
 
     [Note: weights_only] ``Trainer.fit(..., weights_only=False)`` lets the checkpoint be unpickled. The Trainer passes
     that argument only to strategies that load before their set-up (Lightning 2.6, ``Trainer._run``), but a sharded
@@ -58,17 +59,18 @@ class _Arguments:
 
     weights_only: bool | None = None
 
-    @contextmanager
-    def _kept(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         before = self.weights_only
         self.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
         try:
-            yield
+            # Lightning's own launcher comes next
+            return super().launch(function, *args, trainer=trainer, **kwargs)  # type: ignore[safe-super]
         finally:
             self.weights_only = before
 
 
-class Launcher(_Arguments, _SubprocessScriptLauncher):
+class Launcher(KeepsWeightsOnly, _SubprocessScriptLauncher):
     """Lightning's, see [Note: weights_only]."""
 
     @property
@@ -76,24 +78,14 @@ class Launcher(_Arguments, _SubprocessScriptLauncher):
     def is_interactive_compatible(self) -> bool:
         return self.num_processes * self.num_nodes == 1
 
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        with self._kept(function, *args, **kwargs):
-            return super().launch(function, *args, trainer=trainer, **kwargs)
 
-
-class ForkLauncher(_Arguments, _MultiProcessingLauncher):
+class ForkLauncher(KeepsWeightsOnly, _MultiProcessingLauncher):
     """Lightning's, see [Note: notebooks] and [Note: weights_only]."""
 
     _strategy: Any  # Lightning's type of it, and `Launched`
 
     def __init__(self, strategy: Launched) -> None:
         super().__init__(strategy, start_method="fork")  # type: ignore[arg-type]
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        with self._kept(function, *args, **kwargs):
-            return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:

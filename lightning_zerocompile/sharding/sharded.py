@@ -98,6 +98,7 @@ _LOSSES = frozenset(  # DTensor takes the mean of the ranks' means, also of rank
     "soft_margin_loss"
     }
 )  # fmt: skip
+_BACKWARDS_OF_LOSSES = frozenset(f"{name}_backward" for name in _LOSSES)
 _MEAN, _SUM = 1, 2  # values of a loss's `reduction`
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_backward"})  # DTensor takes rows beside rows
 _RESHAPES = frozenset({"t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_"})  # the tensor itself
@@ -185,8 +186,8 @@ class Sharded(DTensor):
             return torch.ops.aten.copy_.default(args[0], torch.ops.aten.masked_fill.Tensor(*args))
         if "out" in kwargs and len(tensors) == len(written):  # `eye` and others, which know the shape alone
             return _on_whole_values(func, name, args, kwargs)
-        if name.removesuffix("_backward") in _LOSSES and len(ours) == len(tensors):
-            named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        if name in _BACKWARDS_OF_LOSSES and len(ours) == len(tensors):
+            named = _by_name(func, args, kwargs)
             if named.get("reduction", _MEAN) == _MEAN:  # DTensor would divide by the number of this rank's elements
                 return func(**named | {"reduction": _SUM}) / named["self"].numel()
         others = [tensor for tensor in tensors if not isinstance(tensor, Sharded)]
@@ -207,7 +208,7 @@ class Sharded(DTensor):
             for target, source in zip(args[0], args[1], strict=True):
                 torch.ops.aten.copy_.default(target, source)
             return None
-        if _needs_elements(name, args, kwargs) and any(map(_is_empty_somewhere, ours)):
+        if _needs_elements(func, name, args, kwargs) and any(map(_is_empty_somewhere, ours)):
             args, kwargs = _mapped(_replicated, args, kwargs)
         elif not func._schema.is_mutable and not _keeps_parts(name, kwargs) and any(map(_is_part, ours)):
             args, kwargs = _with_whole_parts(args, kwargs, name)
@@ -451,7 +452,7 @@ def _dispatch_plain(func: Any, args: Any, kwargs: Any) -> Any:
     if not func._schema.is_mutable:
         return result
     for leaf, other in made:
-        leaf._spec = other._spec  # operations such as `squeeze_` change it
+        leaf._spec = other._spec  # an operation with `out=` changes it
     return next((leaf for leaf, other in made if other is result), result)  # what it has written to
 
 
@@ -542,6 +543,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += _tensors_of((args[number] if number < len(args) else kwargs.get(argument.name),), {})
     return found
+
+
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments that an operation was given, by their names in its schema."""
+    return {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
 
 
 def _count_write(rows: Tensor) -> None:
@@ -809,8 +815,7 @@ def _half_of(func: Any, args: Any, kwargs: Any, leaves: list[Tensor]) -> torch.d
         return None
     if func._schema.is_mutable or all(_is_everywhere(leaf) for leaf in leaves):
         return None
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}.get("dtype")
+    given = _by_name(func, args, kwargs).get("dtype")
     dtypes = {leaf.dtype for leaf in leaves} if given is None else {given}
     dtype: torch.dtype = dtypes.pop()
     return dtype if dtype in _HALF and not dtypes else None  # of several the result has the widest
@@ -841,12 +846,12 @@ def _rounded_once(func: Any, args: Any, kwargs: Any, dtype: torch.dtype, first: 
     return tree_map(lambda leaf: torch.ops.aten._to_copy.default(leaf, dtype=dtype), result)
 
 
-def _needs_elements(name: str, args: Any, kwargs: Any) -> bool:
+def _needs_elements(func: Any, name: str, args: Any, kwargs: Any) -> bool:
     """Whether an operation raises for a tensor without elements: a maximum, and a norm that is one."""
     if name not in _NORMS:
         return name in _LARGEST
-    place = 2 if name == "dist" else 1
-    order = args[place] if len(args) > place else kwargs.get("ord", kwargs.get("p", 2))
+    named = _by_name(func, args, kwargs)
+    order = named.get("ord", named.get("p", 2))
     return order is not None and not 0 <= order < math.inf
 
 

@@ -157,6 +157,12 @@ class Batches:
         return self._batches[index]
 
 
+def full(value: Any) -> Tensor:
+    """The whole value of a DTensor, which all ranks ask for; an ordinary tensor as it is."""
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole
+
+
 def pair(make: Callable[..., nn.Module] = Module, **arguments: Any) -> tuple[Any, Any]:
     """A model to shard, and an equal one that stays whole, on this rank's device."""
     model = make(**arguments)

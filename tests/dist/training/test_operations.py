@@ -73,10 +73,6 @@ READS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
 }
 
 
-def _full(value: Any) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
 @on_ranks()
@@ -98,12 +94,12 @@ def test_numbers_are_those_of_whole_values(stage: int, options: dict[str, Any]) 
                     with torch.no_grad():
                         ours, plain = operation(p.grad), operation(q.grad)  # type: ignore[arg-type]
                         assert ours.shape == plain.shape, where
-                        assert torch.allclose(_full(ours), plain, rtol=1e-5, atol=1e-6), where
-                        assert torch.allclose(_full(p.grad), q.grad, rtol=1e-5, atol=1e-6), where  # type: ignore[arg-type]
+                        assert torch.allclose(models.full(ours), plain, rtol=1e-5, atol=1e-6), where
+                        assert torch.allclose(models.full(p.grad), q.grad, rtol=1e-5, atol=1e-6), where  # type: ignore[arg-type]
                     if not writes:
                         operation(p).sum().backward()
                         operation(q).sum().backward()
-                        assert torch.allclose(_full(p.grad), q.grad, rtol=1e-4, atol=1e-5), where  # type: ignore[arg-type]
+                        assert torch.allclose(models.full(p.grad), q.grad, rtol=1e-4, atol=1e-5), where  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -203,7 +203,7 @@ class Module(models.Evaluated):
 
 stage, devices, options, path = json.loads(sys.argv[1])
 torch.manual_seed(0)
-module, plain = models.pair(Module)
+module = Module()
 strategy = ZeroCompileStrategy(stage, **options)
 trainer = models.make_trainer(strategy, accelerator="cpu", devices=devices, max_steps=4, limit_val_batches=0)
 trainer.fit(module)
