@@ -101,6 +101,7 @@ _LOSSES = frozenset(  # DTensor takes the mean of the ranks' means, also of rank
 _BACKWARDS_OF_LOSSES = frozenset(f"{name}_backward" for name in _LOSSES)
 _MEAN, _SUM = 1, 2  # values of a loss's `reduction`
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_backward"})  # DTensor takes rows beside rows
+_PLACES = frozenset({"argmax", "argmin"})  # DTensor has two gathers in flight, see [Note: gloo gathers] in csrc
 _RESHAPES = frozenset({"t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_"})  # the tensor itself
 _MAKES = frozenset(
     {
@@ -179,6 +180,8 @@ class Sharded(DTensor):
         if name in _ALONG and len(args) > 1 and isinstance(args[1], int):  # DTensor does not count from the end
             args = (args[0], args[1] % max(args[0].dim(), 1), *args[2:])
         if (name in _LOSSES or name in _CONVOLUTIONS) and len(ours) == len(tensors):
+            return _of_whole_values(func, name, args, kwargs, ours[0])
+        if name in _PLACES and ours[0].device.type == "cpu":
             return _of_whole_values(func, name, args, kwargs, ours[0])
         if name in _RESHAPES and isinstance(args[0], Sharded):
             return _reshape(func, name, args, kwargs)
