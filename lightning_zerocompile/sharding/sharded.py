@@ -850,9 +850,9 @@ def _rounded_once(func: Any, args: Any, kwargs: Any, dtype: torch.dtype, first: 
 
 
 def _needs_elements(func: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """Whether an operation raises for a tensor without elements: a maximum, and a norm that is one."""
+    """Whether an operation raises for a tensor without elements: a maximum, a norm that is one, pooling, and an FFT."""
     if name not in _NORMS:
-        return name in _LARGEST
+        return name in _LARGEST or "_pool" in name or name.startswith("_fft_")
     named = _by_name(func, args, kwargs)
     order = named.get("ord", named.get("p", 2))
     return order is not None and not 0 <= order < math.inf

@@ -145,6 +145,37 @@ def test_sums_in_half_precision_can_be_changed(stage: int) -> None:
                 assert torch.equal(grad.full_tensor(), whole)
 
 
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "fft": lambda x: torch.fft.fft(x).abs(),
+    "rfft": lambda x: torch.fft.rfft(x).abs(),
+    "irfft": lambda x: torch.fft.irfft(x),
+    "fft2": lambda x: torch.fft.fft2(x[:, None] * x[..., None]).real,
+    "max_pool1d": lambda x: F.max_pool1d(x, 2),
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 2),
+    "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x, 2),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x[:, None] * x[..., None], 2),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(3)
+def test_of_a_rank_without_rows(stage: int) -> None:
+    """torch raises for a tensor without elements, and would on that rank alone."""
+    model, twin = models.pair(lambda: nn.Sequential(nn.Linear(6, 4, bias=False)))  # ranks have 2, 2 and 0 rows
+    x = torch.randn(2, 6, device=models.device())
+    with engines.engine(model, stage, **EAGER) as engine:
+        with engine.training_step():
+            engines.backward(engine, model(x).square().mean())
+        twin(x).square().mean().backward()
+        ours: Any = model.get_parameter("0.weight")
+        plain: Any = twin.get_parameter("0.weight")
+        for what, p, q in (("gradient", ours.grad, plain.grad), ("value", ours.detach(), plain.detach())):
+            for name, transform in TRANSFORMS.items():
+                with torch.no_grad():
+                    got, want = models.full(transform(p)), transform(q)
+                assert torch.allclose(got, want, rtol=1e-5, atol=1e-6), f"{name} of the {what}"
+
+
 class Gathers(TorchDispatchMode):
     """Counts the gathers of DTensor's own code."""
 
