@@ -21,7 +21,7 @@ from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
 from lightning_zerocompile.optim.supported import masters_of
-from lightning_zerocompile.optim.taken_over import left_behind
+from lightning_zerocompile.optim.taken_over import left_behind, living_optimizers
 from lightning_zerocompile.ranks.abort import refuse_ended_group
 from lightning_zerocompile.ranks.groups import Groups, inner_size, shard_groups
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
@@ -554,7 +554,7 @@ class Engine:
         self.steps.attach(optimizers)
         if optimizers:
             names: dict[Tensor, str] = {sharded.master: sharded.name for sharded in self.runtime.sharded_parameters}
-            check_equal_optimizers(optimizers, names, self.runtime.messages)
+            check_equal_optimizers(optimizers, names, self.steps.made_elsewhere, self.runtime.messages)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], runs_backward: bool = False, **kwargs: Any) -> Any:
         """See :meth:`OptimizerSteps.step`."""
@@ -572,13 +572,15 @@ class Engine:
         """Optimizers are made in this context, see [Note: parameters by identity]."""
         state = self.runtime.step_state
         before, state.gives_masters = state.gives_masters, True
+        held = any(user_object(sharded) is not sharded.master for sharded in self.runtime.sharded_parameters)
+        self.steps.earlier = living_optimizers() if held else None
         for module, name, sharded in self._places():
             if module._parameters[name] is sharded.master:
                 module._parameters[name] = user_object(sharded)  # lists and `id`s that `__init__` has noted know it
         try:
             yield
         finally:
-            state.gives_masters = before
+            state.gives_masters, self.steps.earlier = before, None
             self._put_masters()
 
     def _put_masters(self) -> None:

@@ -34,6 +34,7 @@ from lightning_zerocompile.optim.taken_over import (
     give_back,
     is_whole,
     keep_on_host,
+    living_optimizers,
     move,
     rename,
     sharded_states,
@@ -70,6 +71,8 @@ class OptimizerSteps:
         count: how many steps have succeeded. A step, or a backward, that raised after it had updated units counts as
             half a step.
         in_backward: updates units inside the backward; ``None`` without ``optimizer_in_backward``.
+        earlier: while the optimizers of a run are made, those that there were before; ``None``: those that are attached
+            now are all from before it, if they hold what was made before it.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class OptimizerSteps:
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
         self._offloaded: list[list[Tensor]] = []  # what each optimizer had when it was offloaded
         self._taken_over: dict[Optimizer, None] = {}  # see [Note: optimizers made elsewhere]; in order
+        self.earlier: weakref.WeakSet[Optimizer] | None = None
         self._running: list[Optimizer] = []  # their steps, the outermost first
         self._through_lightning: list[Optimizer] = []  # optimizers whose `step` runs through Lightning now
         self.in_backward: InBackward | None = None  # with `optimizer_in_backward`
@@ -133,9 +137,10 @@ class OptimizerSteps:
         known = {sharded.master for sharded in self._runtime.sharded_parameters}
         found = ((sharded.original(), sharded.master) for sharded in self._runtime.sharded_parameters)
         originals: dict[Tensor, Tensor] = {original: master for original, master in found if original is not None}
+        of_the_run = set() if self.earlier is None else set(living_optimizers()).difference(self.earlier)
         for number, optimizer in enumerate(optimizers):
             whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
-            if take_masters(number, optimizer, originals, whole):
+            if take_masters(number, optimizer, originals, whole) and optimizer not in of_the_run:
                 self._taken_over[optimizer] = None
         check_optimizers(optimizers, self._config.full_param_optimizers)
         shared = shared_masters(optimizers)
@@ -231,6 +236,11 @@ class OptimizerSteps:
         if self.in_backward is not None and before.in_backward is not None:
             self.in_backward.clip_value = before.in_backward.clip_value
         return before.last, dropped
+
+    @property
+    def made_elsewhere(self) -> Collection[Optimizer]:
+        """See [Note: optimizers made elsewhere] in taken_over.py."""
+        return self._taken_over.keys()
 
     def states_of_others(self) -> list[Tensor]:
         """What updates write of optimizers that were made elsewhere; their states outlive the run."""

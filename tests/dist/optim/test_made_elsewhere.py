@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -320,3 +321,48 @@ def test_an_optimizer_that_is_not_returned_is_named(stage: int) -> None:
     found = [str(one.message) for one in caught if "does not return it" in str(one.message)]
     assert len(found) == (models.rank() == 0), found
     assert all("A SGD holds parameter `model.layers.0." in text for text in found)
+
+
+class MadeInTheRun(models.Module):
+    """Its optimizer, with a state, is made in `configure_optimizers`."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+@pytest.mark.parametrize("who", ["nobody", "one rank", "all ranks", "one rank's garbage"])
+@pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (2, EAGER), (3, EAGER), (3, AOT)])
+@on_ranks()
+def test_an_optimizer_of_the_run_stays_with_it(stage: int, options: dict[str, Any], who: str) -> None:
+    """Also where somebody holds the parameters from before the sharding: on one rank alone it is known, the end of the
+    fit would wait for the others."""
+    module, noted = MadeInTheRun(), []
+    twin = copy.deepcopy(module)
+    if who == "all ranks" or (who == "one rank" and models.rank() == 0):
+        noted = list(module.parameters())
+    if who == "one rank's garbage" and models.rank() == 0:
+        gc.disable()
+        cycle: list[Any] = [list(module.parameters())]
+        cycle.append(cycle)
+        del cycle
+    try:
+        trainer = _fit(module, stage, 2, **options)
+    finally:
+        gc.enable()
+    models.reference(twin, 2)
+    assert models.deviation(module, twin) <= 1e-6
+    assert set(noted) <= set(module.parameters())
+    momenta = [state["momentum_buffer"] for state in trainer.optimizers[0].state.values()]
+    assert {isinstance(kept, DTensor) for kept in momenta if kept is not None and kept.dim() > 0} == {True}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_made_elsewhere_on_one_rank_alone(stage: int) -> None:
+    """Before any step, on all ranks."""
+    model = models.ByteModel()
+    before = list(model.parameters())
+    with engines.engine(model, stage, **EAGER) as engine:
+        parameters = before if models.rank() == 0 else list(model.parameters())
+        with pytest.raises(RuntimeError, match="what optimizer 0 was made with"):
+            engine.attach_optimizers([torch.optim.SGD(parameters, lr=0.1, momentum=0.9)])
