@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from functools import update_wrapper
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
-from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
+from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.types import _PATH
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -37,7 +38,7 @@ from lightning_zerocompile.plugins.fabric_precision import (
 from lightning_zerocompile.plugins.grad_scaler import ShardedGradScaler
 from lightning_zerocompile.plugins.launcher import FabricLauncher, forks
 from lightning_zerocompile.ranks.abort import destroy_group_at_exit
-from lightning_zerocompile.ranks.errors import TEARDOWN, in_phases
+from lightning_zerocompile.ranks.errors import TEARDOWN, in_phases, phase
 from lightning_zerocompile.sharding.checks import check_has_parameters
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.meta_init import place
@@ -46,7 +47,6 @@ from lightning_zerocompile.sharding.meta_init import place
 _PHASES = {
     "setup_module": "the set-up of the module",
     "setup_optimizer": "the set-up of an optimizer",
-    "backward": "backward",
     "optimizer_step": "the optimizer's step",
     "clip_gradients_norm": "clipping",
     "clip_gradients_value": "clipping",
@@ -85,6 +85,19 @@ class _BackwardSync(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         strategy = self._strategy()
         return strategy.engine.accumulation() if enabled and strategy is not None else nullcontext()
+
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def _wraps_lightnings(backward: C) -> C:
+    """Tells Fabric that this method does what Lightning's own does.
+
+    Else a model's output raises in every backward but ``fabric.backward``: in ``torch.autograd.grad`` (a gradient
+    penalty), and in ``loss.backward()``. These need nothing of the method.
+    """
+    update_wrapper(backward, Strategy.backward)
+    return backward
 
 
 @in_phases(_PHASES)
@@ -252,6 +265,8 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         with super().unequal():
             yield
 
+    @_wraps_lightnings
+    @phase("backward")
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self._backwards += 1

@@ -254,3 +254,60 @@ def test_back_to_a_state_in_memory(stage: int, kind: Any) -> None:
     _loop(ddp, other, others, 3)
     fabric.strategy.unshard()
     assert models.deviation(ours, theirs) <= 1e-6
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(models.Block(6) for _ in range(2))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, 6] -> [batch, 1]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _penalty(fabric: L.Fabric, model: Any, x: Tensor) -> None:
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    fabric.backward(model(x.detach()).square().mean() + (slope.norm(dim=1) - 1).square().mean())
+
+
+def _attack(fabric: L.Fabric, model: Any, x: Tensor) -> None:
+    (slope,) = torch.autograd.grad(model(x).square().mean(), x)
+    fabric.backward(model(x.detach() + 0.1 * slope.sign()).square().mean())
+
+
+def _plain_backward(fabric: L.Fabric, model: Any, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        (_penalty, EAGER),
+        (_attack, EAGER),
+        (_attack, AOT),
+        (_plain_backward, EAGER),
+        (_plain_backward, AOT),
+        (_plain_backward, EAGER | {"optimizer_in_backward": True}),
+    ],
+)
+@on_ranks()
+def test_a_gradient_is_taken_past_fabric(stage: int, step: Any, options: dict[str, Any]) -> None:
+    """`torch.autograd.grad` of a model's output, and `loss.backward()`, with an accumulation of two in each step."""
+    ours, theirs = models.pair(Critic)
+    for module, strategy in ((theirs, "ddp"), (ours, ZeroCompileFabricStrategy(stage, **options))):
+        fabric = _fabric(strategy)
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+        for number in range(3):
+            for micro in range(2):
+                generator = torch.Generator().manual_seed(10 * number + 2 * models.rank() + micro)
+                x = torch.randn(4, 6, generator=generator).to(fabric.device).requires_grad_()
+                with fabric.no_backward_sync(model, enabled=micro == 0):
+                    step(fabric, model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    fabric.strategy.unshard()  # type: ignore[attr-defined]
+    assert models.deviation(ours, theirs) <= 1e-6
