@@ -241,6 +241,7 @@ class Engine:
         ``automatic``: see :meth:`begin_training_step`.
         """
         self.begin_training_step(automatic)
+        self.runtime.step_state.has_loss = True
         with self.runtime.forward(), self._user_code():
             yield
 
@@ -443,7 +444,14 @@ class Engine:
         """Tells the runtime when the outermost backward starts, that is when the gradient of the loss is computed, and
         how it ends: it may raise, and the engine's callback may have come in a nested backward.
         """
-        self.runtime.step_state.awaits_backward = False
+        moment = self.runtime.step_state
+        before = moment.in_step
+        if isinstance(loss, DTensor):  # it was computed outside of steps
+            moment.in_step = False
+        else:
+            moment.in_step = before or moment.has_loss
+            moment.has_loss = False
+        moment.awaits_backward = False
         if self.steps.in_backward is not None:
             self.steps.in_backward.begins()
         if loss.requires_grad and loss.grad_fn is not None:
@@ -456,6 +464,8 @@ class Engine:
             self.runtime.core.backward_raised()
             self.steps.backward_failed()
             raise
+        finally:
+            moment.in_step = before
         self.runtime.core.finish_backward()
         if self.runtime.activations is not None:
             self.runtime.activations.settle()

@@ -466,7 +466,7 @@ class OptimizerSteps:
             self._update_begins()
         step_state = self._runtime.step_state
         before = step_state.in_step, self._by_unit
-        step_state.in_step, self._by_unit = False, False
+        step_state.in_step, step_state.has_loss, self._by_unit = False, False, False
         try:
             if self.in_backward is not None and through_lightning:
                 self.in_backward.check(optimizer)

@@ -22,11 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import unserializable_hook
 
-from lightning_zerocompile.sharding.master import PARAMETER, as_plain_tensors
+from lightning_zerocompile.sharding.master import PARAMETER, PASSED, as_plain_tensors
 
 if TYPE_CHECKING:
     from lightning_zerocompile.sharding.parameter import ShardedParameter
+
+_REFUSES = "_zerocompile_refuses"  # what removes the hook of :func:`_refusal`
 
 
 class Held(nn.Parameter):
@@ -89,8 +92,23 @@ def hold(sharded: ShardedParameter) -> None:
     if not original.is_meta:  # optimizers group by device and dtype below Python
         one = torch.zeros((), dtype=sharded.master.dtype, device=sharded.master.device)
         original.data = one.expand(original.shape)
+    if original.is_floating_point() or original.is_complex():
+        original.requires_grad = True  # user code may train later what it has frozen now
+        original.__dict__[_REFUSES] = original.register_hook(_refusal(weakref.ref(original)))  # type: ignore[no-untyped-call]
     original.__dict__[PARAMETER] = weakref.ref(sharded)
     original.__class__ = Held
+
+
+def _refusal(held: weakref.ref[nn.Parameter]) -> Callable[[Tensor], None]:
+    """A hook for a gradient that autograd computes for the object itself. Its master would not get it."""
+
+    @unserializable_hook  # type: ignore[untyped-decorator, unused-ignore]
+    def refuse(grad: Tensor) -> None:
+        found = held()
+        if found is not None and master_of_held(found).requires_grad:
+            raise RuntimeError(PASSED.format(found.__dict__[PARAMETER]().name))
+
+    return refuse  # type: ignore[no-any-return, unused-ignore]
 
 
 def user_object(sharded: ShardedParameter) -> nn.Parameter:
@@ -110,6 +128,8 @@ def let_go(held: Held, value: Tensor, requires_grad: bool) -> nn.Parameter:
     parameter: nn.Parameter = held
     parameter.__class__ = nn.Parameter
     del parameter.__dict__[PARAMETER]
+    if (refuses := parameter.__dict__.pop(_REFUSES, None)) is not None:
+        refuses.remove()
     parameter.data, parameter.grad, parameter.requires_grad = value, None, requires_grad
     return parameter
 

@@ -217,6 +217,10 @@ def bind_before_accumulation(master: Tensor) -> None:
     term in ``on_after_backward``. Autograd then adds to the ``grad`` of the master, below Python. It must find the
     reduced gradient there, which is bound only when somebody asks for it. If that is still to come, it is added to
     what autograd has set (``Runtime._bind``). What autograd brings may have another layout than the master.
+
+    In a step user code computes with full values, and autograd does not come to a master. It does where user code hands
+    a master to what autograd does not look into, or adds a term from outside of the step to the step's loss. Then each
+    rank's rows might get a gradient of its own batch, so this raises.
     """
     this = weakref.ref(master)
 
@@ -226,8 +230,11 @@ def bind_before_accumulation(master: Tensor) -> None:
         with torch.no_grad(), as_plain_tensors():
             if not isinstance(found, Master):
                 return None
+            sharded = record_of(found)
+            if sharded.step_state.in_step:
+                raise RuntimeError(PASSED.format(sharded.name))
             if not isinstance(grad, DTensor):
-                raise RuntimeError(_OWN.format(record_of(found).name))
+                raise RuntimeError(_OWN.format(sharded.name))
             gradient_of(found)
             return None if grad.placements == found.placements else grad.redistribute(placements=found.placements)
 
@@ -272,6 +279,13 @@ _OWN = (
     "backward of such a term by itself (`fabric.backward(penalty)`). Or it has an operation whose gradient is computed "
     "from whole values (clamp, where, prod, a mask). In both cases it works to read the parameter as an attribute of "
     "its module, or to compute the term inside the module's forward."
+)
+PASSED = (
+    "In the backward of a step parameter `{}` itself has got a gradient. It may be this rank's own, and no reduction "
+    "would average it. Either the parameter was an argument of a `torch.autograd.Function` or of a reentrant "
+    "checkpoint: give them what the module has as an attribute (`module.weight`). Or the loss has a term that was "
+    "computed from `parameters()` outside of the step: compute it in the step, or run its backward by itself "
+    "(`self.manual_backward(term)`, `fabric.backward(term)`)."
 )
 _HOOK = (
     "`register_hook` on parameter `{}`: a sharded parameter has no gradient of its own until all ranks' are reduced. "

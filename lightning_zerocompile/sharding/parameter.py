@@ -98,7 +98,9 @@ class StepState:
     """Where in a step this rank is.
 
     Attributes:
-        in_step: whether the user's step runs; an optimizer's step does not count.
+        in_step: whether the user's step runs, or the backward of its loss, which may run user code, too (a function
+            that is computed anew, the backward of a `torch.autograd.Function`); an optimizer's step does not count.
+        has_loss: whether a step has begun, and no backward of its loss since.
         awaits_backward: whether a loop that does not say where its steps begin has run a forward, and its backward is
             still to come: a loss that is computed now is part of a step.
         depth: how many regions are entered now.
@@ -109,6 +111,7 @@ class StepState:
     """
 
     in_step: bool = False
+    has_loss: bool = False
     awaits_backward: bool = False
     depth: int = 0
     updated: bool = False
