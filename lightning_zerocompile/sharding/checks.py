@@ -67,9 +67,10 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
 
     Raises:
         RuntimeError: the ranks differ, and the message names the setting, or the first parameter or buffer, and the
-            rank; or a tensor is on a device that is not supported.
+            rank; or a tensor is on a device that is not supported, or is not initialized.
         TypeError: TorchScript has parameters of the model.
     """
+    check_initialized(model)
     loaded = {  # rank 0 sends values or not, depending on where they come from
         f"{path}.{name}" if path else name: source.name
         for path, inner in model.named_modules()
@@ -245,6 +246,16 @@ def _plain(value: object) -> str:
     if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device)):
         return repr(value)
     return f"of type {type(value).__qualname__}"
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Raises RuntimeError, which names it, if a parameter or buffer of a lazy layer has no shape yet."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise RuntimeError(
+                f"`{name}` has no shape yet, since its lazy layer has run no forward. Run one with a batch before the "
+                "model is sharded, on all ranks: at the end of `configure_model`, or before `fit` or `fabric.setup`."
+            )
 
 
 def check_devices(model: nn.Module) -> None:

@@ -322,6 +322,16 @@ def test_parameters_of_other_classes() -> None:
         pass
 
 
+@on_ranks()
+def test_lazy_layers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+    with pytest.raises(RuntimeError, match=r"`1\.weight` has no shape yet.*configure_model"):
+        engines.make_engine(model, 3, compile=False)
+    model(torch.ones(1, 4))
+    with engines.engine(model, 3, compile=False):
+        pass
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @on_ranks()
 def test_scripted_modules() -> None:
