@@ -231,7 +231,7 @@ def bind_before_accumulation(master: Tensor) -> None:
             if not isinstance(found, Master):
                 return None
             sharded = record_of(found)
-            if sharded.step_state.in_step:
+            if sharded.step_state.in_step or sharded.step_state.awaits_backward:
                 raise RuntimeError(PASSED.format(sharded.name))
             if not isinstance(grad, DTensor):
                 raise RuntimeError(_OWN.format(sharded.name))

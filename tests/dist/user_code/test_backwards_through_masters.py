@@ -257,6 +257,21 @@ def test_a_function_gets_a_parameter(stage: int, options: dict[str, Any], weight
         trainer.fit(Functions(weights), models.Batches(models.rank()))
 
 
+@STAGES
+@pytest.mark.parametrize("raw", [False, True])
+@on_ranks()
+def test_a_function_gets_a_parameter_in_fabric(stage: int, raw: bool) -> None:
+    strategy = ZeroCompileFabricStrategy(stage=stage, **EAGER)
+    fabric = L.Fabric(accelerator=models.device(), devices=models.ranks_here(), strategy=strategy)
+    fabric.launch()
+    inner = models.ByteModel()
+    model = fabric.setup_module(inner)
+    loss = engines.token_loss(model, models.Batches(models.rank())[0])
+    loss = loss + Scaled.apply(next(model.parameters()), 0.1 * float(loss.detach()))  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="itself has got a gradient"):
+        loss.backward() if raw else fabric.backward(loss)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks()
 def test_a_function_of_frozen_parameters(stage: int) -> None:
