@@ -442,15 +442,10 @@ class Engine:
     @contextlib.contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
         """Tells the runtime when the outermost backward starts, that is when the gradient of the loss is computed, and
-        how it ends: it may raise, and the engine's callback may have come in a nested backward.
+        how it ends: it may raise, and the engine's callback may have come in a nested backward. User code that runs in
+        the backward of a step's loss is part of the step.
         """
         moment = self.runtime.step_state
-        before = moment.in_step
-        if isinstance(loss, DTensor):  # it was computed outside of steps
-            moment.in_step = False
-        else:
-            moment.in_step = before or moment.has_loss
-            moment.has_loss = False
         moment.awaits_backward = False
         if self.steps.in_backward is not None:
             self.steps.in_backward.begins()
@@ -458,6 +453,11 @@ class Engine:
             loss.register_hook(self._arm)  # type: ignore[no-untyped-call]
         if not (self.windows.is_open or self.windows.in_accumulation):
             self.steps.backward_begins()
+        before = moment.in_step
+        if isinstance(loss, DTensor):  # it was computed outside of steps
+            moment.in_step = False
+        else:
+            moment.in_step, moment.has_loss = before or moment.has_loss, False
         try:
             yield
         except BaseException:
