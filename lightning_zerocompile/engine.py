@@ -297,7 +297,8 @@ class Engine:
         else:
             with self.training_step():
                 yield
-        self.runtime.step_state.awaits_backward = True
+        moment = self.runtime.step_state
+        moment.awaits_backward = moment.has_loss = True
 
     def take_replaced(self, warns: bool = True) -> None:
         """Lets the compiler see the parameters as they are now, and takes over what users have put into the model since
@@ -453,11 +454,10 @@ class Engine:
             loss.register_hook(self._arm)  # type: ignore[no-untyped-call]
         if not (self.windows.is_open or self.windows.in_accumulation):
             self.steps.backward_begins()
-        before = moment.in_step
-        if isinstance(loss, DTensor):  # it was computed outside of steps
-            moment.in_step = False
-        else:
-            moment.in_step, moment.has_loss = before or moment.has_loss, False
+        before, outside = moment.in_step, isinstance(loss, DTensor)  # a shard: computed outside of steps
+        moment.in_step = not outside and (before or moment.has_loss)
+        if not outside and not self.windows.is_open:  # which may have several losses, and then their backwards
+            moment.has_loss = False
         try:
             yield
         except BaseException:

@@ -100,7 +100,7 @@ class StepState:
     Attributes:
         in_step: whether the user's step runs, or the backward of its loss, which may run user code, too (a function
             that is computed anew, the backward of a `torch.autograd.Function`); an optimizer's step does not count.
-        has_loss: whether a step has begun, and no backward of its loss since.
+        has_loss: whether a step has begun, and no backward of its loss since; in a window, whether it has begun.
         awaits_backward: whether a loop that does not say where its steps begin has run a forward, and its backward is
             still to come: a loss that is computed now is part of a step.
         depth: how many regions are entered now.
