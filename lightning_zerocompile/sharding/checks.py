@@ -222,18 +222,16 @@ def _described(
     for number, optimizer in enumerate(optimizers):
         kind = type(optimizer)
         found[f"the class of optimizer {number}"] = f"{kind.__module__}.{kind.__qualname__}"
-        held = (
-            "parameters from before the sharding" if optimizer in made_elsewhere else "parameters of the sharded model"
-        )
-        found[f"what optimizer {number} was made with"] = held
+        origin = "from before the sharding" if optimizer in made_elsewhere else "of the sharded model"
+        found[f"what optimizer {number} was made with"] = f"parameters {origin}"
         for place, group in enumerate(optimizer.param_groups):
             where = f"of group {place} of optimizer {number}"
             for key, value in group.items():
                 if key != "params":
                     found[f"`{key}` {where}"] = _plain(value)
-            known = [names.get(master_of(parameter), "?") for parameter in group["params"]]
-            digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]
-            found[f"the parameters {where}"] = f"{len(known)} from `{(known or ['none'])[0]}` on (digest {digest})"
+            held = [names.get(master_of(parameter), "?") for parameter in group["params"]]
+            digest = hashlib.sha256("\n".join(held).encode()).hexdigest()[:12]
+            found[f"the parameters {where}"] = f"{len(held)} from `{(held or ['none'])[0]}` on (digest {digest})"
     return found
 
 

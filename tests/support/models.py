@@ -180,6 +180,14 @@ def make_trainer(strategy: ZeroCompileStrategy | str, **arguments: Any) -> L.Tra
     return L.Trainer(strategy=strategy, **(defaults | arguments))
 
 
+def make_fabric(strategy: Any, **arguments: Any) -> L.Fabric:
+    """A Fabric over the ranks of this group, launched."""
+    here = ranks_here()
+    fabric = L.Fabric(accelerator=device(), devices=here, num_nodes=world() // here, strategy=strategy, **arguments)
+    fabric.launch()
+    return fabric
+
+
 @contextmanager
 def heard() -> Iterator[list[str]]:
     """What `rank_zero_info` says on this rank."""

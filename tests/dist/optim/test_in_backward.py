@@ -530,11 +530,7 @@ def test_fabric() -> None:
     for in_backward in (False, True):
         torch.manual_seed(0)
         strategy = ZeroCompileFabricStrategy(3, compile=False, optimizer_in_backward=in_backward)
-        here = models.ranks_here()
-        fabric = L.Fabric(
-            accelerator=models.device(), devices=here, num_nodes=models.world() // here, strategy=strategy
-        )
-        fabric.launch()
+        fabric = models.make_fabric(strategy)
         inner = models.ByteModel()
         model, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.5, momentum=0.9))
         data = models.Batches(models.rank())

@@ -334,8 +334,8 @@ class MadeInTheRun(models.Module):
 @pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (2, EAGER), (3, EAGER), (3, AOT)])
 @on_ranks()
 def test_an_optimizer_of_the_run_stays_with_it(stage: int, options: dict[str, Any], who: str) -> None:
-    """Also where somebody holds the parameters from before the sharding: on one rank alone it is known, the end of the
-    fit would wait for the others."""
+    """Also where somebody holds the parameters from before the sharding. A rank that alone gave the optimizer something
+    back would wait for the others at the end of the fit."""
     module, noted = MadeInTheRun(), []
     twin = copy.deepcopy(module)
     if who == "all ranks" or (who == "one rank" and models.rank() == 0):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,14 @@ from tests.support.parity import AOT, EAGER, reference
 
 def _penalty(model: Any) -> Tensor:
     return 0.05 * sum(p.pow(2).sum() for p in model.parameters() if p.ndim > 0)
+
+
+def _assert_trains_as_ddp(
+    ours: models.Module, ddp: models.Module, stage: int, options: dict[str, Any], steps: int, **trainer: Any
+) -> None:
+    models.make_trainer("ddp", max_steps=steps, **trainer).fit(ddp, models.Batches(models.rank()))
+    models.fit(ours, ZeroCompileStrategy(stage, **options), steps, **trainer)
+    assert models.deviation(ours, ddp) < 1e-6
 
 
 class Penalty(models.Module):
@@ -56,10 +64,7 @@ class Penalty(models.Module):
 @on_ranks()
 def test_a_penalty_between_backward_and_step(hook: str, stage: int, options: dict[str, Any], accumulate: int) -> None:
     ours, ddp = models.pair(Penalty, hook=hook)
-    how = {"max_steps": 3, "accumulate_grad_batches": accumulate}
-    models.make_trainer("ddp", **how).fit(ddp, models.Batches(models.rank()))
-    models.make_trainer(ZeroCompileStrategy(stage, **options), **how).fit(ours, models.Batches(models.rank()))
-    assert models.deviation(ours, ddp) < 1e-6
+    _assert_trains_as_ddp(ours, ddp, stage, options, 3, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize("how", ["before", "together", "after", "raw"])
@@ -67,8 +72,7 @@ def test_a_penalty_between_backward_and_step(hook: str, stage: int, options: dic
 @on_ranks()
 def test_a_penalty_in_fabric(how: str, stage: int, options: dict[str, Any]) -> None:
     strategy = ZeroCompileFabricStrategy(stage=stage, **options)
-    fabric = L.Fabric(accelerator=models.device(), devices=models.ranks_here(), strategy=strategy)
-    fabric.launch()
+    fabric = models.make_fabric(strategy)
     inner, plain = models.pair(models.ByteModel)
     model, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.5))
     theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
@@ -145,9 +149,7 @@ class Distils(models.Module):
 @on_ranks()
 def test_a_distance_to_a_frozen_copy(stage: int, options: dict[str, Any]) -> None:
     ours, ddp = models.pair(Distils)
-    models.make_trainer("ddp", max_steps=3).fit(ddp, models.Batches(models.rank()))
-    models.make_trainer(ZeroCompileStrategy(stage, **options), max_steps=3).fit(ours, models.Batches(models.rank()))
-    assert models.deviation(ours, ddp) < 1e-6
+    _assert_trains_as_ddp(ours, ddp, stage, options, 3)
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (2, AOT), (3, EAGER), (3, AOT)])
@@ -155,8 +157,7 @@ def test_a_distance_to_a_frozen_copy(stage: int, options: dict[str, Any]) -> Non
 def test_a_penalty_in_a_window_of_fabric(stage: int, options: dict[str, Any]) -> None:
     """There, too, a loss reads whole values of `parameters()` between a forward and its backward."""
     strategy = ZeroCompileFabricStrategy(stage=stage, **options)
-    fabric = L.Fabric(accelerator=models.device(), devices=models.ranks_here(), strategy=strategy)
-    fabric.launch()
+    fabric = models.make_fabric(strategy)
     inner, plain = models.pair(models.ByteModel)
     model, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.3))
     theirs, data = torch.optim.SGD(plain.parameters(), lr=0.3), models.Batches(models.rank())
@@ -185,8 +186,7 @@ def test_a_penalty_in_a_window_of_fabric(stage: int, options: dict[str, Any]) ->
 @on_ranks()
 def test_a_penalty_from_before_the_forward_of_fabric(stage: int, options: dict[str, Any]) -> None:
     strategy = ZeroCompileFabricStrategy(stage=stage, **options)
-    fabric = L.Fabric(accelerator=models.device(), devices=models.ranks_here(), strategy=strategy)
-    fabric.launch()
+    fabric = models.make_fabric(strategy)
     inner = models.ByteModel()
     model, _ = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.5))
     penalty = _penalty(model)
@@ -241,9 +241,7 @@ BOTH = pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager
 @on_ranks()
 def test_a_function_gets_an_attribute(stage: int, options: dict[str, Any]) -> None:
     ours, ddp = models.pair(Functions, weights=_of_attributes)
-    models.make_trainer("ddp", max_steps=3).fit(ddp, models.Batches(models.rank()))
-    models.make_trainer(ZeroCompileStrategy(stage, **options), max_steps=3).fit(ours, models.Batches(models.rank()))
-    assert models.deviation(ours, ddp) < 1e-6
+    _assert_trains_as_ddp(ours, ddp, stage, options, 3)
 
 
 @STAGES
@@ -258,18 +256,20 @@ def test_a_function_gets_a_parameter(stage: int, options: dict[str, Any], weight
 
 
 @STAGES
-@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("how", ["backward", "raw", "window"])
 @on_ranks()
-def test_a_function_gets_a_parameter_in_fabric(stage: int, raw: bool) -> None:
+def test_a_function_gets_a_parameter_in_fabric(stage: int, how: str) -> None:
     strategy = ZeroCompileFabricStrategy(stage=stage, **EAGER)
-    fabric = L.Fabric(accelerator=models.device(), devices=models.ranks_here(), strategy=strategy)
-    fabric.launch()
-    inner = models.ByteModel()
-    model = fabric.setup_module(inner)
-    loss = engines.token_loss(model, models.Batches(models.rank())[0])
-    loss = loss + Scaled.apply(next(model.parameters()), 0.1 * float(loss.detach()))  # type: ignore[no-untyped-call]
-    with pytest.raises(RuntimeError, match="itself has got a gradient"):
-        loss.backward() if raw else fabric.backward(loss)
+    fabric = models.make_fabric(strategy)
+    model = fabric.setup_module(models.ByteModel())
+    batches = models.Batches(models.rank())
+    window = strategy.coalesce_grad_reduction() if how == "window" else nullcontext()
+    with pytest.raises(RuntimeError, match="itself has got a gradient"), window:
+        loss = engines.token_loss(model, batches[0])
+        loss = loss + Scaled.apply(next(model.parameters()), 0.1 * float(loss.detach()))  # type: ignore[no-untyped-call]
+        if how == "window":  # both losses, then their backwards
+            fabric.backward(engines.token_loss(model, batches[1]))
+        loss.backward() if how == "raw" else fabric.backward(loss)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -279,9 +279,7 @@ def test_a_function_of_frozen_parameters(stage: int) -> None:
     ours, ddp = models.pair(Functions, weights=_of_a_list)
     for module in (ours, ddp):
         module.model.head.requires_grad_(False)
-    models.make_trainer("ddp", max_steps=2).fit(ddp, models.Batches(models.rank()))
-    models.make_trainer(ZeroCompileStrategy(stage, **EAGER), max_steps=2).fit(ours, models.Batches(models.rank()))
-    assert models.deviation(ours, ddp) < 1e-6
+    _assert_trains_as_ddp(ours, ddp, stage, EAGER, 2)
     assert not ours.noted[0].requires_grad and not ours.noted[0]._backward_hooks
 
 
@@ -307,9 +305,7 @@ class Recomputes(models.Module):
 @on_ranks()
 def test_a_reentrant_checkpoint_reads_parameters(stage: int, options: dict[str, Any]) -> None:
     ours, ddp = models.pair(Recomputes)
-    models.make_trainer("ddp", max_steps=3).fit(ddp, models.Batches(models.rank()))
-    models.make_trainer(ZeroCompileStrategy(stage, **options), max_steps=3).fit(ours, models.Batches(models.rank()))
-    assert models.deviation(ours, ddp) < 1e-6
+    _assert_trains_as_ddp(ours, ddp, stage, options, 3)
     with pytest.raises(RuntimeError, match=r"parameter `gate\..*reentrant checkpoint: give them"):
         models.make_trainer(ZeroCompileStrategy(stage, **options), max_steps=1).fit(
             Recomputes(given=True), models.Batches(models.rank())

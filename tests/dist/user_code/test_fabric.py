@@ -22,15 +22,6 @@ from tests.support.parity import AOT, EAGER
 MODES = {"eager": EAGER, "aot_eager": AOT}
 
 
-def _fabric(strategy: Any, **arguments: Any) -> L.Fabric:
-    here = models.ranks_here()
-    fabric = L.Fabric(
-        accelerator=models.device(), devices=here, num_nodes=models.world() // here, strategy=strategy, **arguments
-    )
-    fabric.launch()
-    return fabric
-
-
 def _loop(fabric: L.Fabric, model: Any, optimizer: Any, steps: int = 4, **clip: Any) -> list[float]:
     """Every second step has two forwards and two backwards, of which the first does not reduce. Returns the norms."""
     batches, norms = models.Batches(models.rank()), []
@@ -65,12 +56,12 @@ def _momenta() -> dict[str, Any]:
 def test_it_trains_as_fabric_s_ddp(stage: int, mode: str) -> None:
     """The optimizer is made before the set-up at odd stages, and after it at even ones. It loads a whole state."""
     ours, theirs = models.pair(models.ByteModel)
-    ddp, momenta = _fabric("ddp"), _momenta()
+    ddp, momenta = models.make_fabric("ddp"), _momenta()
     clip = {"max_norm": 0.05} if mode == "eager" else {"clip_val": 0.01}
     model, optimizer = ddp.setup(theirs, _sgd(theirs))
     optimizer.load_state_dict(copy.deepcopy(momenta))  # torch does not copy what it loads
     expected = _loop(ddp, model, optimizer, **clip)
-    fabric = _fabric(ZeroCompileFabricStrategy(stage, **MODES[mode]))
+    fabric = models.make_fabric(ZeroCompileFabricStrategy(stage, **MODES[mode]))
     if stage % 2:
         model, optimizer = fabric.setup(ours, _sgd(ours))
     else:
@@ -87,7 +78,7 @@ def test_it_trains_as_fabric_s_ddp(stage: int, mode: str) -> None:
 
 def _normed(strategy: Any, module: nn.Module) -> Tensor:
     """What this rank computes without gradients after a training step, whose statistics differ between the ranks."""
-    fabric = _fabric(strategy)
+    fabric = models.make_fabric(strategy)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     fabric.backward(model(torch.randn(6, 4, device=fabric.device) + models.rank()).square().mean())
     optimizer.step()
@@ -114,7 +105,7 @@ def test_save_and_load(kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"stage": 3, "state_dict_type": kind, **EAGER}
     start = models.ByteModel()
     whole, again = copy.deepcopy(start), copy.deepcopy(start)
-    fabric = _fabric(ZeroCompileFabricStrategy(**options))
+    fabric = models.make_fabric(ZeroCompileFabricStrategy(**options))
     model, optimizer = fabric.setup(whole, _sgd(whole))
     _loop(fabric, model, optimizer, steps=2)
     path = fabric.broadcast(str(tmp_path / "saved"))
@@ -123,7 +114,7 @@ def test_save_and_load(kind: str, tmp_path: Path) -> None:
     _loop(fabric, model, optimizer, steps=2)
     fabric.strategy.unshard()  # type: ignore[attr-defined]
 
-    fabric = _fabric(ZeroCompileFabricStrategy(**options))
+    fabric = models.make_fabric(ZeroCompileFabricStrategy(**options))
     model, optimizer = fabric.setup(again, _sgd(again))
     state = {"model": model, "optimizer": optimizer, "step": 0}
     rest = fabric.load(path, state, strict=not more, weights_only=False if more else None)
@@ -145,7 +136,9 @@ def test_scaled_losses(stage: int, mode: str) -> None:
     def scaling() -> MixedPrecision:
         return MixedPrecision("16-mixed", models.device(), GradScaler(models.device(), init_scale=64.0))
 
-    ddp, fabric = (_fabric(s, plugins=[scaling()]) for s in ("ddp", ZeroCompileFabricStrategy(stage, **MODES[mode])))
+    ddp, fabric = (
+        models.make_fabric(s, plugins=[scaling()]) for s in ("ddp", ZeroCompileFabricStrategy(stage, **MODES[mode]))
+    )
     expected = _loop(ddp, *ddp.setup(theirs, _sgd(theirs)), max_norm=0.05)
     model, optimizer = fabric.setup(ours, _sgd(ours))
     assert _loop(fabric, model, optimizer, max_norm=0.05) == pytest.approx(expected, rel=2e-3)
@@ -165,7 +158,7 @@ def test_scaled_losses(stage: int, mode: str) -> None:
 
 @on_ranks()
 def test_what_does_not_work_says_what_to_do() -> None:
-    fabric = _fabric("zerocompile_stage_1")
+    fabric = models.make_fabric("zerocompile_stage_1")
     with pytest.raises(RuntimeError, match=r"works after `fabric\.setup`"):
         fabric.setup_optimizers(_sgd(models.ByteModel()))
     with pytest.raises(RuntimeError, match="Identity has no parameters"):
@@ -181,11 +174,11 @@ def test_what_does_not_work_says_what_to_do() -> None:
 @on_ranks()
 def test_a_part_that_the_user_compiled_is_compiled_by_the_strategy() -> None:
     ours, theirs = models.pair(models.ByteModel)
-    ddp = _fabric("ddp")
+    ddp = models.make_fabric("ddp")
     _loop(ddp, *ddp.setup(theirs, _sgd(theirs)))
     head: Any = torch.compile(ours.head, backend="aot_eager")
     ours.head = head
-    fabric = _fabric(ZeroCompileFabricStrategy(3, **AOT))
+    fabric = models.make_fabric(ZeroCompileFabricStrategy(3, **AOT))
     _loop(fabric, *fabric.setup(ours, _sgd(ours)))
     assert fabric.strategy.compile_stats.forward >= 2  # type: ignore[attr-defined]
     fabric.strategy.unshard()  # type: ignore[attr-defined]
@@ -201,7 +194,7 @@ def test_unequal_work(mode: str) -> None:
     model, twin = models.pair(models.Routed)
     data = [models.Batches(rank) for rank in range(models.world())]
     mine, strategy = models.rank(), ZeroCompileFabricStrategy(3, **MODES[mode])
-    fabric = _fabric(strategy)
+    fabric = models.make_fabric(strategy)
     sharded, optimizer = fabric.setup(model, _sgd(model))
     reference = _sgd(twin)
     for number in range(3):
@@ -235,9 +228,9 @@ def test_unequal_work(mode: str) -> None:
 def test_back_to_a_state_in_memory(stage: int, kind: Any) -> None:
     """Of the optimizer and of the module, on all ranks, as under DDP."""
     ours, theirs = models.pair(models.ByteModel)
-    fabric = _fabric(ZeroCompileFabricStrategy(stage, state_dict_type=kind, **EAGER))
+    fabric = models.make_fabric(ZeroCompileFabricStrategy(stage, state_dict_type=kind, **EAGER))
     model, optimizer = fabric.setup(ours, _sgd(ours))
-    ddp = _fabric("ddp")
+    ddp = models.make_fabric("ddp")
     other, others = ddp.setup(theirs, _sgd(theirs))
     _loop(fabric, model, optimizer, 1)
     _loop(ddp, other, others, 1)
@@ -299,7 +292,7 @@ def test_a_gradient_is_taken_past_fabric(stage: int, step: Any, options: dict[st
     """`torch.autograd.grad` of a model's output, and `loss.backward()`, with an accumulation of two in each step."""
     ours, theirs = models.pair(Critic)
     for module, strategy in ((theirs, "ddp"), (ours, ZeroCompileFabricStrategy(stage, **options))):
-        fabric = _fabric(strategy)
+        fabric = models.make_fabric(strategy)
         model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
         for number in range(3):
             for micro in range(2):
