@@ -178,17 +178,4 @@ void Gathers::take_scales(const Units& indices, const Tensor& largest) {
   }
 }
 
-// A parameter's part of a collective, which casts its rows to the dtype of `v`.
-PeerMemory::Rows Gathers::rows_to_move(const Parameter& p, const FullValue& v) {
-  PeerMemory::Rows rows{on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(p))};
-  rows.version = p.version();
-  if (auto& kept = of(p).kept) rows.kept = &*kept;
-  const auto& float8 = of(p).float8;
-  if (float8.has_value() && v.full.scalar_type() == kFloat8) {
-    rows.scale = float8->agreed;
-    rows.through = p.dtype;
-  }
-  return rows;
-}
-
 }  // namespace zerocompile

@@ -367,6 +367,19 @@ void Gathers::masters_written(const Units& units) {
   for (auto index : units) of(registry_.unit(index)).written = here;
 }
 
+// A parameter's part of a collective, which casts its rows to the dtype of `v`.
+PeerMemory::Rows Gathers::rows_to_move(const Parameter& p, const FullValue& v) {
+  PeerMemory::Rows rows{on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(p))};
+  rows.version = p.version();
+  if (auto& kept = of(p).kept) rows.kept = &*kept;
+  const auto& float8 = of(p).float8;
+  if (float8.has_value() && v.full.scalar_type() == kFloat8) {
+    rows.scale = float8->agreed;
+    rows.through = p.dtype;
+  }
+  return rows;
+}
+
 // Adds a unit's rows to the collectives of a gather. Once that is started its values count as those that the masters
 // have now. `inner`: its rows are the secondary shards.
 void Gathers::add_rows(const Unit& unit, bool inner, RowsByDtype& calls, RowsByDtype& unmoved) {
@@ -560,18 +573,27 @@ Gathers::Units Gathers::in_order(const Units& units, const Units& order) const {
 // all units, also for those that are gathered later, at their use. All are free only after what was read from them: the
 // current stream is ordered after the readers of the value, and after the barrier of the last gather
 // ([Note: two halves]). All that is not written is cast and copied as ever, so ranks may differ in what they write.
-std::vector<CastPlace> Gathers::place(const Units& units, const Units& order) {
+Gathers::CastPlaces Gathers::place(const Units& units, const Units& order) {
   offered_.clear();
-  std::vector<CastPlace> places;
-  if (unequal_ || registry_.device().is_cpu()) return places;
+  if (unequal_ || registry_.device().is_cpu()) return {};
   Units resident;
   for (auto index : in_order(units, order)) {
     const auto& unit = registry_.units()[index];
     if (unit.lifetime != Lifetime::Step) continue;
-    if (!of(unit).resident) return places;
+    if (!of(unit).resident) return {};
     resident.push_back(index);
   }
-  std::map<int64_t, size_t> by_parameter;
+  CastPlaces places;
+  offer_gathered(resident, places);
+  if (peers_ != nullptr) {
+    offer_kept(units, places);
+    if (!resident.empty()) offer_staged(resident, places);
+  }
+  return places;
+}
+
+// The rows of the gathered values.
+void Gathers::offer_gathered(const Units& resident, CastPlaces& places) {
   for (auto index : resident) {
     const auto& unit = registry_.units()[index];
     if (const auto& written = of(unit).written) written->block(current_stream(registry_.device()));
@@ -583,65 +605,59 @@ std::vector<CastPlace> Gathers::place(const Units& units, const Units& order) {
       const auto dtype = v.full.scalar_type();
       const bool narrow = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
       if (p.replicated || p.host.defined() || p.local.numel() == 0 || !narrow) continue;
-      by_parameter[i] = places.size();
-      places.push_back({i, v.own, std::nullopt});
+      places[i].own = v.own;
       offered_[i].placed.own = true;
     }
   }
-  place_kept(units, places);
-  if (peers_ == nullptr || resident.empty()) return places;
+}
+
+// The places of kept casts.
+void Gathers::offer_kept(const Units& units, CastPlaces& places) {
+  for (auto index : units) {
+    for (auto i : registry_.unit(index).parameters) {
+      const auto& p = record(i);
+      auto& kept = values_[i].kept;
+      const auto dtype = gathered_dtype(p, /*full=*/false);
+      const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
+      if (!kept.has_value() || !narrow || p.host.defined() || p.local.numel() == 0) continue;
+      if (!peers_->may_write(*kept)) continue;
+      kept->version = -1;  // it may be written in part
+      kept->dtype = dtype;
+      places[i].staged = peers_->kept_rows(*kept, dtype, p.local.sizes());
+      offered_[i].kept = true;
+    }
+  }
+}
+
+// The half of the mapped memory that comes next, for the units that are gathered first.
+void Gathers::offer_staged(const Units& resident, CastPlaces& places) {
   RowsByDtype calls;
   std::vector<int64_t> moved;
   const auto runs = registry_.runs_of(resident, merge_bytes_, /*padded=*/true);
   for (auto index : runs.front()) {
     for (auto i : registry_.units()[index].parameters) {
-      const auto& v = values_[i];
+      auto& v = values_[i];
       if (record(i).replicated || v.full.numel() == 0) continue;
       PeerMemory::Rows rows{on_the_wire(v.full), on_the_wire(v.rows_here), {}, {}};
-      if (v.kept.has_value()) rows.kept = &*values_[i].kept;
+      if (v.kept.has_value()) rows.kept = &*v.kept;
       calls[v.full.scalar_type()].push_back(std::move(rows));
       moved.push_back(i);
     }
   }
-  if (calls.size() != 1 || peers_->keeps(calls.begin()->second) || !peers_->holds(calls.begin()->second)) return places;
+  if (calls.size() != 1 || peers_->keeps(calls.begin()->second) || !peers_->holds(calls.begin()->second)) return;
   const auto staged = peers_->places(calls.begin()->second);
   for (size_t k = 0; k < moved.size(); ++k) {
-    const auto found = by_parameter.find(moved[k]);
-    if (found == by_parameter.end()) continue;
-    places[found->second].staged = view_of(staged[k], record(moved[k]).local.sizes(), 0);
+    const auto found = places.find(moved[k]);
+    if (found == places.end()) continue;
+    found->second.staged = view_of(staged[k], record(moved[k]).local.sizes(), 0);
     offered_[moved[k]].placed.staged = true;
   }
   offered_turn_ = peers_->turn();
-  return places;
 }
 
 // Its master may have been written without a version.
 void Gathers::forget_kept(const Parameter& p) {
   if (auto& kept = of(p).kept) kept->version = -1;
-}
-
-// Adds the places of kept casts to `places`.
-void Gathers::place_kept(const Units& units, std::vector<CastPlace>& places) {
-  if (peers_ == nullptr) return;
-  std::map<int64_t, size_t> by_parameter;
-  for (size_t k = 0; k < places.size(); ++k) by_parameter[places[k].parameter] = k;
-  for (auto index : units) {
-    for (auto i : registry_.unit(index).parameters) {
-      const auto& p = record(i);
-      auto& v = values_[i];
-      const auto dtype = gathered_dtype(p, /*full=*/false);
-      const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
-      if (!v.kept.has_value() || !narrow || p.host.defined() || p.local.numel() == 0) continue;
-      if (!peers_->may_write(*v.kept)) continue;
-      v.kept->version = -1;  // it may be written in part
-      v.kept->dtype = dtype;
-      auto rows = peers_->kept_rows(*v.kept, dtype, p.local.sizes());
-      const auto found = by_parameter.find(i);
-      if (found == by_parameter.end()) places.push_back({i, std::nullopt, std::move(rows)});
-      else places[found->second].staged = std::move(rows);
-      offered_[i].kept = true;
-    }
-  }
 }
 
 // Somebody is about to update masters, on all ranks: see [Note: kept casts]. The ranks meet once they have read what is

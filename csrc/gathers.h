@@ -124,7 +124,6 @@ struct GatherCounts {
 
 // Where a gather takes the rows of a parameter from: see [Note: one pass].
 struct CastPlace {
-  int64_t parameter;
   std::optional<Tensor> own;     // [<=rows, ...]: of the gathered value, if it stays gathered
   std::optional<Tensor> staged;  // the same rows in the mapped memory
 };
@@ -132,6 +131,7 @@ struct CastPlace {
 class Gathers {
  public:
   using Units = std::vector<int64_t>;
+  using CastPlaces = std::map<int64_t, CastPlace>;  // by parameter
 
   // `inner`: the group of gathers from secondary shards; null: there are none.
   Gathers(Registry& registry, Questions& questions, c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -179,7 +179,7 @@ class Gathers {
   // all at once
   void refresh(const Units& units);
   void masters_changed(const Units& units, const Units& order, const std::vector<int64_t>& placed);
-  std::vector<CastPlace> place(const Units& units, const Units& order);
+  CastPlaces place(const Units& units, const Units& order);
   void meet_readers();
   void set_rows(int64_t parameter, Tensor local, Tensor host, bool shown);
   void follow(const Units& units) const;
@@ -240,11 +240,14 @@ class Gathers {
   void move_inside(RowsByDtype& calls, Lane::Launch& launch);
   Tensor rows_of(const Parameter& p) const;
   void give_up(const Units& units, const std::vector<Pending>& started);
+  PeerMemory::Rows rows_to_move(const Parameter& p, const FullValue& v);
   void add_rows(const Unit& unit, bool inner, RowsByDtype& calls, RowsByDtype& unmoved);
   void gather_in_runs(const Units& units, bool full);
   Units in_order(const Units& units, const Units& order) const;
   int64_t kept_elements(const Parameter& p, bool low) const;
-  void place_kept(const Units& units, std::vector<CastPlace>& places);
+  void offer_gathered(const Units& resident, CastPlaces& places);
+  void offer_kept(const Units& units, CastPlaces& places);
+  void offer_staged(const Units& resident, CastPlaces& places);
   void forget_kept(const Parameter& p);
   void check_order(const Units& units, Way way, bool full, bool inner);
   void drop(const Unit& unit);
@@ -269,7 +272,6 @@ class Gathers {
   void forget_scales();
   void agree_on_scales();
   void take_scales(const Units& indices, const Tensor& largest);
-  PeerMemory::Rows rows_to_move(const Parameter& p, const FullValue& v);
 
   // fixed_places.cpp
   bool is_in_place(const Parameter& p) const;

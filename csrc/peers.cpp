@@ -44,18 +44,33 @@ class Copies {
 
 }  // namespace
 
+MappedMemory::MappedMemory(at::Tensor buffer, const std::string& group) : buffer_(std::move(buffer)) {
+  TORCH_CHECK(buffer_.scalar_type() == at::kByte && buffer_.dim() == 1,
+              text("zerocompile: a buffer of peers is flat and of bytes, got sizes ", buffer_.sizes(), " of ",
+                   c10::toString(buffer_.scalar_type())));
+  memory_ = c10d::symmetric_memory::rendezvous(buffer_, group);
+}
+
+const std::vector<at::Tensor>& MappedMemory::as(at::ScalarType dtype) {
+  auto& tensors = by_dtype_[dtype];
+  if (tensors.empty()) {
+    const auto numel = buffer_.numel() / static_cast<int64_t>(c10::elementSize(dtype));
+    for (int rank = 0; rank < memory_->get_world_size(); ++rank) {
+      tensors.push_back(memory_->get_remote_tensor(rank, {numel}, dtype));
+    }
+  }
+  return tensors;
+}
+
 PeerMemory::PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group,
                        std::shared_ptr<const Kernels> kernels, int64_t timeout_ms)
-    : buffer_(std::move(buffer)),
+    : halves_(std::move(buffer), group),
       words_(std::move(words)),
-      memory_(c10d::symmetric_memory::rendezvous(buffer_, group)),
       kernels_(std::move(kernels)),
-      rank_(memory_->get_rank()),
-      world_(memory_->get_world_size()),
+      rank_(halves_.memory().get_rank()),
+      world_(halves_.memory().get_world_size()),
       timeout_ms_(timeout_ms),
-      half_bytes_(buffer_.numel() / 2 / kAlignment * kAlignment) {
-  TORCH_CHECK(buffer_.scalar_type() == at::kByte && buffer_.dim() == 1,
-              text("zerocompile: a buffer of peers is flat and of bytes, got sizes ", buffer_.sizes()));
+      half_bytes_(halves_.buffer().numel() / 2 / kAlignment * kAlignment) {
   TORCH_CHECK(words_.scalar_type() == at::kLong && words_.numel() == 4 && words_.is_contiguous() && words_.is_pinned(),
               text("zerocompile: the words of barriers are 4 of int64 in pinned memory, got sizes ", words_.sizes()));
   TORCH_CHECK(world_ > 1, "zerocompile: a buffer of peers is for two ranks or more");
@@ -74,17 +89,6 @@ bool PeerMemory::holds(const std::vector<Gradient>& gradients) const {
   int64_t numel = 0;
   for (const auto& g : gradients) numel += aligned(g.full.numel() / world_, at::kBFloat16);
   return numel * static_cast<int64_t>(sizeof(at::BFloat16)) <= slot_bytes();
-}
-
-const std::vector<at::Tensor>& PeerMemory::flat(at::ScalarType dtype) {
-  auto& tensors = flat_[dtype];
-  if (tensors.empty()) {
-    const auto numel = 2 * half_bytes_ / static_cast<int64_t>(c10::elementSize(dtype));
-    for (int64_t rank = 0; rank < world_; ++rank) {
-      tensors.push_back(memory_->get_remote_tensor(static_cast<int>(rank), {numel}, dtype));
-    }
-  }
-  return tensors;
 }
 
 int64_t PeerMemory::half(at::ScalarType dtype) const {
@@ -109,9 +113,9 @@ std::vector<int64_t> PeerMemory::starts_of(const std::vector<Rows>& parameters, 
 
 std::vector<at::Tensor> PeerMemory::places(const std::vector<Rows>& parameters) {
   const auto dtype = parameters.front().rows.scalar_type();
-  const auto& own = flat(dtype)[rank_];
+  const auto& own = halves_.as(dtype)[rank_];
   const auto starts = starts_of(parameters, half(dtype));
-  if (passed_) passed_->block(current_stream(buffer_.device()));  // see [Note: two halves]
+  if (passed_) passed_->block(current_stream(halves_.buffer().device()));  // see [Note: two halves]
   std::vector<at::Tensor> staged;
   for (size_t i = 0; i < parameters.size(); ++i) {
     staged.push_back(view_of(own, parameters[i].rows.sizes(), starts[i]));
@@ -120,48 +124,36 @@ std::vector<at::Tensor> PeerMemory::places(const std::vector<Rows>& parameters) 
 }
 
 void PeerMemory::barrier(int64_t unit, bool after_pushes) {
-  kernels_->barrier({memory_->get_signal_pad_ptrs_dev(), words_, ++barriers_, unit, timeout_ms_, rank_, world_,
+  kernels_->barrier({halves_.memory().get_signal_pad_ptrs_dev(), words_, ++barriers_, unit, timeout_ms_, rank_, world_,
                      after_pushes});
 }
 
 void PeerMemory::keep_casts(at::Tensor buffer, const std::string& group) {
-  TORCH_CHECK(buffer.scalar_type() == at::kByte && buffer.dim() == 1 && buffer.device() == buffer_.device(),
-              text("zerocompile: the memory of kept casts is flat, of bytes and on ", buffer_.device(), ", got sizes ",
-                   buffer.sizes(), " on ", buffer.device()));
-  kept_memory_ = c10d::symmetric_memory::rendezvous(buffer, group);
-  kept_ = std::move(buffer);
+  const auto device = halves_.buffer().device();
+  TORCH_CHECK(buffer.device() == device,
+              text("zerocompile: the memory of kept casts is on ", device, ", not on ", buffer.device()));
+  kept_.emplace(std::move(buffer), group);
 }
 
 int64_t PeerMemory::kept_elements(int64_t numel) { return aligned(numel, at::kBFloat16); }
 
 bool PeerMemory::keeps(const std::vector<Rows>& parameters) const {
-  return kept_.defined() && std::all_of(parameters.begin(), parameters.end(), [](const Rows& p) {
+  return kept_.has_value() && std::all_of(parameters.begin(), parameters.end(), [](const Rows& p) {
     return p.kept != nullptr && p.rows.element_size() == sizeof(at::BFloat16);
   });
-}
-
-const std::vector<at::Tensor>& PeerMemory::flat_kept(at::ScalarType dtype) {
-  auto& tensors = flat_kept_[dtype];
-  if (tensors.empty()) {
-    const auto numel = kept_.numel() / static_cast<int64_t>(c10::elementSize(dtype));
-    for (int64_t rank = 0; rank < world_; ++rank) {
-      tensors.push_back(kept_memory_->get_remote_tensor(static_cast<int>(rank), {numel}, dtype));
-    }
-  }
-  return tensors;
 }
 
 // On the current stream: afterwards all ranks have read what they have gathered so far.
 void PeerMemory::meet_readers(int64_t unit) {
   barrier(unit, /*after_pushes=*/false);
-  passed_ = met_ = mark(buffer_.device());
+  passed_ = met_ = mark(halves_.buffer().device());
   met_barrier_ = barriers_;
 }
 
 at::Tensor PeerMemory::kept_rows(const KeptCast& kept, at::ScalarType dtype, at::IntArrayRef size) {
   const auto& free = kept.barrier < met_barrier_ ? met_ : passed_;
-  if (free) free->block(current_stream(buffer_.device()));
-  return view_of(flat_kept(dtype)[rank_], size, kept.begin);
+  if (free) free->block(current_stream(halves_.buffer().device()));
+  return view_of(kept_->as(dtype)[rank_], size, kept.begin);
 }
 
 // Says which casts are there, and lets the ranks meet if others may still read a place. Returns how many are there.
@@ -182,7 +174,7 @@ int64_t PeerMemory::all_gather(std::vector<Rows>& parameters, int64_t unit) {
   const auto dtype = parameters.front().rows.scalar_type();
   const bool keeps = this->keeps(parameters);
   const auto found = keeps ? prepare_kept(parameters, unit) : 0;
-  const auto& buffers = keeps ? flat_kept(dtype) : flat(dtype);
+  const auto& buffers = keeps ? kept_->as(dtype) : halves_.as(dtype);
   std::vector<int64_t> starts;
   if (!keeps) starts = starts_of(parameters, next_half(dtype));
   for (size_t i = 0; keeps && i < parameters.size(); ++i) starts.push_back(parameters[i].kept->begin);
@@ -192,7 +184,7 @@ int64_t PeerMemory::all_gather(std::vector<Rows>& parameters, int64_t unit) {
   }
   stage(parameters, staged);
   barrier(unit, /*after_pushes=*/takes_turns());
-  passed_ = mark(buffer_.device());
+  passed_ = mark(halves_.buffer().device());
   Copies copies;
   for (int64_t step = 1; step <= world_; ++step) {
     const auto peer = (rank_ + step) % world_;  // each rank reads from another one at a time
@@ -259,7 +251,7 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
 }
 
 void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit) {
-  const auto& buffers = flat(at::kBFloat16);
+  const auto& buffers = halves_.as(at::kBFloat16);
   const auto half = next_half(at::kBFloat16), slot = slot_bytes() / static_cast<int64_t>(sizeof(at::BFloat16));
   std::vector<int64_t> places;
   int64_t place = 0;

@@ -6,6 +6,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,22 @@ struct KeptCast {
   int64_t version = -1;  // of the master whose cast it is; -1: it is no master's
   at::ScalarType dtype = at::kBFloat16;
   int64_t barrier = -1;  // the number of the barrier of the last gather that reads it
+};
+
+// A buffer of each rank, all of which every rank has mapped.
+class MappedMemory {
+ public:
+  // `buffer`: this rank's, [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory).
+  MappedMemory(at::Tensor buffer, const std::string& group);
+
+  const at::Tensor& buffer() const { return buffer_; }
+  c10d::symmetric_memory::SymmetricMemory& memory() const { return *memory_; }
+  const std::vector<at::Tensor>& as(at::ScalarType dtype);  // by rank, [elements]
+
+ private:
+  at::Tensor buffer_;
+  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> memory_;
+  std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype_;
 };
 
 class PeerMemory {
@@ -115,11 +132,8 @@ class PeerMemory {
   void reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit);
 
  private:
-  using Flat = std::map<at::ScalarType, std::vector<at::Tensor>>;
-  const std::vector<at::Tensor>& flat(at::ScalarType dtype);       // by rank, [elements of both halves]
-  const std::vector<at::Tensor>& flat_kept(at::ScalarType dtype);  // by rank, [elements]
-  int64_t next_half(at::ScalarType dtype);                         // where it begins
-  int64_t slot_bytes() const;                                      // of a half: what one peer sends
+  int64_t next_half(at::ScalarType dtype);  // where it begins
+  int64_t slot_bytes() const;               // of a half: what one peer sends
   void barrier(int64_t unit, bool after_pushes);
   bool takes_turns() const { return world_ > 2; }  // see [Note: pulls after pushes]
   void stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged);
@@ -127,16 +141,14 @@ class PeerMemory {
   std::vector<int64_t> starts_of(const std::vector<Rows>& parameters, int64_t start) const;
   int64_t half(at::ScalarType dtype) const;
 
-  at::Tensor buffer_, words_;
-  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> memory_;
-  at::Tensor kept_;  // undefined: no casts are kept
-  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> kept_memory_;
+  MappedMemory halves_;
+  std::optional<MappedMemory> kept_;  // absent: no casts are kept
+  at::Tensor words_;
   std::shared_ptr<const Kernels> kernels_;
   int64_t rank_, world_, timeout_ms_, half_bytes_, turn_ = 0, barriers_ = 0;
   Ready passed_;  // after the last barrier
   Ready met_;     // after the last one of `meet_readers`
   int64_t met_barrier_ = 0;
-  Flat flat_, flat_kept_;
 };
 
 // This rank's rows become the cast of what the masters hold here, on the current stream. `parameters` are all of one

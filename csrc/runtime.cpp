@@ -338,8 +338,8 @@ std::vector<std::tuple<int64_t, std::optional<Tensor>, std::optional<Tensor>>> R
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
   std::vector<std::tuple<int64_t, std::optional<Tensor>, std::optional<Tensor>>> places;
-  for (auto& [parameter, own, staged] : gathers_.place(units, reductions_.unit_order())) {
-    places.emplace_back(parameter, std::move(own), std::move(staged));
+  for (auto& [parameter, place] : gathers_.place(units, reductions_.unit_order())) {
+    places.emplace_back(parameter, std::move(place.own), std::move(place.staged));
   }
   return places;
 }
