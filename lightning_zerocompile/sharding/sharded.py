@@ -101,7 +101,7 @@ _LOSSES = frozenset(  # DTensor takes the mean of the ranks' means, also of rank
 _BACKWARDS_OF_LOSSES = frozenset(f"{name}_backward" for name in _LOSSES)
 _MEAN, _SUM = 1, 2  # values of a loss's `reduction`
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_backward"})  # DTensor takes rows beside rows
-_PLACES = frozenset({"argmax", "argmin"})  # DTensor has two gathers in flight, see [Note: gloo gathers] in csrc
+_PLACES = frozenset({"argmax", "argmin", "max.dim", "min.dim"})  # of the last two torch 2.11 gathers places, too
 _RESHAPES = frozenset({"t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_"})  # the tensor itself
 _MAKES = frozenset(
     {
@@ -181,7 +181,7 @@ class Sharded(DTensor):
             args = (args[0], args[1] % max(args[0].dim(), 1), *args[2:])
         if (name in _LOSSES or name in _CONVOLUTIONS) and len(ours) == len(tensors):
             return _of_whole_values(func, name, args, kwargs, ours[0])
-        if name in _PLACES and ours[0].device.type == "cpu":
+        if _has_two_gathers(func, args) and ours[0].device.type == "cpu":
             return _of_whole_values(func, name, args, kwargs, ours[0])
         if name in _RESHAPES and isinstance(args[0], Sharded):
             return _reshape(func, name, args, kwargs)
@@ -598,6 +598,15 @@ def _whole(value: Any, what: str) -> Any:
     _compare(value, what)
     with torch.no_grad(), _dispatched():
         return full_value(value)
+
+
+def _has_two_gathers(func: Any, args: Any) -> bool:
+    """Whether DTensor has two gathers in flight for this operation, see [Note: gloo gathers] in csrc."""
+    name, overload = func._schema.name.removeprefix("aten::"), func._schema.overload_name
+    if name not in _PLACES and f"{name}.{overload}" not in _PLACES:
+        return False
+    (placement,), dim = args[0].placements, args[1] if len(args) > 1 else None
+    return isinstance(placement, Shard) and dim in (None, placement.dim, placement.dim - args[0].dim())
 
 
 def _of_whole_values(func: Any, name: str, args: Any, kwargs: Any, first: Sharded) -> Any:
