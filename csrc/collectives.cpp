@@ -90,6 +90,7 @@ void all_gather_packed(c10d::ProcessGroup& group, const Levels& levels, Lane::La
                        const Tensors& inputs) {
   Tensors parts;
   for (const auto& input : inputs) parts.push_back(input.reshape(-1));
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // it refuses other halves
   const auto input = at::cat(parts);
   const auto output = at::empty({group.getSize(), input.numel()}, input.options());
   gather_flat(group, levels, launch, output, input);

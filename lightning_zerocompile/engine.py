@@ -260,7 +260,7 @@ class Engine:
         self.gather_watch.step_begins()
         self.runtime.casts.begin_step()
         modules = modules_of(self.model)
-        changes = refresh_all(self.model, modules, self._layers)
+        changes = self._refresh(modules)
         if changes and self._take_over(changes, modules):
             self.begin_training_step(automatic)
             return
@@ -308,8 +308,17 @@ class Engine:
             warns: whether a new parameter that no optimizer has is worth a warning.
         """
         modules = modules_of(self.model)
-        if changes := refresh_all(self.model, modules, self._layers):
+        if changes := self._refresh(modules):
             self._take_over(changes, modules, warns)
+
+    def _refresh(self, modules: Sequence[nn.Module]) -> Changes:
+        """See :func:`refresh_all`."""
+        if self.runtime.step_state.taken:
+            raise RuntimeError(
+                "Another Trainer or Fabric has been run with this module, or with a part of it, inside this run, and "
+                "has made it whole. Run it with `copy.deepcopy(module)`, which all ranks make, or after this run."
+            )
+        return refresh_all(self.model, modules, self._layers)
 
     def _take_over(self, changes: Changes, modules: Sequence[nn.Module], warns: bool = True) -> bool:
         """Takes over parameters that users have replaced; collective.
@@ -367,6 +376,7 @@ class Engine:
         release_gone(self._layers.gone(self.model), [s for s, *_ in kept if s.master not in whole])
         runtime.shutdown()
         self._groups.destroy()
+        self.leave_groups()
         self._build()
         self.runtime.messages.where = where
         self.windows.in_accumulation = windows.in_accumulation
@@ -656,6 +666,7 @@ class Engine:
             self.steps.give_back(make_whole(self.model))
         self.runtime.shutdown()
         self._groups.destroy()
+        self.leave_groups()
 
     def rescue(self) -> bool:
         """After a failure: makes the model an ordinary module again, if every rank ends its run within a few seconds.
@@ -717,7 +728,11 @@ class Engine:
         self.runtime.abandon()
 
     def leave_groups(self) -> None:
-        """At the end of the process, after :meth:`abandon`: holds no process group, see [Note: gloo's end]."""
+        """At the end of a run: holds no process group.
+
+        Python may collect the engine much later (see [Note: forks] in ranks/groups.py), and what is held until then
+        keeps its threads and sockets. At the end of the process see [Note: gloo's end].
+        """
         self.buffers.leave_group()
         self.runtime.meetings.leave_group()
         del self._groups

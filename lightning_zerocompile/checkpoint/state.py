@@ -149,7 +149,12 @@ def _is_same(value: Any, master: Tensor) -> bool:
 
 def full_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with full tensors; collective over the shard group. ``keep`` as above."""
-    state = tree_map(lambda value: _full(value, keep), optimizer.state_dict())
+    found = optimizer.state_dict()
+    if _is_torchs(found):  # all ranks gather in the order of the groups: that of the states is when each was made
+        order = [index for group in found["param_groups"] for index in group["params"]]
+        states = found["state"]
+        found["state"] = {index: states[index] for index in order if index in states} | states
+    state = tree_map(lambda value: _full(value, keep), found)
     return state if keep else {}
 
 

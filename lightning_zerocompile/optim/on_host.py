@@ -135,7 +135,7 @@ class HostUpdates:
 
     @contextmanager
     def options(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the optimizer updates by the fused kernel of CPUs, if it has one.
+        """Inside, the optimizer updates by the fused kernel of CPUs, if it has one; that takes no complex numbers.
 
         A learning rate on the device is read here. The kernel's own copy of it would not wait until it has come.
         """
@@ -145,8 +145,8 @@ class HostUpdates:
         names = ("fused", "foreach", "lr")
         before = [{name: group.get(name) for name in names} for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            rate = group["lr"]
-            group.update(fused=True, foreach=False, lr=rate.cpu() if isinstance(rate, Tensor) else rate)
+            rate, takes = group["lr"], not any(value.is_complex() for value in group["params"])
+            group.update(fused=takes, foreach=False, lr=rate.cpu() if isinstance(rate, Tensor) else rate)
         try:
             yield
         finally:

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile.optim.in_backward import CLIPPING, OPTION
+from lightning_zerocompile.sharding.full_values import in_own_dtypes
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, rows_of_gradients
 
 
@@ -114,7 +115,8 @@ def _total_norm(masters: Sequence[Any], rows: Sequence[Tensor], norm_type: float
     whole = torch.split(parts, [len(same) for same in by_dtype.values()])
     widest = functools.reduce(torch.promote_types, by_dtype)
     rounded = [one.to(dtype).to(widest) for one, dtype in zip(whole, by_dtype, strict=True)]
-    total: Tensor = torch.linalg.vector_norm(torch.cat(rounded), norm_type)
+    with in_own_dtypes(zero):
+        total: Tensor = torch.linalg.vector_norm(torch.cat(rounded), norm_type)
     return total
 
 

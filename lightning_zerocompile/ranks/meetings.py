@@ -93,7 +93,7 @@ class Meetings:
         self._open = None
 
     def leave_group(self) -> None:
-        """At the end of the process, after :meth:`abandon`: no meeting follows."""
+        """At the end of a run: no meeting follows."""
         del self._group
 
     def _apart(self, number: int, what: str) -> CommunicationError:

@@ -44,7 +44,7 @@ class Buffers:
         self._follow = True  # whether the next forward begins with a broadcast
 
     def leave_group(self) -> None:
-        """At the end of the process: no forward follows."""
+        """At the end of a run: no forward follows."""
         del self._group
 
     def before_forward(self, reduces: bool = False, modules: Iterable[nn.Module] | None = None) -> None:

@@ -52,8 +52,16 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None, dtype: to
     parts = [torch.empty_like(sent) for _ in range(world)]
     dist.all_gather(parts, sent, group=group)
     starts = [min(rank * most, size) for rank in range(world + 1)]
-    whole = torch.cat([part.narrow(dim, 0, b - a) for part, (a, b) in zip(parts, pairwise(starts), strict=True)], dim)
+    with in_own_dtypes(local):
+        whole = torch.cat(
+            [part.narrow(dim, 0, b - a) for part, (a, b) in zip(parts, pairwise(starts), strict=True)], dim
+        )
     return whole.view(local.dtype).to(place)
+
+
+def in_own_dtypes(like: Tensor) -> torch.autocast:
+    """Inside, what joins tensors does so in their dtype: autocast to one half precision refuses the other."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 def _reduced(local: Tensor, placement: Partial, value: DTensor) -> Tensor:
@@ -66,7 +74,8 @@ def _reduced(local: Tensor, placement: Partial, value: DTensor) -> Tensor:
         sent = on_the_wire(local.contiguous())
         gathered = [torch.empty_like(sent) for _ in range(value.device_mesh.size())]
         dist.all_gather(gathered, sent, group=value.device_mesh.get_group())
-        stacked = torch.stack([one.view(local.dtype) for one in gathered])
+        with in_own_dtypes(local):
+            stacked = torch.stack([one.view(local.dtype) for one in gathered])
         return stacked.amax(0) if placement.reduce_op == "max" else stacked.amin(0)
     parts = local.to(torch.int64) if local.dtype is torch.bool else local
     whole = placement._reduce_value(parts, value.device_mesh, 0)

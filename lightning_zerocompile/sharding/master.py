@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import unimplemented
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import unserializable_hook
@@ -160,11 +161,15 @@ class Master(Sharded):
     def __tensor_flatten__(self) -> Any:
         if torch._guards.TracingContext.try_get() is not None:
             sharded = self.__dict__[PARAMETER]()
-            raise RuntimeError(
-                f"Code inside a compiled module takes parameter `{'?' if sharded is None else sharded.name}` from "
-                "`parameters()` or replaces it (`torch.func.functional_call`); compiled code can only read it as an "
-                "attribute of its module. Mark the function that does it with `torch.compiler.disable`, or use "
-                "ZeroCompileStrategy(compile=False)."
+            unimplemented(  # the frame breaks there, and goes on in eager code, which may do this
+                gb_type="zerocompile: a sharded parameter that is no attribute",
+                context=f"parameter `{'?' if sharded is None else sharded.name}`",
+                explanation="Code inside a compiled module takes it from `parameters()` or replaces it "
+                "(`torch.func.functional_call`); compiled code can only read it as an attribute of its module.",
+                hints=[
+                    "Read it as an attribute of its module, or mark the function that does this with "
+                    "`torch.compiler.disable`."
+                ],
             )
         return super().__tensor_flatten__()  # type: ignore[no-untyped-call, unused-ignore]
 
@@ -208,6 +213,9 @@ def adopt_master(master: Tensor, sharded: ShardedParameter) -> None:
     master.__class__ = Master  # type: ignore[assignment, unused-ignore]
     master.__dict__[PARAMETER] = weakref.ref(sharded)
     watch(master, sharded.reads)
+
+
+skip_code(adopt_master.__code__)  # as `as_sharded`
 
 
 def bind_before_accumulation(master: Tensor) -> None:

@@ -711,5 +711,8 @@ def take_over(model: nn.Module) -> None:
         RuntimeError: the model has a parameter that cannot be sharded, see :func:`check_whole`.
     """
     if owner_of(model) is not None:
+        for module in model.modules():
+            for sharded in module.__dict__.get(PARAMETERS, {}).values():
+                sharded.step_state.taken = True
         make_whole(model)
     check_whole(model)

@@ -108,6 +108,7 @@ class StepState:
         changes: how often since set-up a parameter got another source, or a module something else for a compiler to
             read in the place of one.
         gives_masters: whether an attribute of a module gives the master, see [Note: parameters by identity].
+        taken: whether another strategy has taken over the model, or a part of it.
     """
 
     in_step: bool = False
@@ -117,6 +118,7 @@ class StepState:
     updated: bool = False
     changes: int = 0
     gives_masters: bool = False
+    taken: bool = False
 
 
 @dataclass(eq=False)

@@ -50,13 +50,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from typing_extensions import override
 
-from lightning_zerocompile.sharding.full_values import ON_HOST, full_value
+from lightning_zerocompile.sharding.full_values import ON_HOST, full_value, in_own_dtypes
 from lightning_zerocompile.sharding.random_numbers import DRAWN_IN_SHAPE
 
 if TYPE_CHECKING:
@@ -477,6 +478,9 @@ def as_sharded(value: Any, reads: Reads | None, left: str | None = None) -> Any:
     return value
 
 
+skip_code(as_sharded.__code__)  # a DTensor becomes another class, which Dynamo does not follow
+
+
 def mark_on_host(value: Any, on_host: bool = True) -> Any:
     """Notes whether the rows of a DTensor are kept in host memory, see [Note: rows in host memory]; returns it."""
     if isinstance(value, DTensor):
@@ -810,7 +814,8 @@ def _joined(parts: list[Sharded]) -> list[Tensor]:
             if len(places) == 1:
                 found[places[0]] = full_value(first)
                 continue
-            numbers = torch.stack([parts[place]._local_tensor.detach() for place in places])
+            with in_own_dtypes(first):
+                numbers = torch.stack([parts[place]._local_tensor.detach() for place in places])
             joined = full_value(DTensor.from_local(numbers, first.device_mesh, first.placements, run_check=False))
             for place, value in zip(places, joined.unbind(), strict=True):
                 found[place] = value

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from lightning_zerocompile.checkpoint import directory
 from lightning_zerocompile.checkpoint.files import AtomicCheckpointIO
 from lightning_zerocompile.checkpoint.state import full_optimizer_state, full_state_dict
-from tests.support import checkpoints, models
+from tests.support import checkpoints, engines, models
 from tests.support.checkpoints import Saved
 from tests.support.harness import on_ranks
-from tests.support.parity import AOT
+from tests.support.parity import AOT, EAGER
 
 # ---- in the background ----
 
@@ -47,6 +47,25 @@ class Watch(L.Callback):
         step = trainer.global_step
         self.weights[step] = copy.deepcopy(full_state_dict(module, keep=True))
         self.moments[step] = copy.deepcopy(full_optimizer_state(trainer.optimizers[0], keep=True)["state"])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_states_are_gathered_in_the_order_of_groups(stage: int) -> None:
+    """Ranks may have made them in another order; then the gathers must still meet."""
+    model = models.ByteModel()
+    with engines.engine(model, stage, **EAGER) as engine:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        engine.attach_optimizers([optimizer])
+        engines.step(engine, optimizer, lambda: engines.token_loss(model, models.Batches(models.rank())[0]))
+        whole = full_optimizer_state(optimizer, keep=True)["state"]
+        if models.rank() == 1:
+            made = list(optimizer.state.items())
+            optimizer.state.clear()
+            optimizer.state.update(reversed(made))
+        again = full_optimizer_state(optimizer, keep=True)["state"]
+        assert list(again) == list(whole) and len(whole) == len(list(model.parameters()))
+        assert checkpoints.differences(again, whole) == []
 
 
 @on_ranks()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from typing import Any
 
 import pytest
@@ -32,3 +34,19 @@ def test_a_thousand_steps_in_twenty_fits(stage: int, options: dict[str, Any]) ->
     for name in ("python threads", "threads", "files", "tensors"):
         assert seen[-1][name] == seen[WARM][name], (name, [one[name] for one in seen])
     assert seen[-1]["resident"] - seen[WARM]["resident"] < 16 * 1024, [one["resident"] for one in seen]
+
+
+@pytest.mark.parametrize(("stage", "options"), [(1, {"backend": "aot_eager"}), (3, {"compile": False})])
+@on_ranks()
+def test_a_run_that_has_ended_keeps_no_group(stage: int, options: dict[str, Any]) -> None:
+    """Its sockets and threads end with it, also where Python collects no garbage in the meantime."""
+    seen = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            models.fit(models.Module(), ZeroCompileStrategy(stage=stage, **options), 2)
+            seen.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    finally:
+        gc.enable()
+    assert seen[-1] == seen[1], seen

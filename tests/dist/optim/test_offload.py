@@ -207,6 +207,32 @@ def test_updates_on_the_cpu(kind: str, stage: int, scope: dict[str, Any], more: 
     assert stats.offload_out_bytes == 3 * 4 * rows and stats.offload_in_bytes == 3 * gathered * rows
 
 
+class _Complex(Trained):
+    """One weight is of complex numbers, which the fused kernel does not take."""
+
+    def __init__(self) -> None:
+        super().__init__("fused-eps")
+        self.turn = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return super().training_step(batch, _) + 0.1 * self.turn.abs().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
+
+
+@pytest.mark.parametrize(("stage", "scope"), [(1, AOT), (2, EAGER), (3, EAGER), (3, AOT)])
+@on_ranks()
+def test_complex_parameters_on_the_cpu(stage: int, scope: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    start = _Complex()
+    plain, offloaded = copy.deepcopy(start), copy.deepcopy(start)
+    _fit(plain, stage, **scope)
+    ours = _fit(offloaded, stage, **scope, **OFFLOAD, offload_update="cpu")
+    assert (start.turn - plain.turn).abs().max() > 1e-3 and len(ours.on_host) > 10
+    assert models.deviation(offloaded, plain) < 1e-6 and (offloaded.turn - plain.turn).abs().max() < 1e-6
+
+
 @on_ranks()
 def test_checkpoints_of_updates_on_the_cpu(tmp_path: Path) -> None:
     """Saved with one way of offload, read with the other; a unit that stays on the device, and a default AdamW."""

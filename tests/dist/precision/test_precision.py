@@ -20,7 +20,7 @@ from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.plugins.precision import MixedPrecision, ZeroCompileHalfPrecision, ZeroCompilePrecision
 from tests.support import models, precisions
 from tests.support.harness import on_ranks
-from tests.support.parity import AOT, EAGER
+from tests.support.parity import AOT, EAGER, MODEL, reference
 from tests.support.precisions import BF16, FP16, FP32, FP64, Overflowing, Recorded
 
 # ---- against DDP in the same process group ----
@@ -308,3 +308,59 @@ def test_plugins_of_the_user() -> None:
     strategy = ZeroCompileStrategy(compile=False, precision_plugin=MixedPrecision("16-mixed", where, given))
     precisions.fit(module, strategy, 2)
     assert module.scales == [1.0, 1.0, 8.0, 16.0]
+
+
+# ---- beside autocast ----
+
+
+class _OtherHalf(nn.Module):
+    """A frozen base in the half precision that autocast does not compute in, and what is trained beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(10, 10).half().requires_grad_(False)
+        self.added = nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., 10]
+        return x + torch.tanh(self.base(x)) + self.added(x)
+
+
+class _OtherHalves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, 10)
+        self.layers = nn.ModuleList(_OtherHalf() for _ in range(3))
+        self.head = nn.Linear(10, models.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _loss(twin: Any, batch: Tensor) -> Tensor:
+    with torch.autocast(models.device(), dtype=torch.bfloat16):
+        return twin.loss(batch)  # type: ignore[no-any-return]
+
+
+class _Reading(models.Module):
+    """Its step reads numbers of parameters in float16, too."""
+
+    def training_step(self, batch: Tensor, number: int) -> Tensor:
+        norms = [float(p.norm()) for name, p in self.named_parameters() if "base.weight" in name]
+        assert len(norms) == 3 and min(norms) > 0.1
+        return super().training_step(batch, number)
+
+
+@pytest.mark.parametrize("options", [EAGER, AOT, MODEL], ids=["eager", "blocks", "model"])
+@pytest.mark.parametrize("kind", [models.Module, _Reading])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_the_other_half_precision_beside_autocast(stage: int, kind: Any, options: dict[str, Any]) -> None:
+    """Autocast joins no tensors of the half precision that it does not compute in; communication has to."""
+    module, twin = models.pair(kind, model=_OtherHalves)
+    models.fit(module, ZeroCompileStrategy(stage=stage, **options), 3, precision="bf16-mixed")
+    reference(twin, 3, _loss)
+    assert len(module.losses) == 3
+    assert models.deviation(module, twin) <= 1e-6

@@ -157,3 +157,51 @@ def test_validation_cannot_use_up_the_graphs_of_training(stage: int) -> None:
         (said,) = [str(w.message) for w in caught if "runs eagerly" in str(w.message)]
         assert "recompile_limit" in said and "3 graphs" in said and "inference" in said and "extra" in said
         assert "skipped" not in said
+
+
+class _RunsAnother(models.Module):
+    """Another Trainer validates this module, or a copy of it, or a part of it, when an epoch ends."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.seen = what, []
+
+    def validation_step(self, batch: Tensor, _: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    def _run(self) -> None:
+        outer, self.trainer = self.trainer, None  # type: ignore[assignment]
+        module: Any = copy.deepcopy(self) if self.what == "copy" else self
+        if self.what == "part":
+            module = _RunsAnother("nothing")
+            module.model = self.model
+        trainer = models.make_trainer(ZeroCompileStrategy(stage=1, compile=False))
+        self.seen += [one["loss"] for one in trainer.validate(module, models.Batches(models.rank(), 1), verbose=False)]
+        self.trainer = outer
+
+    def on_train_epoch_end(self) -> None:
+        if self.what in ("whole", "part", "copy"):
+            self._run()
+
+    def on_fit_end(self) -> None:
+        if self.what == "after":
+            self._run()
+
+
+@pytest.mark.parametrize("what", ["whole", "part", "copy", "after"])
+@pytest.mark.parametrize(("stage", "scope"), [(1, "blocks"), (2, False), (3, False), (3, "blocks")])
+@on_ranks()
+def test_another_trainer_inside_a_run(stage: int, scope: Any, what: str) -> None:
+    """With this module it takes its shards away, which the next step says; with a copy, or after the last step, not."""
+    module = _RunsAnother(what)
+    twin = copy.deepcopy(module)
+    trainer = models.make_trainer(ZeroCompileStrategy(stage=stage, compile=scope, **AOT), max_epochs=2)
+    data = models.Batches(models.rank(), 2)
+    if what in ("whole", "part"):
+        with pytest.raises(RuntimeError, match=r"Another Trainer.*or with a part of it.*`copy.deepcopy\(module\)`"):
+            trainer.fit(module, data)
+        return
+    trainer.fit(module, data)
+    parity.reference(twin, [0, 1, 0, 1], lambda twin, batch: twin.loss(batch))
+    assert models.deviation(module, twin) <= 1e-6
+    assert len(module.seen) == (2 if what == "copy" else 1)
