@@ -98,6 +98,52 @@ def test_checkpointed_blocks(stage: int, options: dict[str, Any]) -> None:
         assert saved < 0.5 * most
 
 
+class _NormBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.batch_norm = nn.Linear(10, 10), nn.BatchNorm1d(10)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, 10]
+        return x + torch.tanh(self.batch_norm(self.linear(x).flatten(0, 1)).view(x.shape))
+
+
+class _NormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, 10)
+        self.layers = nn.ModuleList(_NormBlock() for _ in range(3))
+        self.head = nn.Linear(10, models.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
+@on_ranks()
+def test_statistics_of_checkpointed_blocks(stage: int, options: dict[str, Any]) -> None:
+    """A block that runs again counts its batch once, and its graphs are those of the first run."""
+    start = _NormNet()
+    trained, graphs = [], []
+    for more in ({}, {"activation_checkpointing": "blocks"}):
+        model = copy.deepcopy(start)
+        torch._dynamo.reset()
+        with engines.engine(model, stage, **options, **more) as engine:
+            optimizer = engines.sgd(engine, model, lr=0.1)
+            for number in range(4):
+                batch = models.Batches(models.rank())[number]
+                engines.step(engine, optimizer, lambda model=model, batch=batch: engines.token_loss(model, batch))
+                graphs.append(engine.regions.stats.dynamo_graphs)
+        trained.append(model.state_dict())
+    assert graphs[3] == graphs[1] and graphs[7] == graphs[5] == graphs[1], graphs
+    assert all(trained[0][f"layers.{k}.batch_norm.num_batches_tracked"] == 4 for k in range(3))
+    for name, value in trained[0].items():
+        assert torch.equal(trained[1][name], value), name
+
+
 @on_ranks()
 def test_a_model_without_blocks() -> None:
     with pytest.raises(RuntimeError, match=r"Sequential has no repeated blocks.*activation_budget"):
