@@ -376,8 +376,10 @@ class Engine:
         release_gone(self._layers.gone(self.model), [s for s, *_ in kept if s.master not in whole])
         runtime.shutdown()
         self._groups.destroy()
-        self.leave_groups()
+        buffers = self.buffers
         self._build()
+        buffers.leave_group()
+        runtime.meetings.leave_group()
         self.runtime.messages.where = where
         self.windows.in_accumulation = windows.in_accumulation
         self.runtime.core.set_deferred(deferred)
