@@ -260,7 +260,7 @@ class Engine:
         self.gather_watch.step_begins()
         self.runtime.casts.begin_step()
         modules = modules_of(self.model)
-        changes = self._refresh(modules)
+        changes = refresh_all(self.model, modules, self._layers, self.runtime.step_state)
         if changes and self._take_over(changes, modules):
             self.begin_training_step(automatic)
             return
@@ -308,17 +308,8 @@ class Engine:
             warns: whether a new parameter that no optimizer has is worth a warning.
         """
         modules = modules_of(self.model)
-        if changes := self._refresh(modules):
+        if changes := refresh_all(self.model, modules, self._layers, self.runtime.step_state):
             self._take_over(changes, modules, warns)
-
-    def _refresh(self, modules: Sequence[nn.Module]) -> Changes:
-        """See :func:`refresh_all`."""
-        if self.runtime.step_state.taken:
-            raise RuntimeError(
-                "Another Trainer or Fabric has been run with this module, or with a part of it, inside this run, and "
-                "has made it whole. Run it with `copy.deepcopy(module)`, which all ranks make, or after this run."
-            )
-        return refresh_all(self.model, modules, self._layers)
 
     def _take_over(self, changes: Changes, modules: Sequence[nn.Module], warns: bool = True) -> bool:
         """Takes over parameters that users have replaced; collective.

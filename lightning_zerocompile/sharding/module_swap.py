@@ -33,7 +33,7 @@ from lightning_zerocompile.sharding.master import (
     keep_hooks,
     release_master,
 )
-from lightning_zerocompile.sharding.parameter import ATTRIBUTES, CLASSES, TRACED, Core, ShardedParameter
+from lightning_zerocompile.sharding.parameter import ATTRIBUTES, CLASSES, TRACED, Core, ShardedParameter, StepState
 from lightning_zerocompile.sharding.replaced import Changes
 from lightning_zerocompile.sharding.sharded import refuse_left, sharded_as
 from lightning_zerocompile.sharding.unsharded import sharded_of
@@ -510,20 +510,27 @@ class Layers:
         return [module for module in found if module not in left]
 
 
-def refresh_all(model: nn.Module, modules: Sequence[nn.Module], layers: Layers) -> Changes:
+def refresh_all(model: nn.Module, modules: Sequence[nn.Module], layers: Layers, step_state: StepState) -> Changes:
     """Calls :func:`refresh` for every module of ``model``, and looks what users have put into it.
 
     Args:
         model: the model, for names.
         modules: the modules of ``model``.
         layers: the modules of ``model`` when it was sharded.
+        step_state: of its parameters.
 
     Returns:
         What somebody has put in place of parameters, see [Note: replaced parameters] in replaced.py.
 
     Raises:
-        RuntimeError: a parameter was removed or added; it names the parameter and the way to do it.
+        RuntimeError: a parameter was removed or added (it names the parameter and the way to do it), or another
+            strategy has taken over the model.
     """
+    if step_state.taken:
+        raise RuntimeError(
+            "Another Trainer or Fabric has been run with this module, or with a part of it, inside this run, and has "
+            "made it whole. Run it with `copy.deepcopy(module)`, which all ranks make, or after this run."
+        )
     changes = Changes({} if refresh(modules) else _replaced(model, modules), {})
     for module in modules:
         for name, parameter in module._parameters.items():
