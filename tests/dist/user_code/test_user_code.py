@@ -200,31 +200,48 @@ def test_optimizer_of_attributes(stage: int) -> None:
 class Inside(nn.Module):
     """A block that does something with its own parameters in its forward."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear, self.kind = nn.Linear(10, 10), kind
+        self.linear = nn.Linear(10, 10)
 
+
+class Penalty(Inside):
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "penalty":
-            return x + self.linear(x) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
-        if self.kind == "dtype":
-            return x + self.linear(x.to(next(p.dtype for p in self.parameters() if p.is_floating_point())))
-        if self.kind == "names":
-            return x + self.linear(x) * len([name for name, p in self.named_parameters() if p.ndim == 1])
-        if self.kind == "state":
-            return x + self.linear(x) * len(self.state_dict())
-        if self.kind == "clamp":
-            for parameter in self.parameters():
-                parameter.data.clamp_(-0.1, 0.1)
-            return x + self.linear(x)
+        return x + self.linear(x) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class Clamp(Inside):
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        return x + self.linear(x)  # type: ignore[no-any-return]
+
+
+class Functional(Inside):
+    def forward(self, x: Tensor) -> Tensor:
         values = {"weight": 0.5 * self.linear.weight, "bias": self.linear.bias}
         return x + torch.func.functional_call(self.linear, values, (x,))  # type: ignore[no-any-return]
 
 
+class Dtype(Inside):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x.to(next(p.dtype for p in self.parameters() if p.is_floating_point())))
+
+
+class Names(Inside):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * len([name for name, p in self.named_parameters() if p.ndim == 1])
+
+
+class State(Inside):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * len(self.state_dict())
+
+
 class InsideModel(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: type[Inside]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Inside(kind) for _ in range(2))
+        self.layers = nn.ModuleList(kind() for _ in range(2))
         self.head = nn.Linear(10, models.VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -233,9 +250,9 @@ class InsideModel(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", ["penalty", "clamp", "functional", "dtype", "names", "state"])
+@pytest.mark.parametrize("kind", [Penalty, Clamp, Functional, Dtype, Names, State])
 @on_ranks()
-def test_own_parameters_inside_a_region(kind: str) -> None:
+def test_own_parameters_inside_a_region(kind: type[Inside]) -> None:
     """An L2 term over `self.parameters()`, a clamp of them, `functional_call` with other values, and what asks for
     their dtype, names or number: as under DDP. Compiled code breaks there, and goes on eagerly."""
     problems = []
@@ -261,7 +278,8 @@ def test_own_parameters_inside_a_region(kind: str) -> None:
                     engines.step(engine, optimizer, lambda model=model: model(x[models.rank()]).square().mean())
             if models.deviation(model, twin) > 1e-6:
                 problems.append(f"stage {stage} {scope}: {models.deviation(model, twin)}")
-            if bool(scope) != any("no attribute" in reason for reason in counters["graph_break"]):
+            broke = any("no attribute" in reason for reason in counters["graph_break"])
+            if bool(scope) != (broke or bool(engine.regions.fallbacks)):  # Dynamo does not count frames that it skips
                 problems.append(f"stage {stage} {scope}: {dict(counters['graph_break'])}")
         except Exception:
             problems.append(f"stage {stage} {scope}: {traceback.format_exc()[-1200:]}")
