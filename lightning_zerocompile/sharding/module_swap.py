@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -583,10 +583,13 @@ def path_of(model: nn.Module, module: nn.Module, name: str) -> str:
 
 def owner_of(model: nn.Module) -> Core | None:
     """The C++ runtime that the model is sharded by; None: the model is not sharded."""
-    sharded_parameters = (
-        sharded for module in model.modules() for sharded in module.__dict__.get(PARAMETERS, {}).values()
-    )
-    return next((sharded.core for sharded in sharded_parameters), None)
+    return next((sharded.core for sharded in _sharded_in(model)), None)
+
+
+def _sharded_in(model: nn.Module) -> Iterator[ShardedParameter]:
+    """What the model's modules hold; tied parameters come again."""
+    for module in model.modules():
+        yield from module.__dict__.get(PARAMETERS, {}).values()
 
 
 def refuse_shards(model: nn.Module) -> None:
@@ -718,8 +721,7 @@ def take_over(model: nn.Module) -> None:
         RuntimeError: the model has a parameter that cannot be sharded, see :func:`check_whole`.
     """
     if owner_of(model) is not None:
-        for module in model.modules():
-            for sharded in module.__dict__.get(PARAMETERS, {}).values():
-                sharded.step_state.taken = True
+        for sharded in _sharded_in(model):
+            sharded.step_state.taken = True
         make_whole(model)
     check_whole(model)

@@ -211,14 +211,11 @@ class _Complex(Trained):
     """One weight is of complex numbers, which the fused kernel does not take."""
 
     def __init__(self) -> None:
-        super().__init__("fused-eps")
+        super().__init__("eps")
         self.turn = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         return super().training_step(batch, _) + 0.1 * self.turn.abs().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
 
 
 @pytest.mark.parametrize(("stage", "scope"), [(1, AOT), (2, EAGER), (3, EAGER), (3, AOT)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.amp import GradScaler
 
 from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.plugins.precision import MixedPrecision, ZeroCompileHalfPrecision, ZeroCompilePrecision
-from tests.support import models, precisions
+from tests.support import graph_breaks, models, precisions
+from tests.support.graph_breaks import WIDTH
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER, MODEL, reference
 from tests.support.precisions import BF16, FP16, FP32, FP64, Overflowing, Recorded
@@ -318,25 +320,11 @@ class _OtherHalf(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(10, 10).half().requires_grad_(False)
-        self.added = nn.Linear(10, 10)
+        self.base = nn.Linear(WIDTH, WIDTH).half().requires_grad_(False)
+        self.added = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., 10]
+    def forward(self, x: Tensor) -> Tensor:  # [..., WIDTH]
         return x + torch.tanh(self.base(x)) + self.added(x)
-
-
-class _OtherHalves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(models.VOCABULARY, 10)
-        self.layers = nn.ModuleList(_OtherHalf() for _ in range(3))
-        self.head = nn.Linear(10, models.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length]
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)  # type: ignore[no-any-return]
 
 
 def _loss(twin: Any, batch: Tensor) -> Tensor:
@@ -359,7 +347,7 @@ class _Reading(models.Module):
 @on_ranks()
 def test_the_other_half_precision_beside_autocast(stage: int, kind: Any, options: dict[str, Any]) -> None:
     """Autocast joins no tensors of the half precision that it does not compute in; communication has to."""
-    module, twin = models.pair(kind, model=_OtherHalves)
+    module, twin = models.pair(kind, model=partial(graph_breaks.Net, _OtherHalf))
     models.fit(module, ZeroCompileStrategy(stage=stage, **options), 3, precision="bf16-mixed")
     reference(twin, 3, _loss)
     assert len(module.losses) == 3

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.support import engines, models
+from tests.support import engines, graph_breaks, models
 from tests.support.blocks import Net
+from tests.support.graph_breaks import WIDTH
 from tests.support.harness import on_ranks
 from tests.support.parity import AOT, EAGER, assert_trains_like_ddp
 
@@ -101,24 +102,10 @@ def test_checkpointed_blocks(stage: int, options: dict[str, Any]) -> None:
 class _NormBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.batch_norm = nn.Linear(10, 10), nn.BatchNorm1d(10)
+        self.linear, self.batch_norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:  # [batch, length, 10]
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, WIDTH]
         return x + torch.tanh(self.batch_norm(self.linear(x).flatten(0, 1)).view(x.shape))
-
-
-class _NormNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(models.VOCABULARY, 10)
-        self.layers = nn.ModuleList(_NormBlock() for _ in range(3))
-        self.head = nn.Linear(10, models.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length]
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -126,7 +113,7 @@ class _NormNet(nn.Module):
 @on_ranks()
 def test_statistics_of_checkpointed_blocks(stage: int, options: dict[str, Any]) -> None:
     """A block that runs again counts its batch once, and its graphs are those of the first run."""
-    start = _NormNet()
+    start = graph_breaks.Net(_NormBlock)
     trained, graphs = [], []
     for more in ({}, {"activation_checkpointing": "blocks"}):
         model = copy.deepcopy(start)
