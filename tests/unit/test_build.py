@@ -198,7 +198,7 @@ def test_builder_says_what_it_does(recipe: Recipe, cache: Path, caplog: pytest.L
     runtime_build.build(recipe, cache)
     runtime_build.build(recipe, cache)
     before, record = caplog.records
-    assert "Compiling the C++ extension zerocompile_test.tiny (1 files" in before.message
+    assert "Compiling the C++ extension zerocompile_test.tiny;" in before.message
     assert record.name == "lightning_zerocompile"
     assert record.levelno == logging.INFO
     assert re.search(r"Compiled the C\+\+ extension zerocompile_test.tiny in \d+\.\d s", record.message)
@@ -399,7 +399,7 @@ def test_a_long_build_shows_that_it_is_alive(
     hang.touch()
     threading.Timer(0.8, hang.unlink).start()
     runtime_build.build(recipe, cache)
-    assert sum("0 of 1 files after" in record.message for record in caplog.records) >= 2
+    assert sum("Still compiling the C++ extension after" in record.message for record in caplog.records) >= 2
 
 
 def test_build_command(
