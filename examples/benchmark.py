@@ -48,7 +48,7 @@ systems: limit        forward, backward and a fused AdamW over 1/W of the parame
 float32 (here they are what the optimizer updates; FSDP2 keeps their shards in float32, too, and both gather everything
 in bfloat16). --meta builds the model without data, so that no rank ever holds it whole; --lora implies it. Both are for
 Qwen3's shapes, and for stage_1|2|3, fsdp2 and fsdp2_keep. --options gives the strategy further options, such as
-'{"offload": "optimizer"}' or '{"activation_budget": 0.5}'.
+'{"offload": "optimizer"}' or '{"recompute": 0.5}'.
 
 --optimizer muon updates the matrices of the layers by torch.optim.Muon, all else by AdamW. The limit's share is then
 the matrices of as many layers as each rank would have. Not for DeepSpeed and the Trainer.

@@ -94,7 +94,9 @@ def make_step(kind: str, args: argparse.Namespace) -> Callable[[], list[float]]:
     from lightning_zerocompile.engine import Engine
     from lightning_zerocompile.plugins.clipping import clip_norm
 
-    engine = Engine(model, torch.device("cpu"), Config(stage=int(kind), backend=args.backend), None, "gloo")
+    engine = Engine(
+        model, torch.device("cpu"), Config(stage=int(kind), compile_options={"backend": args.backend}), None, "gloo"
+    )
     ours = torch.optim.AdamW(model.parameters(), fused=True)
     engine.attach_optimizers([ours])
 

@@ -121,7 +121,7 @@ def planned(
 
 
 def options(stage: int, checkpointed: bool) -> Config:
-    return Config(stage=stage, dynamic=False, activation_checkpointing="blocks" if checkpointed else False)
+    return Config(stage=stage, compile_options={"dynamic": False}, recompute="blocks" if checkpointed else None)
 
 
 def measured(

@@ -446,14 +446,12 @@ def our_options(args: argparse.Namespace) -> dict[str, Any]:
     _, stage, *words = args.system.split("_")
     spare = {"memory_budget": "auto"} if "spare" in words else {}
     beside = {"optimizer_in_backward": True} if "beside" in words else {}
-    hosts: dict[str, Any] = {"replicas": args.groups} if "hybrid" in words else {}
+    hosts: dict[str, Any] = {"device_mesh": args.groups} if "hybrid" in words else {}
     if "inner" in words:
         hosts = {"reshard_after_forward": args.processes // args.groups}
     return {
         "stage": int(stage),
         "compile": "model" if "model" in words else "blocks",
-        "backend": args.backend,
-        "dynamic": False,
         "update_in_one_pass": "separate" not in words,
         "reduce_dtype": torch.float32 if args.reduce_fp32 else None,
         "copy_engine": "auto" if args.hosts == 1 else False,
@@ -461,6 +459,7 @@ def our_options(args: argparse.Namespace) -> dict[str, Any]:
         **spare,
         **beside,
         **args.options,
+        "compile_options": {"backend": args.backend, "dynamic": False} | args.options.get("compile_options", {}),
     }
 
 

@@ -135,7 +135,11 @@ def ours(
     compiled: Any = False if scope == "eager" else scope
     unit_bytes = args.unit_mib * MIB
     config = Config(
-        stage=stage, compile=compiled, mode=args.mode, dynamic=False, master_dtype=None, unit_bytes=unit_bytes
+        stage=stage,
+        compile=compiled,
+        compile_options={"mode": args.mode, "dynamic": False},
+        master_dtype=None,
+        unit_bytes=unit_bytes,
     )
     engine = Engine(Whole(build(device)), device, config, None, "nccl")
     optimizer = adamw(engine.model.parameters())

@@ -9,7 +9,7 @@ card of 400 Gb/s for each GPU, at 90 %. The latencies are those of NCCL's own mo
 protocol "simple").
 
     full        shards over all GPUs
-    replicas    shards inside each host, replicas across (`replicas="nodes"`)
+    replicas    shards inside each host, replicas across (`device_mesh="nodes"`)
     inside      shards over all GPUs, the backward gathers inside each host (`reshard_after_forward="nodes"`)
 """
 
@@ -28,8 +28,8 @@ GIB = 2**30
 MESHES = {
     ("full", 1): {},
     ("full", 3): {},
-    ("replicas", 1): {"replicas": "nodes"},
-    ("replicas", 3): {"replicas": "nodes"},
+    ("replicas", 1): {"device_mesh": "nodes"},
+    ("replicas", 3): {"device_mesh": "nodes"},
     ("inside", 3): {"reshard_after_forward": "nodes"},
 }
 

@@ -127,7 +127,9 @@ def make_strategy(args: argparse.Namespace) -> Strategy | str:
     from lightning_zerocompile import ZeroCompileStrategy
 
     scopes: dict[str, Literal["blocks", "model", False]] = {"blocks": "blocks", "model": "model", "none": False}
-    return ZeroCompileStrategy(stage=args.stage, compile=scopes[args.compile], backend=args.backend)
+    return ZeroCompileStrategy(
+        stage=args.stage, compile=scopes[args.compile], compile_options={"backend": args.backend}
+    )
 
 
 def make_trainer(args: argparse.Namespace, checkpoint: ModelCheckpoint) -> L.Trainer:

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import timedelta
 from enum import Enum
@@ -43,6 +43,14 @@ class Policy:
 _MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
+# Of each key of `compile_options`: what its value may be, and the rest of the message for another one.
+_COMPILE_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "backend": (lambda name: name in ("inductor", "aot_eager"), "choose 'inductor' or 'aot_eager', or compile=False"),
+    "mode": (lambda mode: mode in _MODES, f"choose one of {_MODES}"),
+    "dynamic": (lambda dynamic: dynamic in (True, False, None), "choose True, False or None"),
+    "options": (lambda options: isinstance(options, Mapping), "it must be a dictionary of Inductor's options"),
+}
+
 
 # ---- what an option may be ----
 
@@ -78,8 +86,11 @@ def _as_modules(value: Any) -> Any:
     return (value,) if isinstance(value, type) else _as_names(value)
 
 
-def _as_options(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else {} if value is None else value
+def _as_compile_options(given: Any) -> Any:
+    """A copy, also of Inductor's options inside it."""
+    if not isinstance(given, Mapping):
+        return {} if given is None else given
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in given.items()}
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -112,8 +123,8 @@ REPLICATE, SHARD = "replicate", "shard"
 
 
 def _is_mesh(mesh: Any) -> bool:
-    if mesh is None or isinstance(mesh, tuple):
-        return mesh is None or min(mesh) > 0
+    if not isinstance(mesh, DeviceMesh):
+        return mesh == "nodes" or all(size > 0 for size in (mesh if isinstance(mesh, tuple) else (mesh,)))
     names = mesh.mesh_dim_names or ()
     return SHARD in names and len(set(names)) == len(names) and set(names) <= {REPLICATE, SHARD}
 
@@ -133,19 +144,18 @@ class Config:
             compilation (a model without any as with ``"model"``); ``"model"``: each top-level child as one graph (of
             one that only holds others, such as a ``ModuleList``, each of these); ``False``: nothing is compiled,
             everything runs eagerly.
-        backend: ``"inductor"`` or ``"aot_eager"`` (the same graphs and passes without code generation).
-        mode: torch.compile's mode. ``"reduce-overhead"`` and ``"max-autotune"`` replay CUDA graphs.
-        dynamic: torch.compile's ``dynamic``.
-        options: Inductor's options; passes of the user in the slots we need run before ours.
-        activation_budget: the share of its activations that a compiled module saves for its backward: 1 what
-            torch.compile would, 0 as little as it can; torch chooses what is cheapest to compute again. Gathered values
-            are never saved, and random numbers are not drawn again. ``None``: torch's own setting.
-        activation_checkpointing: ``"blocks"``: each repeated block saves its inputs only and runs again in the backward
+        compile_options: torch.compile's own arguments, by name: ``backend``, ``"inductor"`` (default) or
+            ``"aot_eager"`` (the same graphs and passes without code generation); ``mode``, of which
+            ``"reduce-overhead"`` and ``"max-autotune"`` replay CUDA graphs; ``dynamic``; ``options``, Inductor's:
+            passes of the user in the slots we need run before ours.
+        recompute: a number from 0 to 1: how much of its activations a compiled module computes again in its backward
+            instead of saving it: 0 as torch.compile does, 1 all that it can; torch chooses what is cheapest. Gathered
+            values are never saved, and random numbers are not drawn again. ``None``: torch's own setting.
+            ``"blocks"``: each repeated block saves its inputs only and runs again in the backward
             (``torch.utils.checkpoint``), which gathers its parameters no more often than without.
         activation_offload: what each repeated block saves for its backward goes to host memory (pinned, with CUDA)
             while the next one runs, and comes back before its backward; at most two blocks' activations stay on the
-            device. With ``activation_checkpointing="blocks"`` or a small ``activation_budget`` it is little enough for
-            the link to keep up. Tensors of less than 1 MiB stay.
+            device. With ``recompute`` it is little enough for the link to keep up. Tensors of less than 1 MiB stay.
         param_dtype: what floating-point parameters are gathered and computed in; ``None``: their own dtype (or the
             Trainer's precision). With ``torch.bfloat16`` and ``reduce_dtype`` these are FSDP2's numerics.
         cast_forward_inputs: with ``param_dtype``, whether floating-point tensors that are passed to the LightningModule
@@ -229,14 +239,12 @@ class Config:
             statistics, and what else the run has changed stays there. ``"auto"``: ``"fork"`` in notebooks.
         timeout: how long ranks wait for each other in a collective or for a message. When it ends, or a peer closes its
             connection (gloo), the error names the phase and the rank.
-        replicas: how many times the model is held (hybrid sharding, FSDP's HYBRID_SHARD). Each replica is sharded over
-            its part of the ranks, which are consecutive. Parameters are gathered inside a part, and gradients are
-            averaged over all ranks. A rank needs the memory that it would need if its part were all ranks.
-            ``"nodes"``: one replica on each host.
-        device_mesh: the same said as FSDPStrategy takes it: ``(R, W)``, R replicas that are each sharded over W
-            consecutive ranks; or a ``DeviceMesh`` of all ranks with dimensions ``"replicate"`` and ``"shard"``, in
-            either order, or with ``"shard"`` alone. Of a mesh only the places of the ranks count: the process groups
-            are the strategy's own. Give this or ``replicas``.
+        device_mesh: how many times the model is held (hybrid sharding, FSDP's HYBRID_SHARD): a number of replicas;
+            ``"nodes"``, one on each host; ``(R, W)``, R replicas that are each sharded over W ranks; or a
+            ``DeviceMesh`` of all ranks with dimensions ``"replicate"`` and ``"shard"``, in either order, or with
+            ``"shard"`` alone. The ranks of a replica are consecutive, unless a ``DeviceMesh`` says otherwise; the
+            process groups are the strategy's own. Parameters are gathered inside a replica, and gradients are averaged
+            over all ranks. A rank needs the memory that it would need if its replica were all ranks.
         reshard_after_forward: at stage 3, what a rank keeps of a value when the forward has used it (FSDP2's option of
             that name, ZeRO++'s hpZ). ``True``: its shard only, and the backward gathers over all ranks again. A number
             of ranks: each such part of the shard group (consecutive ranks, those of a host) keeps one more copy of the
@@ -265,33 +273,27 @@ class Config:
             convert=lambda value: "blocks" if value is True else value,
         ),
     ] = "blocks"
-    backend: Annotated[
-        Literal["inductor", "aot_eager"],
-        Check("is not supported; choose 'inductor' or 'aot_eager', or compile=False."),
-    ] = "inductor"
-    mode: Annotated[
-        str | None,
-        Check(f"is not a mode of torch.compile; choose one of {_MODES}.", holds=lambda mode: mode in _MODES),
-    ] = None
-    dynamic: Annotated[bool | None, Check("is not understood; choose True, False or None.")] = None
-    options: Annotated[
+    compile_options: Annotated[
         dict[str, Any],
-        Check("must be a dictionary of Inductor's options.", accepts=dict[str, Any] | None, convert=_as_options),
-    ] = field(default_factory=dict)
-    activation_budget: Annotated[
-        float | None,
         Check(
-            "is not understood; choose a number from 0 (compiled blocks recompute all that they can) to 1 (they save "
-            "what torch.compile saves), or None (torch's own setting).",
-            accepts=float | int | None,
+            "must be a dictionary of torch.compile's `backend`, `mode`, `dynamic` and `options`, for example "
+            "{'mode': 'reduce-overhead'}.",
+            accepts=dict[str, Any] | None,
+            convert=_as_compile_options,
+            holds=lambda options: set(options) <= set(_COMPILE_OPTIONS),
+        ),
+    ] = field(default_factory=dict)
+    recompute: Annotated[
+        float | Literal["blocks"] | None,
+        Check(
+            "is not understood; choose a number from 0 (compiled modules save what torch.compile saves) to 1 (they "
+            "compute again all that they can), 'blocks' (each repeated block runs again in the backward) or None "
+            "(torch's own setting).",
+            accepts=float | int | Literal["blocks"] | None,
             convert=lambda value: float(value) if type(value) is int else value,
-            holds=lambda budget: budget is None or 0 <= budget <= 1,
+            holds=lambda share: not isinstance(share, float) or 0 <= share <= 1,
         ),
     ] = None
-    activation_checkpointing: Annotated[
-        Literal["blocks", False],
-        Check("is not understood; choose 'blocks' (each repeated block runs again in the backward) or False."),
-    ] = False
     activation_offload: Annotated[bool, _FLAG] = False
     param_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     cast_forward_inputs: Annotated[bool, _FLAG] = True
@@ -380,24 +382,16 @@ class Config:
     timeout: Annotated[
         timedelta, Check("must be a positive datetime.timedelta.", holds=lambda time: time > timedelta(0))
     ] = timedelta(minutes=30)
-    replicas: Annotated[
-        int | Literal["nodes"],
-        Check(
-            "is not understood; choose a number of replicas that divides that of the ranks, or 'nodes' (one on each "
-            "host).",
-            holds=lambda replicas: replicas == "nodes" or replicas > 0,
-        ),
-    ] = 1
     device_mesh: Annotated[
-        DeviceMesh | tuple[int, int] | None,
+        int | Literal["nodes"] | tuple[int, int] | DeviceMesh,
         Check(
-            "is not understood; choose (replicas, ranks of each), or a DeviceMesh whose dimensions are named "
-            "'replicate' and 'shard', or 'shard' alone: init_device_mesh(device_type, (replicas, ranks of each), "
-            "mesh_dim_names=('replicate', 'shard')).",
+            "is not understood; choose a number of replicas, 'nodes' (one on each host), (replicas, ranks of each), or "
+            "a DeviceMesh whose dimensions are named 'replicate' and 'shard', or 'shard' alone: init_device_mesh("
+            "device_type, (replicas, ranks of each), mesh_dim_names=('replicate', 'shard')).",
             convert=lambda mesh: tuple(mesh) if isinstance(mesh, list) else mesh,
             holds=_is_mesh,
         ),
-    ] = None
+    ] = 1
     reshard_after_forward: Annotated[
         bool | int | Literal["nodes"],
         Check(
@@ -414,79 +408,134 @@ class Config:
             if not (_fits(value, hint) and check.holds(value)):
                 raise ValueError(f"`{name}={given!r}` {check.otherwise}")
             object.__setattr__(self, name, value)  # a frozen dataclass has no other way
-        self._check_cuda_graphs()
-        if self.memory_limit is not None and self.stage != "auto":
-            raise ValueError("`memory_limit` is what stage='auto' chooses by; drop it, or pass stage='auto'.")
-        if self.device_mesh is not None and self.replicas != 1:
-            raise ValueError(
-                f"`replicas={self.replicas!r}` and `device_mesh={self.device_mesh!r}` both say how many replicas there "
-                "are; drop one of them."
-            )
-        if self.reshard_after_forward is not True:
-            self._check_secondary()
-        if self.keep_casts and self.copy_engine is False:
-            raise ValueError(
-                "`keep_casts` are what copies between GPUs read; drop `copy_engine=False`, or `keep_casts`."
-            )
-        if self.offload_budget and not self.offload:
-            raise ValueError(
-                "`offload_budget` is what offload='optimizer' leaves on the device; pass both, or neither."
-            )
-        if self.offload_update != "device" and not self.offload:
-            raise ValueError("`offload_update` is how offload='optimizer' updates; pass both, or neither.")
-        if self.offload and self.full_param_optimizers:
-            raise ValueError(
-                "offload='optimizer' updates shards, and `full_param_optimizers` need whole parameters; drop one of "
-                "them."
-            )
-        if self.optimizer_in_backward:
-            self._check_in_backward()
-        if self.activation_budget is not None and self.compile is False:
-            raise ValueError(
-                "`activation_budget` is for what is compiled; with compile=False use activation_checkpointing='blocks'."
-            )
-        if self.activation_checkpointing and self.compile == "model":
-            raise ValueError(
-                "`activation_checkpointing` needs blocks that run on their own; with compile='model' use "
-                "`activation_budget`."
-            )
-        if self.activation_offload and (self.compile == "model" or self.cuda_graphs):
-            name, why = ("compile='model'", "one graph saves all at its end")
-            if self.cuda_graphs:
-                name, why = f"mode={self.mode!r}" if self.mode else "CUDA graphs", "CUDA graphs keep it where it is"
-            raise ValueError(
-                "`activation_offload` takes what a block saves to host memory while the next one runs, and with "
-                f"{name} {why}; drop one of the two."
-            )
+        self._check_compile_options()
+        for excluded, message in self._conflicts():
+            if excluded:
+                raise ValueError(message)
+
+    def _conflicts(self) -> Iterator[tuple[object, str]]:
+        """Options that exclude each other: whether two were given, and what to do then."""
+        yield (
+            self.memory_limit is not None and self.stage != "auto",
+            "`memory_limit` is what stage='auto' chooses by; drop it, or pass stage='auto'.",
+        )
+        after = f"`reshard_after_forward={self.reshard_after_forward!r}`"
+        secondary = self.reshard_after_forward is not True
+        yield (
+            secondary and self.stage != 3,
+            f"{after} is for stage=3, which alone gathers in the backward; got stage={self.stage!r}.",
+        )
+        yield (
+            secondary and self.unequal_work == "all",
+            f"{after}: with unequal_work='all' the ranks of all hosts take part in each other's gathers, so none is "
+            "inside a host; drop one of the two.",
+        )
+        yield (
+            self.keep_casts and self.copy_engine is False,
+            "`keep_casts` are what copies between GPUs read; drop `copy_engine=False`, or `keep_casts`.",
+        )
+        yield (
+            self.offload_budget and not self.offload,
+            "`offload_budget` is what offload='optimizer' leaves on the device; pass both, or neither.",
+        )
+        yield (
+            self.offload_update != "device" and not self.offload,
+            "`offload_update` is how offload='optimizer' updates; pass both, or neither.",
+        )
+        yield (
+            self.offload and self.full_param_optimizers,
+            "offload='optimizer' updates shards, and `full_param_optimizers` need whole parameters; drop one of them.",
+        )
+        yield (
+            self.optimizer_in_backward and self.keep_gradients,
+            "`keep_gradients` keeps gradients, and a backward that updates frees them; drop it, or "
+            "optimizer_in_backward=True.",
+        )
+        yield (
+            self.optimizer_in_backward and self.full_param_optimizers,
+            "`full_param_optimizers` need whole parameters, and a backward has a unit's own shards; drop it, or "
+            "optimizer_in_backward=True.",
+        )
+        yield (
+            self.optimizer_in_backward and self.offload_update == "cpu",
+            "`offload_update='cpu'` updates on the CPU, which would have to wait for each gradient inside the "
+            "backward; choose offload_update='device', which streams beside the backward, or drop "
+            "optimizer_in_backward=True.",
+        )
+        yield (
+            self.activation_budget is not None and self.compile is False,
+            f"`recompute={self.recompute}` is for what is compiled; with compile=False use recompute='blocks'.",
+        )
+        yield (
+            self.checkpointed and self.compile == "model",
+            "recompute='blocks' needs blocks that run on their own; with compile='model' use a number, recompute=1 "
+            "for all.",
+        )
+        moves = "`activation_offload` takes what a block saves to host memory while the next one runs, and with "
+        yield (
+            self.activation_offload and self.compile == "model",
+            f"{moves}compile='model' one graph saves all at its end; drop one of the two.",
+        )
+        yield (
+            self.activation_offload and self.cuda_graphs,
+            f"{moves}CUDA graphs, which compile_options={self.compile_options!r} asks for, it stays where it is; drop "
+            "one of the two.",
+        )
+
+    def _check_compile_options(self) -> None:
+        """What torch.compile's arguments may be, and what CUDA graphs need of them."""
+        for name, value in self.compile_options.items():
+            allowed, otherwise = _COMPILE_OPTIONS[name]
+            if not allowed(value):
+                raise ValueError(f"`compile_options={{{name!r}: {value!r}}}` is not understood; {otherwise}.")
         if self.backend != "inductor" and (self.mode is not None or self.options):
-            raise ValueError(f"`mode` and `options` belong to Inductor; drop them with backend={self.backend!r}.")
+            raise ValueError(
+                f"`compile_options`: 'mode' and 'options' belong to Inductor; drop them with 'backend': "
+                f"{self.backend!r}."
+            )
+        if "cudagraph_policy" in self.options:
+            raise ValueError("`cudagraph_policy` records whole graphs, with the communication in them; drop it.")
+        if self.cuda_graphs and self.options.get("triton.cudagraph_trees") is False:
+            raise ValueError(
+                "CUDA graphs without `triton.cudagraph_trees` overwrite what other blocks still need; drop the option."
+            )
+        if self.cuda_graphs and self.options.get("cpp_wrapper"):
+            raise ValueError(
+                "Inductor records no CUDA graphs with `cpp_wrapper`; drop it, or choose "
+                "'mode': 'max-autotune-no-cudagraphs' or None."
+            )
         if self.compile is False and (self.mode is not None or self.options):
-            warnings.warn("`mode` and `options` have no effect with compile=False.", stacklevel=3)
+            warnings.warn("`compile_options` have no effect with compile=False.", stacklevel=5)
 
-    def _check_secondary(self) -> None:
-        option = f"`reshard_after_forward={self.reshard_after_forward!r}`"
-        if self.stage != 3:
-            raise ValueError(f"{option} is for stage=3, which alone gathers in the backward; got stage={self.stage!r}.")
-        if self.unequal_work == "all":
-            raise ValueError(
-                f"{option}: with unequal_work='all' the ranks of all hosts take part in each other's gathers, so none "
-                "is inside a host; drop one of the two."
-            )
+    @property
+    def backend(self) -> str:
+        """torch.compile's, from ``compile_options``; so are the next three."""
+        return str(self.compile_options.get("backend", "inductor"))
 
-    def _check_in_backward(self) -> None:
-        reasons = {
-            "keep_gradients": "keeps gradients, and a backward that updates frees them",
-            "full_param_optimizers": "need whole parameters, and a backward has a unit's own shards",
-        }
-        for name, reason in reasons.items():
-            if getattr(self, name):
-                raise ValueError(f"`{name}` {reason}; drop it, or optimizer_in_backward=True.")
-        if self.offload_update == "cpu":
-            raise ValueError(
-                "`offload_update='cpu'` updates on the CPU, which would have to wait for each gradient inside the "
-                "backward; choose offload_update='device', which streams beside the backward, or drop "
-                "optimizer_in_backward=True."
-            )
+    @property
+    def mode(self) -> str | None:
+        mode: str | None = self.compile_options.get("mode")
+        return mode
+
+    @property
+    def dynamic(self) -> bool | None:
+        dynamic: bool | None = self.compile_options.get("dynamic")
+        return dynamic
+
+    @property
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = self.compile_options.get("options", {})
+        return options
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether repeated blocks run again in the backward."""
+        return self.recompute == "blocks"
+
+    @property
+    def activation_budget(self) -> float | None:
+        """torch's ``activation_memory_budget``: the share of its activations that a compiled module saves."""
+        return 1 - self.recompute if isinstance(self.recompute, float) else None
 
     @property
     def chosen_stage(self) -> Literal[1, 2, 3]:
@@ -498,21 +547,6 @@ class Config:
         if self.stage == "auto":
             raise ValueError("stage='auto' is chosen when a strategy sets the model up; here choose 1, 2 or 3.")
         return self.stage
-
-    def _check_cuda_graphs(self) -> None:
-        if "cudagraph_policy" in self.options:
-            raise ValueError("`cudagraph_policy` records whole graphs, with the communication in them; drop it.")
-        if not self.cuda_graphs:
-            return
-        if self.options.get("triton.cudagraph_trees") is False:
-            raise ValueError(
-                "CUDA graphs without `triton.cudagraph_trees` overwrite what other blocks still need; drop the option."
-            )
-        if self.options.get("cpp_wrapper"):
-            raise ValueError(
-                "Inductor records no CUDA graphs with `cpp_wrapper`; drop it, or choose "
-                "mode='max-autotune-no-cudagraphs' or None."
-            )
 
     @property
     def cuda_graphs(self) -> bool:
@@ -535,10 +569,18 @@ def _checks() -> dict[str, tuple[Any, Check]]:
 
 # ---- constructors that take these options ----
 
+# Names of earlier versions, and what to write instead.
 _RENAMED = {
     "checkpoint": "`state_dict_type` ('full' or 'sharded')",
     "accumulate": "`defer_grad_sync` (True for 'local')",
     "whole_values": "`full_param_optimizers`",
+    "backend": "compile_options={'backend': 'aot_eager'}",
+    "mode": "compile_options={'mode': 'reduce-overhead'}",
+    "dynamic": "compile_options={'dynamic': True}",
+    "options": "compile_options={'options': {...}}",
+    "activation_budget": "`recompute` (the share that is not saved: recompute=0.5 for 0.5, recompute=1 for 0)",
+    "activation_checkpointing": "recompute='blocks'",
+    "replicas": "`device_mesh` (device_mesh=2 or device_mesh='nodes')",
 }
 
 

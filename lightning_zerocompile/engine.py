@@ -95,7 +95,7 @@ class Engine:
         nodes: number of hosts.
 
     Raises:
-        ValueError: `replicas`, `device_mesh` or `reshard_after_forward` does not fit the ranks, or an option names what
+        ValueError: `device_mesh` or `reshard_after_forward` does not fit the ranks, or an option names what
             is not in the model.
         RuntimeError: the ranks hold different models, options or versions; a parameter is a shard that a failed run has
             left, is on a foreign device or cannot be initialised.
@@ -126,22 +126,21 @@ class Engine:
         refuse_ended_group()
         plain_weights(model)
         take_over(model)
-        if config.device_mesh is not None:  # a part of a mesh raises for what it is, not as ranks with other options
-            shard_groups(config, nodes, device.type)
+        # before the comparison: a part of a mesh raises for what it is, not as ranks with other options
+        rows = shard_groups(config, nodes, device.type)
         check_equal_on_all_ranks(model, settings_of(config) | self._settings)
         warn_of_shared_memory(model, device)
-        rows = shard_groups(config, nodes, device.type)
         inner = inner_size(config.reshard_after_forward, nodes, rows)
         check_names(model, config.keep_gathered)
         islands = find_islands(model, config.fp32_modules, compute_dtype, autocast_dtype)
         one_graph = config.compile == "model"
         units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered, one_graph, islands)
         has_blocks = any(unit.block is not None for unit in units)
-        if config.activation_checkpointing and not has_blocks:
+        if config.checkpointed and not has_blocks:
             raise RuntimeError(
-                f"activation_checkpointing='blocks': {type(model).__name__} has no repeated blocks "
+                f"recompute='blocks': {type(model).__name__} has no repeated blocks "
                 "(siblings of one class with equal parameters). Call `torch.utils.checkpoint.checkpoint` in its "
-                "`forward` instead, or use `activation_budget`, which needs none."
+                "`forward` instead, or use a number, which needs none."
             )
         if config.activation_offload and not has_blocks:
             raise RuntimeError(

@@ -38,8 +38,8 @@ _SKIPPED = "torch.compile skipped or disabled code that reads parameters; TORCH_
 OVER_LIMIT = (
     "`{}` ({}) is compiled, but in {} it runs eagerly where no graph fits: `{}` has {} graphs, torch.compile's limit "
     "(`torch._dynamo.config.recompile_limit`). One more was refused; what did not fit: {}. Results are right, only "
-    "slower. Let inputs be more alike (or `dynamic=True`), or raise the limit; TORCH_LOGS=recompiles shows each "
-    "recompilation. Equal modules are not reported again."
+    "slower. Let inputs be more alike (or `dynamic` in `compile_options`), or raise the limit; TORCH_LOGS=recompiles "
+    "shows each recompilation. Equal modules are not reported again."
 )
 
 HOOKED = (
@@ -207,7 +207,7 @@ class Regions:
         region = Region(name, core, units, eager, eager, compiled=compiled)
         region.inside = _called_by(module)
         region.seen = Seen([inner for inner in module.modules() if PARAMETERS in inner.__dict__])
-        region.checkpointed = bool(units) and bool(self._config.activation_checkpointing)
+        region.checkpointed = bool(units) and self._config.checkpointed
         region.offload = self._runtime.activations if units else None
         region.regathers = bool(units) and self._runtime.policy.lifetime is Lifetime.USE
         if compiled:
@@ -245,7 +245,8 @@ class Regions:
             text = OVER_LIMIT.format(name, base.__name__, where, refused.name, refused.graphs, refused.reason)
             reason = (
                 f"`{refused.name}` has {refused.graphs} graphs, torch.compile's limit; what did not fit: "
-                f"{refused.reason}. Let inputs be more alike, pass `dynamic=True`, or raise the limit."
+                f"{refused.reason}. Let inputs be more alike, pass "
+                "compile_options={'dynamic': True}, or raise the limit."
             )
         self.fallbacks.append(Fallback(name, reason))
         rank_zero_warn(text)

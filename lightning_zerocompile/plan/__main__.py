@@ -248,8 +248,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
         batch = _made_by(options.batch)
     precision = options.precision or found["precision"]
     config: Config = found["config"]
-    if options.replicas is not None:
-        config = dataclasses.replace(config, replicas=options.replicas, device_mesh=None)
+    if options.device_mesh is not None:
+        config = dataclasses.replace(config, device_mesh=options.device_mesh)
     if options.reshard_after_forward is not None:
         config = dataclasses.replace(config, reshard_after_forward=options.reshard_after_forward)
     return make_plan(
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--latency", type=number, help="seconds of a collective's step between hosts, such as 14e-6")
     parser.add_argument("--node-latency", type=number, help="the same inside a host; default: the same")
-    parser.add_argument("--replicas", type=_nodes, help="the strategy's: a number or 'nodes'")
+    parser.add_argument("--device-mesh", type=_nodes, help="the strategy's: a number of replicas or 'nodes'")
     parser.add_argument("--reshard-after-forward", type=_nodes, help="the strategy's: a number of ranks or 'nodes'")
     parser.add_argument(
         "--flops", type=number, help="FLOP a second that the model reaches on one rank, for example 400T"

@@ -112,7 +112,7 @@ def choose_stage(
             module,
             None if batch is None else _made(batch),
             world_size=world,
-            config=dataclasses.replace(config, replicas=replicas_of(config, nodes, world), device_mesh=None),
+            config=dataclasses.replace(config, device_mesh=replicas_of(config, nodes, world)),
             machine=Machine(gloo=device.type == "cpu"),
             compute_dtype=compute_dtype,
             autocast_dtype=autocast_dtype,
@@ -166,7 +166,7 @@ def decide(everyone: Sequence[Needs], config: Config, has_batch: bool) -> Choice
     if not fitting:
         raise PlanError(
             f"stage='auto': no stage fits in {of}. On {len(everyone)} ranks they need, {beside}: {listed}. Use more "
-            "ranks, activation_checkpointing='blocks' or a smaller batch; or choose a stage yourself."
+            "ranks, recompute='blocks' or a smaller batch; or choose a stage yourself."
         )
     traffic = everyone[0].traffic
     stage = min(fitting, key=lambda one: (traffic[one - 1], one))

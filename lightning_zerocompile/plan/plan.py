@@ -181,7 +181,7 @@ def make_plan(
             autocast_dtype,
             compiled,
             step or training_step,
-            bool(config.activation_checkpointing),
+            config.checkpointed,
             config.activation_offload,
             config.activation_budget,
             islands,
@@ -317,8 +317,8 @@ def _ranks(config: Config, world_size: int, machine: Machine) -> Ranks:
         PlanError: the ranks cannot be divided so, or hosts are asked for and not known.
     """
     ranks_per_node = machine.ranks_per_node
-    if ranks_per_node is None and "nodes" in (config.replicas, config.reshard_after_forward):
-        option = "replicas" if config.replicas == "nodes" else "reshard_after_forward"
+    if ranks_per_node is None and "nodes" in (config.device_mesh, config.reshard_after_forward):
+        option = "device_mesh" if config.device_mesh == "nodes" else "reshard_after_forward"
         raise PlanError(f"`{option}='nodes'`: a plan knows no hosts. Give it `ranks_per_node`, or a number.")
     if ranks_per_node is not None and world_size > ranks_per_node and world_size % ranks_per_node:
         raise PlanError(
@@ -380,7 +380,7 @@ def _measured(
             autocast=autocast,
             compiled=partial(torch.compile, backend=config.backend, dynamic=False) if config.compile else None,
             step=step,
-            checkpointed=bool(config.activation_checkpointing),
+            checkpointed=config.checkpointed,
             islands=islands,
         )
         flops = work / seconds.device

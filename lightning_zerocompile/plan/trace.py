@@ -312,9 +312,9 @@ def trace_step(
         autocast: of the step; ``None``: there is none.
         compiled: the backend that compiles the blocks, or False.
         step: ``(module, batch) -> loss``.
-        checkpointed: whether each block runs again in the backward (``activation_checkpointing="blocks"``).
+        checkpointed: whether each block runs again in the backward (``recompute="blocks"``).
         offloaded: whether what blocks save goes to host memory (``activation_offload``).
-        activation_budget: the strategy's.
+        activation_budget: torch's, of compiled blocks.
         islands: what computes in float32.
         on_cpu: whether the run is on the CPU.
 

@@ -52,10 +52,11 @@ def with_wish(config: Config, module: nn.Module) -> Config:
             if chosen[key] != getattr(default, key):
                 raise MisconfigurationException(
                     f"torch.compile({name}) was given `{key}={wish[key]!r}`, and ZeroCompileStrategy "
-                    f"`{key}={chosen[key]!r}`, or another part of the module was. Pass one of them, or the "
-                    "module as it is."
+                    f"`{key}={chosen[key]!r}` in `compile_options`, or another part of the module was. Pass one of "
+                    "them, or the module as it is."
                 )
-        config = replace(config, compile=config.compile or "blocks", **changes)
+        options = config.compile_options | changes
+        config = replace(config, compile=config.compile or "blocks", compile_options=options)
     return config
 
 
@@ -99,7 +100,7 @@ def _wish(name: str, context: Any) -> dict[str, Any]:
     if not hasattr(context, "callback"):
         raise MisconfigurationException(
             f"torch.compile({name}): this version of torch does not say how it was compiled. Pass the module as it is, "
-            "and options through ZeroCompileStrategy(compile=..., mode=..., options=...)."
+            "and options through ZeroCompileStrategy(compile=..., compile_options=...)."
         )
     if getattr(context, "fullgraph", False) or getattr(context, "error_on_graph_break", False):
         if name == "module":

@@ -244,29 +244,8 @@ def default_group_position() -> int:
         return -1
 
 
-def number_of_replicas(wanted: int | Literal["nodes"], nodes: int, ranks: int) -> int:
-    """The number of replicas, R, from the option ``replicas``.
-
-    Args:
-        wanted: the option; "nodes" is one replica for each host.
-        nodes: number of hosts.
-        ranks: number of all ranks.
-
-    Raises:
-        ValueError: R does not divide the number of ranks.
-    """
-    replicas = nodes if wanted == "nodes" else wanted
-    if ranks % replicas:
-        what = f"the {nodes} nodes" if wanted == "nodes" else f"{replicas}"
-        raise ValueError(
-            f"`replicas={wanted!r}`: {ranks} ranks cannot be divided by {what}. Each replica of the model is sharded "
-            "over the same number of ranks; choose a divisor of their number."
-        )
-    return replicas
-
-
 def replicas_of(config: Config, nodes: int, ranks: int) -> int:
-    """The number of replicas, R, from the options ``replicas`` and ``device_mesh``.
+    """The number of replicas, R, from the option ``device_mesh``.
 
     Args:
         config: the options.
@@ -277,8 +256,15 @@ def replicas_of(config: Config, nodes: int, ranks: int) -> int:
         ValueError: R does not divide the number of ranks, or the mesh is not of all ranks.
     """
     mesh = config.device_mesh
-    if mesh is None:
-        return number_of_replicas(config.replicas, nodes, ranks)
+    if isinstance(mesh, int | str):
+        replicas = nodes if isinstance(mesh, str) else mesh
+        if ranks % replicas:
+            what = f"the {nodes} nodes" if mesh == "nodes" else f"{replicas}"
+            raise ValueError(
+                f"`device_mesh={mesh!r}`: {ranks} ranks cannot be divided by {what}. Each replica of the model is "
+                "sharded over the same number of ranks; choose a divisor of their number."
+            )
+        return replicas
     if isinstance(mesh, tuple):
         sizes = dict(zip((REPLICATE, SHARD), mesh, strict=True))
     else:
@@ -309,7 +295,7 @@ def shard_groups(config: Config, nodes: int, device_type: str) -> list[list[int]
     ranks, mesh = dist.get_world_size(), config.device_mesh
     replicas = replicas_of(config, nodes, ranks)
     shards = ranks // replicas
-    if mesh is None or isinstance(mesh, tuple):
+    if not isinstance(mesh, DeviceMesh):
         return [list(range(first, first + shards)) for first in range(0, ranks, shards)]
     if mesh.device_type != device_type:
         raise ValueError(

@@ -211,8 +211,8 @@ def _advice(report: Report) -> Iterator[Advice]:
         yield Advice(
             "recompilations",
             f"{report.compile_stats.recompilations} of {report.compile_stats.dynamo_graphs} graphs are recompilations "
-            "of code that was compiled before: its inputs change. Pad batches to a few sizes, or pass `dynamic=True`; "
-            "TORCH_LOGS=recompiles says what changed.",
+            "of code that was compiled before: its inputs change. Pad batches to a few sizes, or pass "
+            "compile_options={'dynamic': True}; TORCH_LOGS=recompiles says what changed.",
         )
     if report.often:
         yield Advice("gathers", report.often)
@@ -233,8 +233,8 @@ def _advice(report: Report) -> Iterator[Advice]:
         yield Advice(
             "host",
             f"The host is the limit: in {host.drained} of {host.steps} steps the device had nothing to do when the "
-            "backward began. `mode='reduce-overhead'` replays CUDA graphs, and larger batches give each kernel more to "
-            "do.",
+            "backward began. compile_options={'mode': 'reduce-overhead'} replays CUDA graphs, and larger "
+            "batches give each kernel more to do.",
         )
     spare = int(_SPARE * report.free) if report.free is not None else 0
     alone = report.world_size == report.replicas  # gathers nothing from others

@@ -49,7 +49,7 @@ _WRITTEN = (
 )
 _NO_ROOM = (
     "`activation_offload` got no host memory for {} bytes ({:.2f} GiB) of activations: {}. Save less "
-    "(activation_checkpointing='blocks', a smaller `activation_budget`, shorter sequences), or drop the option."
+    "(recompute='blocks' or recompute=1, shorter sequences), or drop the option."
 )
 
 

@@ -48,7 +48,7 @@ class Options:
     offload: Literal["", "device", "cpu"] = ""  # where the optimizers' masters and states are updated
     offload_budget: int = 0
     activations: Literal["", "again", "host", "again_host"] = ""  # blocks run again; what they save is on the host
-    activation_budget: float | None = None
+    recompute: float | None = None
     inner: bool = False  # of four ranks two gather in the backward, from secondary shards
     unequal: bool = False  # ranks may do other things, which no program does
     in_backward: bool = False  # each backward updates, and the step after it only counts
@@ -306,7 +306,7 @@ def _options(modes: tuple[str, ...]) -> st.SearchStrategy[Options]:
         offload=st.sampled_from(("", "", "device", "cpu")),
         offload_budget=st.sampled_from((0, 0, 300)),
         activations=st.sampled_from(("", "", "again", "host", "again_host")),
-        activation_budget=st.sampled_from((None, None, 0.0, 0.5)),
+        recompute=st.sampled_from((None, None, 1.0, 0.5)),
         inner=st.sampled_from((False, False, True)),
         unequal=st.sampled_from((False, False, True)),
         in_backward=st.sampled_from((False, False, False, True)),
@@ -337,7 +337,7 @@ def _allowed(program: Program) -> Program:
     if not options.offload:
         options = replace(options, offload_budget=0)
     if options.mode == "eager":
-        options = replace(options, activation_budget=None)
+        options = replace(options, recompute=None)
     elif options.mode == "model":
         options = replace(options, activations="")
     if options.unequal:

@@ -191,12 +191,12 @@ def body(program: Program, folder: str) -> list[str]:
     nets.set_rank(module.net, models.rank())
     mode: Any = False if options.mode == "eager" else options.mode
     strategy = ZeroCompileStrategy(
-        stage=options.stage, compile=mode, backend="aot_eager", prefetch=options.prefetch,
+        stage=options.stage, compile=mode, compile_options={"backend": "aot_eager"}, prefetch=options.prefetch,
         unit_bytes=options.unit_bytes, keep_gathered=options.keep_gathered, memory_budget=options.memory_budget,
         defer_grad_sync=options.defer_grad_sync, keep_gradients=options.keep_gradients, master_dtype=None,
         timeout=_TIMEOUT, offload="optimizer" if options.offload else False, offload_update=options.offload or "device",
-        offload_budget=options.offload_budget, activation_budget=options.activation_budget,
-        activation_checkpointing="blocks" if options.activations.startswith("again") else False,
+        offload_budget=options.offload_budget,
+        recompute="blocks" if options.activations.startswith("again") else options.recompute,
         activation_offload=options.activations.endswith("host"),
         reshard_after_forward=2 if options.inner and models.world() == 4 else True,
         unequal_work="all" if options.unequal else "batches", optimizer_in_backward=options.in_backward,

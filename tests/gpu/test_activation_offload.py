@@ -22,7 +22,7 @@ WIDTH, BLOCKS, ROWS = 2048, 12, 8192
 INPUT = 2 * ROWS * WIDTH  # bytes of a block's input
 MIB = 2**20
 SLACK = 8 * MIB  # bytes: libraries' own
-KINDS: list[dict[str, Any]] = [{"activation_checkpointing": "blocks"}, {}]
+KINDS: list[dict[str, Any]] = [{"recompute": "blocks"}, {}]
 
 
 def _input(width: int, device: torch.device) -> Tensor:

@@ -21,7 +21,10 @@ from tests.support.parity import STAGES
 
 pytestmark = pytest.mark.gpu
 STEPS = 6
-GRAPHS: dict[str, Any] = {"backend": "inductor", "mode": "reduce-overhead", "dynamic": False, "unit_bytes": 2**26}
+GRAPHS: dict[str, Any] = {
+    "compile_options": {"backend": "inductor", "mode": "reduce-overhead", "dynamic": False},
+    "unit_bytes": 2**26,
+}
 
 
 def _step(engine: Engine, optimizer: torch.optim.Optimizer, batches: list[Tensor], how: str) -> None:
@@ -79,7 +82,7 @@ def _far_ahead(stage: int, mode: str | None, dtype: torch.dtype) -> tuple[list[T
     than to be made."""
     torch.manual_seed(0)
     model = models.Whole(Stack(2048, 12))
-    options = GRAPHS | {"mode": mode, "param_dtype": dtype, "unit_bytes": 1}
+    options = {"compile_options": {"mode": mode, "dynamic": False}, "param_dtype": dtype, "unit_bytes": 1}
     with engines.engine(model, stage, compile="blocks", **options) as engine:
         optimizer = engines.sgd(engine, model, lr=0.1)
         generator = torch.Generator("cuda").manual_seed(models.rank())
@@ -231,7 +234,9 @@ class Fitted(models.Module):
 def _fitted(stage: int) -> tuple[float, float, list[float], list[float]]:
     """The deviation, the logged mean of the losses, these, and those of DDP."""
     module, twin = models.pair(Fitted)
-    strategy = ZeroCompileStrategy(stage=stage, compile="model", mode="reduce-overhead", dynamic=False)
+    strategy = ZeroCompileStrategy(
+        stage=stage, compile="model", compile_options={"mode": "reduce-overhead", "dynamic": False}
+    )
     trainer = models.make_trainer(strategy, max_epochs=1, limit_train_batches=5)
     trainer.fit(module, models.Batches(models.rank()), models.Batches(models.rank(), 2))
     expected = models.reference(twin)

@@ -91,7 +91,7 @@ def _compare(options: dict[str, Any]) -> tuple[list[float], int, int, int, int]:
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_same_bits(worlds: Worlds, world: int, copies: bool, backend: str) -> None:
-    options = {"backend": backend, "copy_engine": "auto" if copies else False}
+    options = {"compile_options": {"backend": backend}, "copy_engine": "auto" if copies else False}
     for differences, before, moved, kernels, low in worlds(world).run(_compare, options, timeout=300):
         assert max(differences) == 0
         assert low == 3 * BLOCKS and 0.5 <= moved / before < 0.55

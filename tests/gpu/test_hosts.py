@@ -119,7 +119,7 @@ def test_the_faster_way_is_chosen(seconds: tuple[float, float], kept: bool) -> N
 
 @on_ranks(4)
 def test_replicas_are_summed_beside_the_next_reduce_scatter() -> None:
-    model, twin, events = _trained(2, 3, replicas=2, **EAGER)
+    model, twin, events = _trained(2, 3, device_mesh=2, **EAGER)
     kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
     scattered = {e.device_resource_id for e in kernels if "DevKernel_ReduceScatter" in e.name}
     summed = {e.device_resource_id for e in kernels if "DevKernel_AllReduce" in e.name}

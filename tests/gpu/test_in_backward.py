@@ -27,7 +27,7 @@ def _trained(stage: int, scope: Any, fused: bool, in_backward: bool) -> tuple[li
         streams.add(torch.cuda.current_stream().cuda_stream)
         return update(*args, **kwargs)
 
-    options = {"compile": scope, "backend": "inductor", "optimizer_in_backward": in_backward}
+    options = {"compile": scope, "compile_options": {"backend": "inductor"}, "optimizer_in_backward": in_backward}
     with engines.engine(model, stage, **options) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(UnitStepper, "update_now", noted)
         kind: Any = torch.optim.AdamW if fused else torch.optim.SGD

@@ -102,7 +102,7 @@ def test_casts_are_torchs(worlds: Worlds, world: int, stage: int) -> None:
 def _reduced(stage: int, scope: Any, copy_engine: bool) -> tuple[list[float], int, int, int]:
     """Largest errors relative to each mean, after one backward and after a second one that adds to it."""
     device, world = torch.device("cuda", torch.cuda.current_device()), dist.get_world_size()
-    config = Config(stage=stage, compile=scope, backend="aot_eager", copy_engine=copy_engine)
+    config = Config(stage=stage, compile=scope, compile_options={"backend": "aot_eager"}, copy_engine=copy_engine)
     model = Blocks()
     by_rank = [_factors(rank, model, device) for rank in range(world)]
     means = {name: torch.stack([mine[name].double() for mine in by_rank]).mean(0) for name in by_rank[0]}

@@ -66,7 +66,7 @@ def _trained(stage: int, scope: Any, fused: bool, reroutes: bool, options: dict[
     """Rows and states after some steps, bytes copied, and how many units a backward has updated."""
     torch.manual_seed(0)
     model = _Routed(WIDTH, BLOCKS).to(torch.bfloat16)
-    with engines.engine(model, stage, compile=scope, backend="inductor", **options) as engine:
+    with engines.engine(model, stage, compile=scope, compile_options={"backend": "inductor"}, **options) as engine:
         optimizer, generator = _optimizer(engine, model, fused), torch.Generator("cuda").manual_seed(models.rank())
         for step in range(STEPS):
             if reroutes:
@@ -184,7 +184,9 @@ def _beside_compute(stage: int, options: dict[str, Any]) -> dict[str, float]:
     """The share of the matrix products' time in which a copy runs, by the copy's direction."""
     torch.manual_seed(0)
     model = Stack(_WIDE, 8).to(torch.bfloat16)
-    with engines.engine(model, stage, compile="blocks", backend="inductor", copy_engine=False, **options) as engine:
+    with engines.engine(
+        model, stage, compile="blocks", compile_options={"backend": "inductor"}, copy_engine=False, **options
+    ) as engine:
         optimizer, x = _optimizer(engine, model, True), _input(torch.Generator("cuda"), _MANY, _WIDE)
         for _ in range(4):
             _one(engine, model, optimizer, x)

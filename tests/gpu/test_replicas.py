@@ -41,7 +41,7 @@ class Uneven(nn.Module):
 @contextmanager
 def _engine(model: nn.Module, stage: int, **options: Any) -> Iterator[Engine]:
     """Two hosts, a replica on each."""
-    config = Config(stage, copy_engine=False, replicas=2, **options)
+    config = Config(stage, copy_engine=False, device_mesh=2, **options)
     with engines.closing(Engine(model, engines.place(), config, None, dist.get_backend(), nodes=2)) as engine:
         yield engine
 

@@ -83,7 +83,9 @@ def _trained(stage: int, scope: Any, held: str, window: bool) -> tuple[float, fl
     start = copy.deepcopy(model)
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
     model.streams, model.held = [torch.cuda.Stream(), torch.cuda.Stream()], held
-    with engines.engine(model, stage, compile=scope, backend="aot_eager", timeout=timedelta(seconds=60)) as engine:
+    with engines.engine(
+        model, stage, compile=scope, compile_options={"backend": "aot_eager"}, timeout=timedelta(seconds=60)
+    ) as engine:
         optimizer = engines.sgd(engine, model, lr=0.1)
         for step in range(STEPS):
             with engine.training_step():

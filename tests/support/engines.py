@@ -20,7 +20,7 @@ from tests.support import models
 def make_engine(model: nn.Module, stage: int, **options: Any) -> Engine:
     """Shards ``model``; unless ``options`` say otherwise with aot_eager, and with small units not joined."""
     apart = {"unit_bytes": 1} if options.get("compile") == "model" else {}
-    config = Config(stage=stage, **({"backend": "aot_eager"} | apart | options))
+    config = Config(stage=stage, **({"compile_options": {"backend": "aot_eager"}} | apart | options))
     return Engine(model, place(), config, config.param_dtype, torch.distributed.get_backend())
 
 

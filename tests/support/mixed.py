@@ -28,7 +28,7 @@ def engine(model: nn.Module, stage: int = 3, dtype: torch.dtype = BF16, **option
     mixed = options.get("compile") == MIXED
     if mixed:
         options["compile"] = "blocks"
-    config = Config(stage=stage, **({"backend": "aot_eager", "copy_engine": False} | options))
+    config = Config(stage=stage, **({"compile_options": {"backend": "aot_eager"}, "copy_engine": False} | options))
     backend = torch.distributed.get_backend()
     with engines.closing(Engine(model, engines.place(), config, None, backend, dtype)) as made:
         optimizer = engines.sgd(made, model, lr=0.2)

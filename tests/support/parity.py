@@ -16,8 +16,8 @@ from tests.support import engines, models
 
 # A model's blocks are compiled in AOT, all of it in MODEL; without code generation: the graphs and passes are the same.
 EAGER: dict[str, Any] = {"compile": False}
-AOT: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
-MODEL: dict[str, Any] = {"compile": "model", "backend": "aot_eager"}
+AOT: dict[str, Any] = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
+MODEL: dict[str, Any] = {"compile": "model", "compile_options": {"backend": "aot_eager"}}
 
 # What tests go over: every stage; those whose code differs, the rest with --long; what a region is; and cells that have
 # each stage, eager and compiled code. The last are (stage, scope).

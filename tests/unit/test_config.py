@@ -16,27 +16,36 @@ from lightning_zerocompile import ZeroCompileStrategy
 from lightning_zerocompile.config import Config
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"activation_budget": 1.5}, "from 0 .* to 1"),
-    ({"activation_budget": -0.1}, "from 0 .* to 1"),
-    ({"activation_budget": True}, "from 0 .* to 1"),
-    ({"activation_budget": 0.5, "compile": False}, "activation_checkpointing='blocks'"),
-    ({"activation_checkpointing": True}, "choose 'blocks'"),
-    ({"activation_checkpointing": "blocks", "compile": "model"}, "use `activation_budget`"),
+    ({"recompute": 1.5}, "from 0 .* to 1"),
+    ({"recompute": -0.1}, "from 0 .* to 1"),
+    ({"recompute": True}, "from 0 .* to 1"),
+    ({"recompute": "layers"}, "'blocks'"),
+    ({"recompute": 0.5, "compile": False}, "use recompute='blocks'"),
+    ({"recompute": "blocks", "compile": "model"}, "use a number, recompute=1"),
     ({"activation_offload": "blocks"}, "choose True or False"),
     ({"activation_offload": True, "compile": "model"}, "one graph saves all at its end"),
-    ({"activation_offload": True, "mode": "reduce-overhead"}, "mode='reduce-overhead' CUDA graphs"),
+    (
+        {"activation_offload": True, "compile_options": {"mode": "reduce-overhead"}},
+        "CUDA graphs, which compile_options={'mode': 'reduce-overhead'} asks for",
+    ),
     ({"stage": 0}, "`stage=0`.*choose 1"),
     ({"stage": 4}, "`stage=4`.*choose 1"),
     ({"stage": True}, "`stage=True`"),
     ({"stage": "3"}, "`stage='3'`"),
     ({"compile": "layers"}, "`compile='layers'`.*'blocks'"),
     ({"compile": None}, "`compile=None`.*'blocks'"),
-    ({"backend": "eager"}, "`backend='eager'`.*aot_eager.*compile=False"),
-    ({"mode": "fast"}, "`mode='fast'`.*max-autotune-no-cudagraphs"),
-    ({"options": {"cudagraph_policy": "x"}}, "`cudagraph_policy`.*drop it"),
-    ({"mode": "reduce-overhead", "options": {"triton.cudagraph_trees": False}}, "cudagraph_trees.*drop the option"),
-    ({"mode": "reduce-overhead", "options": {"cpp_wrapper": True}}, "`cpp_wrapper`.*max-autotune-no-cudagraphs"),
-    ({"backend": "aot_eager", "mode": "default"}, "`mode` and `options` belong to Inductor"),
+    ({"compile_options": {"backend": "eager"}}, "{'backend': 'eager'}.*aot_eager.*compile=False"),
+    ({"compile_options": {"mode": "fast"}}, "{'mode': 'fast'}.*max-autotune-no-cudagraphs"),
+    ({"compile_options": {"options": {"cudagraph_policy": "x"}}}, "`cudagraph_policy`.*drop it"),
+    (
+        {"compile_options": {"mode": "reduce-overhead", "options": {"triton.cudagraph_trees": False}}},
+        "cudagraph_trees.*drop the option",
+    ),
+    (
+        {"compile_options": {"mode": "reduce-overhead", "options": {"cpp_wrapper": True}}},
+        "`cpp_wrapper`.*max-autotune-no-cudagraphs",
+    ),
+    ({"compile_options": {"backend": "aot_eager", "mode": "default"}}, "'mode' and 'options' belong to Inductor"),
     ({"param_dtype": "bf61"}, "`param_dtype='bf61'`.*bfloat16"),
     ({"reduce_dtype": "float61"}, "`reduce_dtype='float61'`.*bfloat16"),
     ({"master_dtype": torch.int64}, "`master_dtype=torch.int64`"),
@@ -63,8 +72,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"timeout": timedelta(seconds=-1)}, "`timeout=.*positive"),
     ({"timeout": 5}, "`timeout=5`.*timedelta"),
     ({"start_method": "spawn"}, r"`start_method='spawn'`.*'popen'"),
-    ({"options": ["max_autotune"]}, "`options=.*dictionary"),
-    ({"dynamic": "yes"}, "`dynamic='yes'`.*True, False or None"),
+    ({"compile_options": {"options": ["max_autotune"]}}, "'options': .*dictionary"),
+    ({"compile_options": ["dynamic"]}, "`compile_options=.*must be a dictionary of torch.compile's"),
+    ({"compile_options": {"fullgraph": True}}, "`compile_options=.*`dynamic` and `options`"),
+    ({"compile_options": {"dynamic": "yes"}}, "'dynamic': 'yes'.*True, False or None"),
     ({"keep_gradients": 1}, "`keep_gradients=1`.*True or False"),
     ({"update_in_one_pass": "always"}, "`update_in_one_pass='always'`.*True.*False"),
     ({"unshard_after_fit": "no"}, "`unshard_after_fit='no'`.*True or False"),
@@ -108,7 +119,7 @@ def test_strategy_passes_on_every_option() -> None:
 
 def test_options_of_the_caller_are_copied() -> None:
     options: dict[str, Any] = {"max_autotune": False}
-    config = ZeroCompileStrategy(options=options).config
+    config = ZeroCompileStrategy(compile_options={"options": options}).config
     options["max_autotune"] = True
     assert config.options == {"max_autotune": False}
 
@@ -120,7 +131,7 @@ def test_config_is_frozen() -> None:
 
 def test_options_without_compilation_warn() -> None:
     with pytest.warns(UserWarning, match="no effect with compile=False"):
-        ZeroCompileStrategy(compile=False, mode="default")
+        ZeroCompileStrategy(compile=False, compile_options={"mode": "default"})
 
 
 def test_every_argument_is_typed_for_the_command_line() -> None:
@@ -143,10 +154,17 @@ def test_strategy_can_be_pickled_before_launch() -> None:
         ({"checkpoint": "sharded"}, "state_dict_type"),
         ({"accumulate": "local"}, "defer_grad_sync"),
         ({"whole_values": ["Shampoo"]}, "full_param_optimizers"),
+        ({"backend": "aot_eager"}, "compile_options={'backend': 'aot_eager'}"),
+        ({"mode": "reduce-overhead"}, "compile_options={'mode': 'reduce-overhead'}"),
+        ({"dynamic": False}, "compile_options={'dynamic': True}"),
+        ({"options": {}}, "compile_options={'options': "),
+        ({"activation_budget": 0}, "recompute"),
+        ({"activation_checkpointing": "blocks"}, "recompute='blocks'"),
+        ({"replicas": 2}, "device_mesh"),
     ],
 )
 def test_an_old_name_raises_with_the_new_one(old: dict[str, Any], new: str) -> None:
-    with pytest.raises(TypeError, match=f"`{next(iter(old))}` any more; use `{new}`"):
+    with pytest.raises(TypeError, match=f"`{next(iter(old))}` any more; use `?{new}"):
         ZeroCompileStrategy(**old)
 
 

@@ -52,7 +52,7 @@ class Masked(nn.Module):
 def _plan(length: int, scope: Any = False, step: Any = Masked.loss, model: nn.Module | None = None) -> Plan:
     batch = {"lengths": torch.tensor([length, 2]), "x": torch.zeros(ROWS, WIDTH)}
     backend = "aot_eager" if scope else "inductor"
-    config = Config(compile=scope, backend=backend)
+    config = Config(compile=scope, compile_options={"backend": backend})
     return make_plan(model or Masked(), batch, world_size=2, config=config, step=step, optimizer=torch.optim.SGD)
 
 

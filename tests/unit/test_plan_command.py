@@ -136,12 +136,12 @@ def test_checkpointing_keeps_less_and_computes_more() -> None:
 def test_the_options_for_activations_count(scope: Any) -> None:
     """As they do in the run: a block that runs again keeps its input alone, and one with a budget less."""
     plain = _plan(config=Config(compile=scope)).stages[0].memory.activations
-    again = _plan(config=Config(compile=scope, activation_checkpointing="blocks"))
+    again = _plan(config=Config(compile=scope, recompute="blocks"))
     assert not any("eager code" in note for note in again.notes), again.notes
     block = 4 * ROWS * WIDTH
     assert again.stages[0].memory.activations <= min(plain, (BLOCKS + 1) * block)
     if scope:
-        tight = _plan(config=Config(compile=scope, activation_budget=0)).stages[0].memory.activations
+        tight = _plan(config=Config(compile=scope, recompute=1)).stages[0].memory.activations
         assert tight <= (BLOCKS + 1) * block + 4 < plain  # and the loss
 
 
@@ -154,7 +154,7 @@ def test_offloaded_activations_are_in_host_memory(scope: Any) -> None:
             module,
             batch,
             world_size=2,
-            config=Config(compile=scope, activation_checkpointing="blocks", activation_offload=offload),
+            config=Config(compile=scope, recompute="blocks", activation_offload=offload),
             machine=Machine(flops=1e12, bandwidth=1e12, link=1e6),
             optimizer=torch.optim.SGD,
         ).stages[2]
@@ -171,7 +171,7 @@ def test_offloaded_activations_are_in_host_memory(scope: Any) -> None:
 
 def test_pinned_memory_of_activations_is_rounded_up() -> None:
     """torch's allocator takes a power of two for each tensor."""
-    config = Config(compile=False, activation_checkpointing="blocks", activation_offload=True)
+    config = Config(compile=False, recompute="blocks", activation_offload=True)
     rows = 2**18 // WIDTH + 1
     plan = make_plan(Stack(), torch.zeros(rows, WIDTH), world_size=2, config=config)
     assert plan.stages[2].memory.host == BLOCKS * 2**21
@@ -225,7 +225,7 @@ class Layer(Block):
 def test_layers_that_checkpoint_themselves() -> None:
     """torch.compile sees the checkpoint inside of a block; so does the plan."""
     figures = []
-    for layer, options in ((Layer, {}), (Block, {"activation_checkpointing": "blocks"})):
+    for layer, options in ((Layer, {}), (Block, {"recompute": "blocks"})):
         module = Stack()
         module.layers = nn.ModuleList(layer() for _ in range(BLOCKS))
         plan = make_plan(module, torch.zeros(ROWS, WIDTH), world_size=2, config=Config(**options))  # type: ignore[arg-type]
@@ -253,8 +253,8 @@ def test_a_budget_where_blocks_are_called_with_more_than_tensors() -> None:
             return batch.square().mean()
 
     kept = []
-    for budget in (None, 0.0):
-        config = Config(activation_budget=budget)
+    for share in (None, 1):
+        config = Config(recompute=share)
         plan = make_plan(Telling(), torch.zeros(ROWS, WIDTH), world_size=2, config=config)
         assert not any("eager code" in note for note in plan.notes), plan.notes
         kept.append(plan.stages[0].memory.activations)

@@ -112,12 +112,12 @@ def test_two_levels_where_the_cards_of_a_host_are_slow(card: float, two: bool) -
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_replicas_sum_their_rows_beside_the_reductions_inside(stage: int) -> None:
-    found = _stage(stage, 16, replicas="nodes")
+    found = _stage(stage, 16, device_mesh="nodes")
     one = _ring(UNIT, 4, 1, 1e7, 1)
     back = max((2 * BLOCKS - 1 if stage == 3 else BLOCKS) * one, BLOCKS * _tree(UNIT // 4, 4))
     ends = 2 * one + _tree(UNIT // 4, 4)
     assert found.seconds == pytest.approx(BLOCKS * one + back + ends, rel=1e-4)
-    assert found == _stage(stage, 16, replicas=4) == _stage(stage, 16, device_mesh=(4, 4))
+    assert found == _stage(stage, 16, device_mesh=4) == _stage(stage, 16, device_mesh=(4, 4))
     assert found.memory == _stage(stage, 4).memory
 
 
@@ -126,12 +126,12 @@ def test_what_crosses_hosts_is_packed(stage: int) -> None:
     """On its way a unit, or its gradient, is there a second time, with this rank's rows; inside a host it is not."""
     packed, plain = (_stage(stage, 16, dataclasses.replace(MACHINE, ranks_per_node=n)).memory for n in (4, None))
     assert packed.peak - plain.peak == UNIT + UNIT // 16
-    assert _stage(stage, 16, replicas="nodes").memory == _stage(stage, 4).memory
+    assert _stage(stage, 16, device_mesh="nodes").memory == _stage(stage, 4).memory
 
 
 def test_replicas_of_several_hosts_share_their_links() -> None:
     """Two replicas of two hosts each: the sums over replicas come on top of the reductions inside."""
-    found = _stage(3, 16, replicas=2, hierarchical_collectives=False)
+    found = _stage(3, 16, device_mesh=2, hierarchical_collectives=False)
     sums = (BLOCKS + 1) * _tree(UNIT // 8, 2)
     assert found.seconds == pytest.approx(_whole(3, 8, 2, 4e6) + sums, rel=1e-4)
 
@@ -168,20 +168,20 @@ def test_without_hosts_and_latency_bytes_alone_count() -> None:
 def test_the_command_knows_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     rates = "--bandwidth 1MB --node-bandwidth 10MB --flops 1e18 --ranks-per-node 4 --latency 1e-3 --node-latency 1e-4"
     command = [f"{__name__}:Stack", "--world-size", "16", *rates.split(), "--stage", "3"]
-    assert main([*command, "--replicas", "nodes", "--json"]) == 0
+    assert main([*command, "--device-mesh", "nodes", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["replicas"] == 4 and made["machine"]["latency"] == 1e-3
     assert made["stages"][0]["seconds"] > made["stages"][0]["exposed"] > 0
     assert main([*command, "--reshard-after-forward", "4"]) == 0
     assert "of them communication alone" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main([*command, "--replicas", "node"])
+        main([*command, "--device-mesh", "node"])
     assert "'node' is neither a number nor 'nodes'" in capsys.readouterr().err
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(PlanError, match=r"`replicas='nodes'`.*`ranks_per_node`"):
-        _stage(3, 16, Machine(), replicas="nodes")
+    with pytest.raises(PlanError, match=r"`device_mesh='nodes'`.*`ranks_per_node`"):
+        _stage(3, 16, Machine(), device_mesh="nodes")
     with pytest.raises(PlanError, match=r"18 ranks are not on hosts of 4 each"):
         _stage(3, 18)
     for name in ("ranks_per_node", "latency", "node_latency"):

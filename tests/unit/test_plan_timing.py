@@ -202,7 +202,7 @@ def test_a_plan_takes_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what is not given; a block that is compiled is compiled for it."""
     compiled: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda block, **options: (compiled.append(options), block)[1])
-    config = Config(backend="aot_eager")
+    config = Config(compile_options={"backend": "aot_eager"})
     plan = make_plan(
         Model(), torch.randn(32, 8), world_size=1, config=config, step=_loss, measure=CPU, optimizer=torch.optim.SGD
     )

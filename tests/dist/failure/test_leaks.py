@@ -17,7 +17,9 @@ FITS, STEPS, WARM = 20, 50, 5
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("stage", "options"), [(1, {"backend": "aot_eager"}), (3, {"compile": False})])
+@pytest.mark.parametrize(
+    ("stage", "options"), [(1, {"compile_options": {"backend": "aot_eager"}}), (3, {"compile": False})]
+)
 @on_ranks(timeout=400)
 def test_a_thousand_steps_in_twenty_fits(stage: int, options: dict[str, Any]) -> None:
     """Threads, files and tensors are the same after the fifth fit and the last; memory grows by less than 16 MiB."""
@@ -36,7 +38,9 @@ def test_a_thousand_steps_in_twenty_fits(stage: int, options: dict[str, Any]) ->
     assert seen[-1]["resident"] - seen[WARM]["resident"] < 16 * 1024, [one["resident"] for one in seen]
 
 
-@pytest.mark.parametrize(("stage", "options"), [(1, {"backend": "aot_eager"}), (3, {"compile": False})])
+@pytest.mark.parametrize(
+    ("stage", "options"), [(1, {"compile_options": {"backend": "aot_eager"}}), (3, {"compile": False})]
+)
 @on_ranks()
 def test_a_run_that_has_ended_keeps_no_group(stage: int, options: dict[str, Any]) -> None:
     """Its sockets and threads end with it, also where Python collects no garbage in the meantime."""

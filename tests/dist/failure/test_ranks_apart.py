@@ -17,7 +17,7 @@ from lightning_zerocompile import CommunicationError, ZeroCompileStrategy
 from tests.support import models
 from tests.support.harness import Ranks, on_ranks, two_scripts
 
-AOT: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
+AOT: dict[str, Any] = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
 EAGER: dict[str, Any] = {"compile": False}
 RARE = pytest.mark.long
 

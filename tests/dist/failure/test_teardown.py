@@ -254,7 +254,7 @@ EVERYWHERE = [(where, Boom) for where in ("training_step", "backward", "on_after
 @on_ranks()
 def test_a_module_is_whole_after_an_exception(stage: int, compile: Any) -> None:
     """Wherever the ranks raise: it has the values of the last whole step, and is fitted again."""
-    options = {"compile": compile, "backend": "aot_eager"}
+    options = {"compile": compile, "compile_options": {"backend": "aot_eager"}}
     _whole_again(stage, options, [*EVERYWHERE, ("backward", KeyboardInterrupt)])
 
 
@@ -299,7 +299,7 @@ def test_no_checkpoint_of_one_rank_s_exception(stage: int, tmp_path: Path, devic
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_process_is_whole_after_an_exception(worlds: Any, stage: int) -> None:
-    worlds(1).run(_whole_again, stage, {"compile": "blocks", "backend": "aot_eager"}, EVERYWHERE)
+    worlds(1).run(_whole_again, stage, {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}, EVERYWHERE)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])

@@ -600,7 +600,7 @@ def test_what_people_write(name: str, stage: int) -> None:
 def _with_blocks_again(stage: int, in_backward: bool) -> nn.Module:
     torch.manual_seed(0)
     model, data = SlowModel(), models.Batches(models.rank())
-    options = {"optimizer_in_backward": in_backward, "activation_checkpointing": "blocks", **AOT}
+    options = {"optimizer_in_backward": in_backward, "recompute": "blocks", **AOT}
     with engines.engine(model, stage, **options) as engine:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         engine.attach_optimizers([optimizer])

@@ -136,8 +136,8 @@ def test_numbers_are_those_of_whole_matrices_on_every_rank(stage: int) -> None:
 def test_replicas() -> None:
     torch.manual_seed(0)
     model, other = models.pair(models.ByteModel)
-    seen, _ = _train(model, 3, replicas=2, **EAGER)
-    whole, _ = _train(other, 3, ranks_share=False, replicas=2, **EAGER)
+    seen, _ = _train(model, 3, device_mesh=2, **EAGER)
+    whole, _ = _train(other, 3, ranks_share=False, device_mesh=2, **EAGER)
     assert 0 < len(seen) < len(whole)
     models.assert_equal(model, other)
 

@@ -364,7 +364,7 @@ def test_gathers_of_float8_change_no_bit(scope: dict[str, Any], program: Any) ->
 
 MORE: dict[str, dict[str, Any]] = {
     "updates in the backward": {"optimizer_in_backward": True},
-    "checkpointed": {"activation_checkpointing": "blocks"},
+    "checkpointed": {"recompute": "blocks"},
     "offload": {"offload": "optimizer"},
     "no prefetch": {"prefetch": 0},
 }
@@ -384,7 +384,7 @@ def test_what_gathers_of_float8_go_together_with(name: str) -> None:
     assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
 
 
-@pytest.mark.parametrize("more", [{"reshard_after_forward": 2}, {"replicas": 2}], ids=lambda more: next(iter(more)))
+@pytest.mark.parametrize("more", [{"reshard_after_forward": 2}, {"device_mesh": 2}], ids=lambda more: next(iter(more)))
 @pytest.mark.long
 @on_ranks(4)
 def test_gathers_of_float8_inside_hosts(more: dict[str, Any]) -> None:
@@ -393,7 +393,7 @@ def test_gathers_of_float8_inside_hosts(more: dict[str, Any]) -> None:
     low, state, stats = _trained(True, AOT, _step, **more)
     if models.device() == "cpu":
         assert low == 6 and stats.gather_bytes < before.gather_bytes
-    assert stats.inner_gathers > 0 or "replicas" in more
+    assert stats.inner_gathers > 0 or "device_mesh" in more
     assert all(torch.equal(value, state[name]) for name, value in plain.items())
 
 

@@ -149,7 +149,7 @@ def test_islands_in_windows_and_checkpoints(stage: int, options: dict[str, Any])
     torch.manual_seed(0)
     model, twin = _model(), _by_hand().to(models.device())
     twin.load_state_dict(model.state_dict())
-    options = {**options, "activation_checkpointing": "blocks", "copy_engine": False, "param_dtype": BF16}
+    options = {**options, "recompute": "blocks", "copy_engine": False, "param_dtype": BF16}
     named = [TinyRMSNorm, "norm"]
     with engines.engine(model, stage, fp32_modules=named, **options) as engine:
         optimizer = engines.sgd(engine, model)

@@ -43,7 +43,9 @@ def _gradients(
     model = RawWhole(dtype, grad_dtype)
     backend = "inductor" if scope == "inductor" else "aot_eager"
     scope = "blocks" if scope == "inductor" else scope
-    with engines.engine(model, stage, compile=scope, backend=backend, master_dtype=None, **options) as engine:
+    with engines.engine(
+        model, stage, compile=scope, compile_options={"backend": backend}, master_dtype=None, **options
+    ) as engine:
         reduced = []
         for value in values or [_raw(models.rank())]:
             before = engine.runtime.stats().reduce_bytes

@@ -159,7 +159,7 @@ def test_same_numbers_with_inductor() -> None:
     problems, results = [], []
     start = models.ByteModel()
     for agrees in (True, False):
-        with mixed.engine(copy.deepcopy(start), compile="blocks", backend="inductor") as engine:
+        with mixed.engine(copy.deepcopy(start), compile="blocks", compile_options={"backend": "inductor"}) as engine:
             if not agrees:
                 engine.runtime.casts._steps = STEPS + 1
             results.append(mixed.train(engine, STEPS + 2))

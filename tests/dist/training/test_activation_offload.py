@@ -21,7 +21,7 @@ from tests.support.parity import AOT, EAGER
 BLOCKS = 5
 INDUCTOR: dict[str, Any] = {"compile": "blocks"}
 KINDS: dict[str, dict[str, Any]] = {
-    "all": {}, "checkpointed": {"activation_checkpointing": "blocks"}, "least": {"activation_budget": 0},
+    "all": {}, "checkpointed": {"recompute": "blocks"}, "least": {"recompute": 1},
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_memory_is_free_after_two_blocks(options: dict[str, Any]) -> None:
 
             engines.step(engine, optimizer, loss)
 
-        _train(_net(), 3, run, activation_offload=offload, activation_checkpointing="blocks", **options)
+        _train(_net(), 3, run, activation_offload=offload, recompute="blocks", **options)
         assert alive == [True] * BLOCKS if not offload else alive == [False] * (BLOCKS - 2) + [True, True], alive
 
 

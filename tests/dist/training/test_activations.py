@@ -58,7 +58,7 @@ def _train(model: nn.Module, stage: int, **options: Any) -> tuple[nn.Module, int
                     saved[0] = sum(storages.values())
                 else:
                     value = engines.token_loss(model, batch)
-                    if not options.get("activation_checkpointing"):  # whoever looks at them there runs the blocks again
+                    if options.get("recompute") != "blocks":  # whoever looks at them there runs the blocks again
                         saved[0] = _saved_by_graphs(value)
                 return value
 
@@ -73,15 +73,15 @@ def test_budget(stage: int) -> None:
     model = Net()
     whole, most, stats = _train(model, stage, **AOT)
     last = most
-    for budget in (1, 0.5, 0):
-        less, saved, other = _train(model, stage, activation_budget=budget, **AOT)
+    for share in (0, 0.5, 1):
+        less, saved, other = _train(model, stage, recompute=share, **AOT)
         assert models.deviation(less, whole) == 0.0
         assert (other.gathers, other.gather_bytes, other.reductions) == (
             stats.gathers,
             stats.gather_bytes,
             stats.reductions,
         )
-        assert saved == most if budget == 1 else saved < last, (budget, saved, last)
+        assert saved == most if share == 0 else saved < last, (share, saved, last)
         last = saved
     assert torch._functorch.config.activation_memory_budget == 1.0  # it is not the process's
 
@@ -92,7 +92,7 @@ def test_budget(stage: int) -> None:
 def test_checkpointed_blocks(stage: int, options: dict[str, Any]) -> None:
     model = Net()
     whole, most, stats = _train(model, stage, **options)
-    less, saved, other = _train(model, stage, activation_checkpointing="blocks", **options)
+    less, saved, other = _train(model, stage, recompute="blocks", **options)
     assert models.deviation(less, whole) == 0.0
     assert (other.gathers, other.reductions) == (stats.gathers, stats.reductions)
     if options["compile"] is False:
@@ -115,7 +115,7 @@ def test_statistics_of_checkpointed_blocks(stage: int, options: dict[str, Any]) 
     """A block that runs again counts its batch once, and its graphs are those of the first run."""
     start = graph_breaks.Net(_NormBlock)
     trained, graphs = [], []
-    for more in ({}, {"activation_checkpointing": "blocks"}):
+    for more in ({}, {"recompute": "blocks"}):
         model = copy.deepcopy(start)
         torch._dynamo.reset()
         with engines.engine(model, stage, **options, **more) as engine:
@@ -133,8 +133,8 @@ def test_statistics_of_checkpointed_blocks(stage: int, options: dict[str, Any]) 
 
 @on_ranks()
 def test_a_model_without_blocks() -> None:
-    with pytest.raises(RuntimeError, match=r"Sequential has no repeated blocks.*activation_budget"):
-        engines.make_engine(nn.Sequential(nn.Linear(3, 3)), 3, compile=False, activation_checkpointing="blocks")
+    with pytest.raises(RuntimeError, match=r"Sequential has no repeated blocks.*use a number"):
+        engines.make_engine(nn.Sequential(nn.Linear(3, 3)), 3, compile=False, recompute="blocks")
 
 
 class Dropped(nn.Module):
@@ -163,14 +163,14 @@ class TwoDropped(nn.Module):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["", "checkpoint"])
-@pytest.mark.parametrize("budget", [0, 0.5])
+@pytest.mark.parametrize("share", [1, 0.5])
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @on_ranks()
-def test_the_backward_has_the_masks_of_the_forward(stage: int, budget: float, again: bool) -> None:
+def test_the_backward_has_the_masks_of_the_forward(stage: int, share: float, again: bool) -> None:
     """Of an operator that gives a mask beside its result (aot_eager does not decompose dropout), both are kept."""
     torch.manual_seed(models.rank())
     model = TwoDropped(again).to(models.device())
-    with engines.engine(model, stage, activation_budget=budget, **AOT) as engine:
+    with engines.engine(model, stage, recompute=share, **AOT) as engine:
         for _ in range(2):
             for parameter in model.parameters():
                 parameter.grad = None

@@ -192,7 +192,7 @@ def test_vmap_in_a_compiled_region(stage: int) -> None:
     """What a transform wraps has no storage to compare; it trains as DDP trains it."""
     ours, twin = (models.Module(partial(models.Stacked, Mapped), lr=0.3) for _ in range(2))
     twin.load_state_dict(ours.state_dict())
-    strategy = ZeroCompileStrategy(stage=stage, backend="aot_eager")
+    strategy = ZeroCompileStrategy(stage=stage, compile_options={"backend": "aot_eager"})
     record = models.train(ours, strategy, steps=3)
     models.reference(twin, 3)
     graphs = record.stats.graph_uses + record.stats.graph_reductions
@@ -253,7 +253,7 @@ def test_rule_11_eager_write_between_steps(stage: int, scope: Any, moment: str) 
             module.layers[1].up.weight.data.mul_(0.5)
             module.head.weight.clamp_(-0.1, 0.1)
 
-    strategy = ZeroCompileStrategy(stage=stage, compile=scope, backend="aot_eager")
+    strategy = ZeroCompileStrategy(stage=stage, compile=scope, compile_options={"backend": "aot_eager"})
 
     class Hook(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:

@@ -173,7 +173,8 @@ def test_command_line() -> None:
         ),
         (
             ['--trainer.strategy={"class_path": "lightning_zerocompile.ZeroCompileStrategy", '
-             '"init_args": {"stage": 1, "compile": "blocks", "backend": "aot_eager", "reduce_dtype": "float32"}}'],
+             '"init_args": {"stage": 1, "compile": "blocks", "compile_options": {"backend": "aot_eager"}, '
+             '"reduce_dtype": "float32"}}'],
             (1, None),
         ),
     ]  # fmt: skip

@@ -73,19 +73,19 @@ def test_blocks_are_gathered_into_their_places(prefetch: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"activation_checkpointing": "blocks"},
+        {"recompute": "blocks"},
         {"memory_budget": 4000},
         {"memory_budget": 10**9},
         {"optimizer_in_backward": True},
         {"keep_gathered": ["layers.1"]},
-        {"replicas": "all"},
+        {"device_mesh": "all"},
     ],
     ids=str,
 )
 @on_ranks()
 def test_other_options(options: dict[str, Any]) -> None:
-    if "replicas" in options:  # one on each rank
-        options = {"replicas": models.world()}
+    if "device_mesh" in options:  # one on each rank
+        options = {"device_mesh": models.world()}
     assert _trained(_model(), steps=6, **options).stats.place_copies == 0
 
 
@@ -270,7 +270,9 @@ def test_a_plan_counts_places() -> None:
 @on_ranks()
 def test_with_code_of_inductor() -> None:
     """The mode that users choose; here nothing is recorded."""
-    graphs = assert_trains_like_ddp(_model(), 3, compile="blocks", backend="inductor", mode="reduce-overhead")
+    graphs = assert_trains_like_ddp(
+        _model(), 3, compile="blocks", compile_options={"backend": "inductor", "mode": "reduce-overhead"}
+    )
     assert graphs.stats.place_copies == 0 and graphs.stats.graph_uses > 0
 
 

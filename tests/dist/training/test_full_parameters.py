@@ -127,7 +127,9 @@ def test_a_checkpoint_saved_inside(stage: int, writeback: bool) -> None:
     """It holds what the parameters were when the context was entered."""
     module, twin = models.pair(models.Module)
     callback = SavesInside(writeback)
-    models.train(module, ZeroCompileStrategy(stage=stage, backend="aot_eager"), 2, callbacks=[callback])
+    models.train(
+        module, ZeroCompileStrategy(stage=stage, compile_options={"backend": "aot_eager"}), 2, callbacks=[callback]
+    )
     models.reference(twin, 1)
     expected = twin.state_dict()
     state = callback.states[0]

@@ -125,7 +125,7 @@ def _uneven_reference(module: models.Module, counts: list[int], accumulate: int)
 
 def _mixed(kind: str, stage: int) -> dict[str, Any]:
     module, twin = models.pair(lambda: models.Module(MODELS[kind], lr=0.2))
-    strategy = ZeroCompileStrategy(stage=stage, backend="aot_eager")
+    strategy = ZeroCompileStrategy(stage=stage, compile_options={"backend": "aot_eager"})
     # 5 batches, 2 accumulated: the last step of the epoch has one micro-batch only
     with engines.compiled_here(models.rank() == 0):
         record = models.train(module, strategy, steps=6, max_epochs=2, limit_train_batches=5, accumulate_grad_batches=2)
@@ -391,7 +391,7 @@ def test_parity_notices_a_mutation(kind: str, stage: int) -> None:
     """A wrong divisor, a rank or a unit that does not contribute: the parity check fails on every rank."""
     module, twin = models.pair(models.Module)
     mutation = Mutation(kind)
-    strategy = ZeroCompileStrategy(stage=stage, backend="aot_eager")
+    strategy = ZeroCompileStrategy(stage=stage, compile_options={"backend": "aot_eager"})
     models.train(module, strategy, steps=3, callbacks=[mutation])
     models.reference(twin, 3)
     deviation = models.deviation(module, twin)
@@ -414,7 +414,7 @@ class Anchored(models.Module):
 def test_adamw_equals_ddp(stage: int) -> None:
     """Twenty steps of AdamW, whose moments make a wrong gradient scale visible only late."""
     module, twin = models.pair(Anchored, optimizer="adamw", lr=1e-2)
-    record = models.train(module, ZeroCompileStrategy(stage=stage, backend="aot_eager"), steps=20)
+    record = models.train(module, ZeroCompileStrategy(stage=stage, compile_options={"backend": "aot_eager"}), steps=20)
     models.reference(twin, 20)
     assert record.compiled.backward == 1
     assert models.deviation(module, twin) <= 1e-5

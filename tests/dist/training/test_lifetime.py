@@ -23,7 +23,9 @@ LONG: list[tuple[int, Any]] = [(1, False), (2, "blocks"), (3, "model"), (3, "ind
 
 
 def _options(scope: Any) -> dict[str, Any]:
-    return {"compile": "blocks", "backend": "inductor"} if scope == "inductor" else {"compile": scope}
+    return (
+        {"compile": "blocks", "compile_options": {"backend": "inductor"}} if scope == "inductor" else {"compile": scope}
+    )
 
 
 def _check_route(engine: Any, scope: Any) -> list[str]:

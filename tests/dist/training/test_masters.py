@@ -719,7 +719,7 @@ class _Penalised(nn.Module):
 @on_ranks()
 def test_create_graph_inside_a_compiled_module(stage: int, scope: Any) -> None:
     model = nn.Sequential(_Penalised())
-    with engines.engine(model, stage, backend="aot_eager", compile=scope) as engine:
+    with engines.engine(model, stage, compile_options={"backend": "aot_eager"}, compile=scope) as engine:
         raises: Any = pytest.raises(RuntimeError, match=r"double backward.*compile=False") if scope else nullcontext()
         with raises, engine.training_step():
             engines.backward(engine, model(torch.ones(2, 6, device=models.device())).square().mean())

@@ -145,7 +145,7 @@ def _meta(architecture: str, stage: int) -> dict[str, Tensor]:
 
     torch.manual_seed(models.rank())  # rank 0's values count
     module = OnMeta(architecture)
-    options: dict[str, Any] = {"compile": "blocks", "backend": "aot_eager"}
+    options: dict[str, Any] = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
     architectures.fit(module, ZeroCompileStrategy(stage=stage, **options), callbacks=[Start()], steps=2)
     twin = architectures.Net(ARCHITECTURES[architecture])
     twin.load_state_dict(start)

@@ -130,7 +130,7 @@ class Logs(models.Module):
 @on_ranks()
 def test_logged_norms_are_those_of_ddp(stage: int) -> None:
     results = []
-    for strategy in ("ddp", ZeroCompileStrategy(stage=stage, backend="aot_eager")):
+    for strategy in ("ddp", ZeroCompileStrategy(stage=stage, compile_options={"backend": "aot_eager"})):
         torch.manual_seed(0)
         module = Logs()
         trainer = models.make_trainer(strategy, max_steps=2, max_epochs=1, gradient_clip_val=0.1)

@@ -17,9 +17,13 @@ from tests.support.memory import gathered_bytes
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
-    "aot_eager": {"compile": "blocks", "backend": "aot_eager"},
-    "aot_eager_model": {"compile": "model", "backend": "aot_eager", "unit_bytes": 1000},  # less than a block
-    "aot_eager_joined": {"compile": "model", "backend": "aot_eager"},
+    "aot_eager": {"compile": "blocks", "compile_options": {"backend": "aot_eager"}},
+    "aot_eager_model": {
+        "compile": "model",
+        "compile_options": {"backend": "aot_eager"},
+        "unit_bytes": 1000,
+    },  # less than a block
+    "aot_eager_joined": {"compile": "model", "compile_options": {"backend": "aot_eager"}},
     "inductor": {"compile": "blocks"},
 }
 

@@ -19,7 +19,7 @@ from lightning_zerocompile import ZeroCompileStrategy
 from tests.support import models, parity
 from tests.support.harness import on_ranks
 
-AOT: dict[str, Any] = {"backend": "aot_eager"}
+AOT: dict[str, Any] = {"compile_options": {"backend": "aot_eager"}}
 FITS = 10
 LONG = pytest.mark.long
 

@@ -21,7 +21,7 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.plan.plan import make_plan
 from lightning_zerocompile.plan.trace import PlanError
-from lightning_zerocompile.ranks.groups import number_of_replicas
+from lightning_zerocompile.ranks.groups import replicas_of
 from lightning_zerocompile.report.start import start_line
 from tests.support import checkpoints, engines, models
 from tests.support.harness import on_ranks
@@ -45,7 +45,7 @@ CELLS = [
 @on_ranks("world")
 def test_it_trains_as_ddp(world: int, replicas: int, stage: int, options: dict[str, Any]) -> None:
     """Over all ranks, each with data of its own; steps outside of windows and accumulations."""
-    trained = assert_trains_like_ddp(models.ByteModel(), stage, replicas=replicas, **options)
+    trained = assert_trains_like_ddp(models.ByteModel(), stage, device_mesh=replicas, **options)
     assert bool(trained.compiled.backward) is (options == AOT)
     assert (trained.stats.gathers > 0) and trained.stats.reductions > 0
 
@@ -58,7 +58,7 @@ def test_a_rank_holds_the_rows_of_its_part() -> None:
         mine, first = models.rank() % size, models.rank() // size * size
         shapes = [tuple(p.shape) for p in model.parameters()]
         expected = [len(_part(s[0], size, mine)) * math.prod(s[1:]) if s else 1 for s in shapes]
-        with engines.engine(model, 3, replicas=replicas, **EAGER) as engine:
+        with engines.engine(model, 3, device_mesh=replicas, **EAGER) as engine:
             assert [p.to_local().numel() for p in model.parameters()] == expected  # type: ignore[attr-defined]
             group = engine.runtime.mesh.get_group()
             assert dist.get_process_group_ranks(group) == list(range(first, first + size))
@@ -76,7 +76,7 @@ def test_windows_accumulation_and_clipping(stage: int, options: dict[str, Any]) 
     """Two micro-batches in a window; then two in an accumulation, clipped by the norm of all."""
     model, twin = models.pair(models.ByteModel)
     own = models.Batches(models.rank())
-    with engines.engine(model, stage, replicas=2, **options) as engine:
+    with engines.engine(model, stage, device_mesh=2, **options) as engine:
         optimizer = engines.sgd(engine, model)
         with engine.training_step():
             before = engine.runtime.stats().reductions
@@ -128,7 +128,7 @@ def test_what_one_rank_alone_uses_is_reduced_by_all() -> None:
             batch[0, 0] = 0 if rank == 3 else 1
         return batches
 
-    with engines.engine(model, 2, replicas=2, **EAGER) as engine:
+    with engines.engine(model, 2, device_mesh=2, **EAGER) as engine:
         optimizer = engines.sgd(engine, model)
         for batch in data(models.rank()):
             engines.step(engine, optimizer, lambda batch=batch: engines.token_loss(model, batch))  # type: ignore[misc]
@@ -144,7 +144,7 @@ def test_checkpoints_of_one_replica_load_at_any_number(kind: str, tmp_path: Path
     path = f"{tmp_path}/{kind}.ckpt"
     end = checkpoints.Look("end")
     written = checkpoints.fit(
-        checkpoints.Saved(), checkpoints.strategy(kind, 3, replicas=2), callbacks=[end], enable_checkpointing=False
+        checkpoints.Saved(), checkpoints.strategy(kind, 3, device_mesh=2), callbacks=[end], enable_checkpointing=False
     )
     written.save_checkpoint(path)
     if kind == "sharded" and models.rank() == 0:  # each shard once, not once a replica
@@ -155,7 +155,7 @@ def test_checkpoints_of_one_replica_load_at_any_number(kind: str, tmp_path: Path
         start = checkpoints.Look("start")
         again = checkpoints.Saved()
         checkpoints.fit(
-            again, checkpoints.strategy(kind, stage, replicas=replicas), epochs=2, path=path, callbacks=[start]
+            again, checkpoints.strategy(kind, stage, device_mesh=replicas), epochs=2, path=path, callbacks=[start]
         )
         mine, theirs = ({k: v for k, v in look.state.items() if k != "layout"} for look in (end, start))
         if models.rank() == 0:
@@ -168,7 +168,7 @@ def test_a_fit_leaves_an_ordinary_module(tmp_path: Path) -> None:
     """Through the Trainer, as DDP, twice; the values are the same on all ranks."""
     module, twin = models.pair(models.Module)
     for _ in range(2):
-        trainer = models.make_trainer(ZeroCompileStrategy(3, replicas=2, **EAGER), max_steps=2)
+        trainer = models.make_trainer(ZeroCompileStrategy(3, device_mesh=2, **EAGER), max_steps=2)
         trainer.fit(module, models.Batches(models.rank()))
         models.reference(twin, steps=2)
     assert models.deviation(module, twin) <= 1e-6
@@ -179,7 +179,7 @@ def test_a_fit_leaves_an_ordinary_module(tmp_path: Path) -> None:
 def test_masters_are_rank_zero_s_on_all_replicas() -> None:
     torch.manual_seed(models.rank())
     model = models.ByteModel()
-    with engines.engine(model, 3, replicas=2, **EAGER) as engine:
+    with engines.engine(model, 3, device_mesh=2, **EAGER) as engine:
         mine = json.dumps([p.to_local().double().sum().item() for p in model.parameters()])  # type: ignore[attr-defined]
         heard = engine.runtime.messages.hear_all("test", mine, "compares")
     assert heard[models.rank() % 2] == heard[models.rank() % 2 + 2] != heard[(models.rank() + 1) % 2]
@@ -203,7 +203,7 @@ def test_replicas_that_read_other_files(tmp_path: Path) -> None:
         model = models.ByteModel()
     load_pretrained(model, folder)
     with pytest.raises(RuntimeError, match=r"ranks 1 and 3 hold the same rows of parameter `head.weight`, with other"):
-        engines.make_engine(model, 3, replicas=2, **EAGER)
+        engines.make_engine(model, 3, device_mesh=2, **EAGER)
 
 
 def _mesh(names: tuple[str, ...], *sizes: int) -> DeviceMesh:
@@ -245,7 +245,7 @@ def _refused(**options: Any) -> str:
 
 @on_ranks(2)
 def test_ranks_that_cannot_be_divided() -> None:
-    assert re.search(r"`replicas=3`: 2 ranks cannot be divided by 3.*choose a divisor", _refused(replicas=3))
+    assert re.search(r"`device_mesh=3`: 2 ranks cannot be divided by 3.*choose a divisor", _refused(device_mesh=3))
     assert re.search(r"has 2 x 2 ranks .*and there are 2. Pass a mesh of all ranks", _refused(device_mesh=(2, 2)))
     part = _mesh(("replicate", "shard"), 2, 1)["shard"]
     assert re.search(r"has 1 x 1 ranks .*and there are 2. Pass a mesh of all ranks", _refused(device_mesh=part))
@@ -256,8 +256,6 @@ def test_ranks_that_cannot_be_divided() -> None:
     for names in (("data", "shard"), ("replicate", "tensor"), ("replicate",)):
         wrong = _mesh(names, *([2, 1] if len(names) == 2 else [2]))
         assert re.search(r"`device_mesh=.*is not understood.*'replicate' and 'shard'", _refused(device_mesh=wrong))
-    mesh = _mesh(("replicate", "shard"), 2, 1)
-    assert "both say how many replicas" in _refused(device_mesh=mesh, replicas=2)
 
 
 def _meshes_that_differ() -> str:
@@ -275,25 +273,23 @@ def test_ranks_with_other_meshes() -> None:
 
 
 def test_a_plan_of_replicas_is_that_of_a_part() -> None:
-    halves = make_plan(models.Module(), world_size=4, config=Config(replicas=2)).stages
+    halves = make_plan(models.Module(), world_size=4, config=Config(device_mesh=2)).stages
     two_ranks = make_plan(models.Module(), world_size=2).stages
     assert [stage.memory for stage in halves] == [stage.memory for stage in two_ranks]
     again = make_plan(models.Module(), world_size=4, config=Config(device_mesh=(2, 2)))
     assert [stage.memory for stage in again.stages] == [stage.memory for stage in two_ranks]
     assert again.replicas == 2 and "4 ranks in 2 replicas" in str(again)
     for replicas in (3, "nodes"):
-        with pytest.raises(PlanError, match=f"`replicas={replicas!r}`"):
-            make_plan(models.Module(), world_size=4, config=Config(replicas=replicas))  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match=f"`device_mesh={replicas!r}`"):
+            make_plan(models.Module(), world_size=4, config=Config(device_mesh=replicas))  # type: ignore[arg-type]
 
 
 def test_the_number_of_replicas() -> None:
-    assert number_of_replicas("nodes", 2, 8) == number_of_replicas(2, 1, 8) == 2
-    assert number_of_replicas("nodes", 1, 8) == 1
+    nodes = Config(device_mesh="nodes")
+    assert replicas_of(nodes, 2, 8) == replicas_of(Config(device_mesh=2), 1, 8) == 2
+    assert replicas_of(nodes, 1, 8) == 1
     with pytest.raises(ValueError, match="8 ranks cannot be divided by the 3 nodes"):
-        number_of_replicas("nodes", 3, 8)
-    for wrong in (0, -1, True, "node", 1.5):
-        with pytest.raises(ValueError, match=r"`replicas=.*is not understood"):
-            Config(replicas=wrong)  # type: ignore[arg-type]
-    for wrong in (2, (2,), (2, 2, 2), (0, 2), (2.0, 2), "nodes"):
+        replicas_of(nodes, 3, 8)
+    for wrong in (0, -1, True, "node", 1.5, None, (2,), (2, 2, 2), (0, 2), (2.0, 2)):
         with pytest.raises(ValueError, match=r"`device_mesh=.*is not understood.*ranks of each"):
             Config(device_mesh=wrong)  # type: ignore[arg-type]

@@ -131,7 +131,7 @@ def test_rule_04_generated_code_keeps_buffers() -> None:
     data = torch.randn(2, models.world(), 20, 20).to(models.device())  # [steps, ranks, rows, width], alike everywhere
     with (
         torch._inductor.config.patch(force_disable_caches=True),
-        engines.engine(model, 3, backend="inductor", compile="model") as engine,
+        engines.engine(model, 3, compile_options={"backend": "inductor"}, compile="model") as engine,
     ):
         optimizer = engines.sgd(engine, model)
 
@@ -165,7 +165,9 @@ def test_rule_05_options(tmp_path: Path) -> None:
     runtime_build.load()
     order: list[str] = []
     theirs = {"post_grad_custom_post_pass": lambda graph: order.append("user"), "max-autotune-gemm": False}
-    config = Config(mode="max-autotune-no-cudagraphs", options={**theirs, "reorder_for_peak_memory": True})
+    config = Config(
+        compile_options={"mode": "max-autotune-no-cudagraphs", "options": {**theirs, "reorder_for_peak_memory": True}}
+    )
     options = inductor_options(config, PlaceCommunication(True), True)
     assert options["reorder_for_peak_memory"] is False
     assert options["max_autotune"] is True and options["max_autotune_gemm"] is False  # the mode's; the user's
@@ -178,14 +180,18 @@ def test_rule_05_options(tmp_path: Path) -> None:
     assert order == ["user"]
     with torch._inductor.config.patch(joint_custom_pre_pass=PrepareJointGraph()):  # set globally instead
         assert isinstance(inductor_options(Config(), PlaceCommunication(True), True)["joint_custom_pre_pass"], Composed)
-    for graphs in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}):
+    for graphs in (
+        {"compile_options": {"mode": "reduce-overhead"}},
+        {"compile_options": {"mode": "max-autotune"}},
+        {"compile_options": {"options": {"triton.cudagraphs": True}}},
+    ):
         recorded = inductor_options(Config(**graphs), PlaceCommunication(True), True)
         assert recorded["triton.cudagraphs"] is True
         assert recorded["triton.reorder_for_reducing_graph_partitions"] is False
-    plain = Config(mode="max-autotune", options={"triton.cudagraphs": False})
+    plain = Config(compile_options={"mode": "max-autotune", "options": {"triton.cudagraphs": False}})
     assert inductor_options(plain, PlaceCommunication(True), True)["triton.cudagraphs"] is False
     with pytest.warns(UserWarning, match="no effect"):
-        assert not Config(compile=False, options={"triton.cudagraphs": True}).cuda_graphs
+        assert not Config(compile=False, compile_options={"options": {"triton.cudagraphs": True}}).cuda_graphs
     assert PlaceCommunication(True).uuid() != PlaceCommunication(False).uuid()
 
 
@@ -199,7 +205,7 @@ def _cached(stage: int, folders: list[str]) -> tuple[float, int, int]:
     counters.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", folders[models.rank()])
-        with engines.engine(model, stage, backend="inductor") as engine:
+        with engines.engine(model, stage, compile_options={"backend": "inductor"}) as engine:
             optimizer = engines.sgd(engine, model)
             for number in range(2):
                 engines.step(engine, optimizer, lambda number=number: engines.token_loss(model, data[number]))
@@ -241,7 +247,7 @@ def _backwards(x: Tensor, stage: int, retain: bool) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(Gated(), Gated())
     twin = copy.deepcopy(model).to(x.device)
-    with engines.engine(model, stage, backend="inductor") as engine:
+    with engines.engine(model, stage, compile_options={"backend": "inductor"}) as engine:
         optimizer = engines.sgd(engine, model, lr=0.01)
         with engine.training_step():
             y = model(x)
@@ -287,7 +293,8 @@ SHUTDOWN = """
     dist.destroy_process_group = lambda *a: (order.append("destroy"), destroy(*a))[1]
     for stage in (1, 3):
         order = []
-        models.train(models.Module(), ZeroCompileStrategy(stage=stage, backend="aot_eager"), steps=2)
+        strategy = ZeroCompileStrategy(stage=stage, compile_options={"backend": "aot_eager"})
+        models.train(models.Module(), strategy, steps=2)
         assert order[:2] == ["shutdown", "destroy"] and set(order[1:]) == {"destroy"}, order
         dist.destroy_process_group()
     print("ended")
@@ -386,7 +393,7 @@ def test_rule_14_inference_mode_before_training(stage: int, scope: Any) -> None:
     """The sanity check and validations in inference mode leave no inference tensor behind: training is right."""
     module, twin = Validated(), models.Module()
     twin.load_state_dict(module.state_dict())
-    strategy = ZeroCompileStrategy(stage=stage, compile=scope, backend="aot_eager")
+    strategy = ZeroCompileStrategy(stage=stage, compile=scope, compile_options={"backend": "aot_eager"})
     trainer = models.make_trainer(
         strategy, max_steps=4, num_sanity_val_steps=2, val_check_interval=2, limit_val_batches=2
     )

@@ -19,7 +19,7 @@ for stage in (1, 2, 3):
     for scope in (False, "blocks"):
         model = models.Whole(models.ByteModel())
         data = models.Batches(models.rank())
-        with engines.engine(model, stage, compile=scope, backend="aot_eager") as engine:
+        with engines.engine(model, stage, compile=scope, compile_options={"backend": "aot_eager"}) as engine:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             engine.attach_optimizers([optimizer])
             for number in range(2):

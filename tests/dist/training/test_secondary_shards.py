@@ -29,7 +29,7 @@ MESHES = [
     (4, {"reshard_after_forward": 2}),
     pytest.param(6, {"reshard_after_forward": 3}, marks=LONG),
     pytest.param(6, {"reshard_after_forward": 2}, marks=LONG),
-    pytest.param(8, {"reshard_after_forward": 2, "replicas": 2}, marks=LONG),
+    pytest.param(8, {"reshard_after_forward": 2, "device_mesh": 2}, marks=LONG),
     pytest.param(4, {"reshard_after_forward": 2, "optimizer_in_backward": True}, marks=LONG),
     pytest.param(4, {"reshard_after_forward": 2, "offload": "optimizer"}, marks=LONG),
 ]

@@ -56,7 +56,9 @@ class Constant(L.LightningModule):
 
 
 @STAGES
-@pytest.mark.parametrize("options", [{"compile": False}, {"compile": "model", "backend": "aot_eager"}])
+@pytest.mark.parametrize(
+    "options", [{"compile": False}, {"compile": "model", "compile_options": {"backend": "aot_eager"}}]
+)
 @on_ranks()
 def test_a_module_without_parameters_is_evaluated(stage: int, options: dict[str, Any]) -> None:
     module, data = Constant(), models.Batches(models.rank(), 2)

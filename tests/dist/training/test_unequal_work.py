@@ -37,7 +37,7 @@ ROUTES = [  # by step and rank: layers, in order
         (2, {"compile": False}),
         (2, {}),
         pytest.param(3, {}, marks=LONG),
-        pytest.param(4, {"replicas": 2, "compile": False}, marks=LONG),
+        pytest.param(4, {"device_mesh": 2, "compile": False}, marks=LONG),
         pytest.param(2, {"compile": "model"}, marks=LONG),
     ],
 )

@@ -125,11 +125,11 @@ class Fails(models.Module):
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @on_ranks(timeout=240)
 def test_statistics_outlive_the_fit(stage: int) -> None:
-    strategy, callback = ZeroCompileStrategy(stage, backend="inductor"), AtTheEnd()
+    strategy, callback = ZeroCompileStrategy(stage, compile_options={"backend": "inductor"}), AtTheEnd()
     assert not any(hasattr(strategy, name) for name in ("stats", "compile_stats", "eager_reads"))
     for _ in range(2):  # the second time from a warm compile cache
         torch._dynamo.reset()
-        strategy = ZeroCompileStrategy(stage, backend="inductor")
+        strategy = ZeroCompileStrategy(stage, compile_options={"backend": "inductor"})
         record = models.train(models.Module(), strategy, steps=2, callbacks=[callback])
         assert (strategy.stats.backwards, strategy.compile_stats) == (2, record.compiled)
         assert callback.stats == strategy.stats and sum(r.reads for r in strategy.eager_reads.values()) > 0

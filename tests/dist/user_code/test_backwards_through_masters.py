@@ -118,7 +118,7 @@ def test_losses_between_parameters(stage: int, scope: Any) -> None:
     """The mean is over all elements, of which the ranks may have different numbers."""
     torch.manual_seed(0)
     ours, plain = models.pair(uneven.Net, width=10)
-    with engines.engine(ours, stage, backend="aot_eager", compile=scope) as engine:
+    with engines.engine(ours, stage, compile_options={"backend": "aot_eager"}, compile=scope) as engine:
         for name, loss in LOSSES.items():
             anchors = {n: torch.randn_like(p) for n, p in plain.named_parameters()}
             for model in (ours, plain):

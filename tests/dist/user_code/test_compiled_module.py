@@ -52,9 +52,17 @@ SERVED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {},
         {"options": {"max_autotune": True, "coordinate_descent_tuning": True}},
     ),
-    ({"mode": "reduce-overhead"}, {"mode": "reduce-overhead"}, {"mode": "reduce-overhead", "options": {}}),
+    (
+        {"mode": "reduce-overhead"},
+        {"compile_options": {"mode": "reduce-overhead"}},
+        {"mode": "reduce-overhead", "options": {}},
+    ),
     ({"options": {"max-autotune": True}, "dynamic": True}, {}, {"options": {"max_autotune": True}, "dynamic": True}),
-    ({}, {"compile": "model", "backend": "aot_eager"}, {"compile": "model", "backend": "aot_eager"}),
+    (
+        {},
+        {"compile": "model", "compile_options": {"backend": "aot_eager"}},
+        {"compile": "model", "backend": "aot_eager"},
+    ),
 ]
 
 
@@ -68,7 +76,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"fullgraph": True}, {}, "Leave out `fullgraph`"),
     ({"backend": "eager"}, {}, "backend='eager'.*ZeroCompileStrategy(compile=False)"),
     ({"backend": lambda graph, inputs: graph}, {}, "'<lambda>'.*'aot_eager'"),
-    ({"dynamic": True}, {"dynamic": False}, "`dynamic=True`, and ZeroCompileStrategy `dynamic=False`"),
+    (
+        {"dynamic": True},
+        {"compile_options": {"dynamic": False}},
+        "`dynamic=True`, and ZeroCompileStrategy `dynamic=False`",
+    ),
 ]
 
 

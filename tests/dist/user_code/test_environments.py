@@ -226,8 +226,8 @@ print("said", json.dumps({
     ("stage", "options", "devices"),
     [
         (3, {"compile": False}, 2),
-        (1, {"backend": "aot_eager"}, 2),
-        pytest.param(3, {"backend": "aot_eager"}, 2, marks=pytest.mark.long),
+        (1, {"compile_options": {"backend": "aot_eager"}}, 2),
+        pytest.param(3, {"compile_options": {"backend": "aot_eager"}}, 2, marks=pytest.mark.long),
         (3, {"compile": False}, 1),
     ],
     ids=["3-eager", "1-aot", "3-aot", "alone"],
@@ -285,7 +285,7 @@ print("said", json.dumps([p.tolist() for p in torch.load(path)["model"].values()
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(3, {"compile": False}), pytest.param(1, {"backend": "aot_eager"}, marks=pytest.mark.long)],
+    [(3, {"compile": False}), pytest.param(1, {"compile_options": {"backend": "aot_eager"}}, marks=pytest.mark.long)],
 )
 def test_fabric_in_a_notebook(tmp_path: Path, stage: int, options: dict[str, Any]) -> None:
     said = _interactive(FABRIC_NOTEBOOK, [stage, options, str(tmp_path / "a.ckpt")])

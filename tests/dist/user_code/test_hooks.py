@@ -116,9 +116,9 @@ def test_hooks_on_and_inside_one_of_several_equal_blocks(stage: int) -> None:
     """Every kind of hook, from before the first step or registered in the middle: called once a step, and what it
     returns counts. Set-up's compilation gives way to it, and says so by the block's name."""
     cells = [
-        ({"backend": "aot_eager"}, "layers.1.up", False),
-        ({"backend": "aot_eager"}, "layers.1.up", True),
-        ({"backend": "aot_eager"}, "layers.1", False),
+        ({"compile_options": {"backend": "aot_eager"}}, "layers.1.up", False),
+        ({"compile_options": {"backend": "aot_eager"}}, "layers.1.up", True),
+        ({"compile_options": {"backend": "aot_eager"}}, "layers.1", False),
         ({"compile": False}, "layers.1.up", True),
     ]
     problems = [problem for options, where, late in cells if (problem := _cell(stage, options, where, late))]
@@ -145,7 +145,7 @@ class Everywhere(L.Callback):
 @on_ranks()
 def test_hooks_of_all_modules(stage: int) -> None:
     module, hook = models.Module(), Everywhere()
-    strategy = ZeroCompileStrategy(stage, backend="aot_eager")
+    strategy = ZeroCompileStrategy(stage, compile_options={"backend": "aot_eager"})
     models.make_trainer(strategy, max_steps=1, callbacks=[hook]).fit(module, models.Batches(models.rank()))
     seen = {name: hook.seen.count(name) for name in ("Block", "LayerNorm", "Linear", "Embedding")}
     assert seen == {"Block": 3, "LayerNorm": 3, "Linear": 7, "Embedding": 1}
@@ -167,7 +167,7 @@ def test_blocks_with_hooks_of_torchs_own_are_compiled(stage: int) -> None:
         module = models.Module(lambda: models.Stacked(lambda: Normed(10)))
         twin = models.Module(lambda: models.Stacked(lambda: Normed(10)))
         twin.load_state_dict(module.state_dict())
-        record = models.train(module, ZeroCompileStrategy(stage, backend="aot_eager"), steps=2)
+        record = models.train(module, ZeroCompileStrategy(stage, compile_options={"backend": "aot_eager"}), steps=2)
         models.reference(twin, steps=2)
     assert (
         models.deviation(module, twin) <= 1e-6

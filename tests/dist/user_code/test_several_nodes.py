@@ -23,7 +23,7 @@ def run(folder: str) -> None:
     """What each of torchrun's processes does."""
     torch.manual_seed(0)
     module = models.Module()
-    strategy = ZeroCompileStrategy(3, replicas="nodes", compile=False)
+    strategy = ZeroCompileStrategy(3, device_mesh="nodes", compile=False)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=EACH, num_nodes=NODES, max_steps=STEPS, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,

@@ -185,7 +185,7 @@ class TwiceLater(models.Module):
 def test_optimizer_of_attributes(stage: int) -> None:
     """`SGD([self.head.weight])` trains the parameter; one that is given twice is refused, as torch does."""
     module, twin = models.pair(OfAttributes)
-    models.train(module, ZeroCompileStrategy(stage=stage, backend="aot_eager"), 3)
+    models.train(module, ZeroCompileStrategy(stage=stage, compile_options={"backend": "aot_eager"}), 3)
     models.reference(twin, 3)
     with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
         models.train(Twice(), ZeroCompileStrategy(stage=stage, compile=False), 1)

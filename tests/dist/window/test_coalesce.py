@@ -283,7 +283,11 @@ def test_several_optimizers_and_clipping(stage: int, mode: str) -> None:
     modules = [Adversarial(True), Adversarial(False)]
     modules[1].load_state_dict(modules[0].state_dict())
     for module in modules:
-        models.train(module, ZeroCompileStrategy(stage=stage, **({"backend": "aot_eager"} | MODES[mode])), steps=6)
+        models.train(
+            module,
+            ZeroCompileStrategy(stage=stage, **({"compile_options": {"backend": "aot_eager"}} | MODES[mode])),
+            steps=6,
+        )
     assert models.deviation(*modules) <= 1e-6
 
 

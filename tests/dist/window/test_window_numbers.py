@@ -205,7 +205,9 @@ def _inductor(cpp_wrapper: bool = False) -> tuple[float, list[int], list[str]]:
     options = {"cpp_wrapper": True} if cpp_wrapper else {}
     with (
         torch._inductor.config.patch(force_disable_caches=True),
-        engines.engine(model, 3, backend="inductor", compile="model", options=options) as engine,
+        engines.engine(
+            model, 3, compile_options={"backend": "inductor", "options": options}, compile="model"
+        ) as engine,
     ):
         optimizer = engines.sgd(engine, model, lr=0.1)
         gathers = []
