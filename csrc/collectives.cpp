@@ -47,30 +47,6 @@ void scatter_each(c10d::ProcessGroup& group, Lane::Launch& launch, Tensors outpu
 }
 #undef ZEROCOMPILE_NAMED
 
-// output: [world, n], contiguous; input: [n].
-void gather_flat(c10d::ProcessGroup& group, const Levels& levels, Lane::Launch& launch, const at::Tensor& output,
-                 const at::Tensor& input) {
-  if (!levels.two()) return gather_one(group, launch, output, input.unsqueeze(0));
-  const auto hosts = levels.across->getSize();
-  const auto rows = at::empty({hosts, input.numel()}, input.options());
-  gather_one(*levels.across, launch, rows.view({-1}), input);
-  const auto by_host = output.view({hosts, levels.inside->getSize(), -1});
-  Tensors outputs = by_host.unbind(0), inputs = rows.unbind(0);
-  for (auto& one : outputs) one = one.view({-1});
-  gather_each(*levels.inside, launch, std::move(outputs), std::move(inputs));
-}
-
-// output: [n]; input: [world, n], contiguous.
-void scatter_flat(c10d::ProcessGroup& group, const Levels& levels, Lane::Launch& launch, const at::Tensor& output,
-                  const at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  if (!levels.two()) return scatter_one(group, launch, output, input.view({-1}), options);
-  const auto hosts = levels.across->getSize();
-  const auto rows = at::empty({hosts, output.numel()}, output.options());
-  Tensors outputs = rows.unbind(0), inputs = input.view({hosts, -1}).unbind(0);
-  scatter_each(*levels.inside, launch, std::move(outputs), std::move(inputs), options);
-  scatter_one(*levels.across, launch, output, rows.view({-1}), options);
-}
-
 // Copies the parts of `flat`, [ranks, sum of n_i], to their places: places[i] has ranks * n_i elements.
 void unpack(const at::Tensor& flat, const Tensors& places) {
   Tensors views;
@@ -86,14 +62,13 @@ void unpack(const at::Tensor& flat, const Tensors& places) {
 // one std::string without a lock; names of more than 15 characters live on the heap, and two "ALLGATHER_COALESCED"
 // in flight at a time free it twice (torch 2.11 and 2.13). So on the CPU a unit is gathered by one flat all-gather,
 // whose name is short, and its parts are copied to their places by the thread that waits for it.
-void all_gather_packed(c10d::ProcessGroup& group, const Levels& levels, Lane::Launch& launch, Tensors outputs,
-                       const Tensors& inputs) {
+void all_gather_packed(c10d::ProcessGroup& group, Lane::Launch& launch, Tensors outputs, const Tensors& inputs) {
   Tensors parts;
   for (const auto& input : inputs) parts.push_back(input.reshape(-1));
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // it refuses other halves
   const auto input = at::cat(parts);
   const auto output = at::empty({group.getSize(), input.numel()}, input.options());
-  gather_flat(group, levels, launch, output, input);
+  gather_one(group, launch, output, input.unsqueeze(0));
   launch.then([output, outputs = std::move(outputs)] {
     c10::InferenceMode normal_tensors(false);
     at::NoGradGuard no_grad;
@@ -102,11 +77,11 @@ void all_gather_packed(c10d::ProcessGroup& group, const Levels& levels, Lane::La
 }
 
 // The same for gradients, on devices.
-void reduce_scatter_packed(c10d::ProcessGroup& group, const Levels& levels, Lane::Launch& launch,
-                           const Tensors& outputs, const Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+void reduce_scatter_packed(c10d::ProcessGroup& group, Lane::Launch& launch, const Tensors& outputs,
+                           const Tensors& inputs, const c10d::ReduceScatterOptions& options) {
   const auto input = at::_chunk_cat(inputs, 0, group.getSize());  // [world, sum of n_i]
   const auto output = at::empty({1, input.size(1)}, input.options());
-  scatter_flat(group, levels, launch, output.view({-1}), input, options);
+  scatter_one(group, launch, output.view({-1}), input.view({-1}), options);
   unpack(output, outputs);
 }
 
@@ -146,20 +121,17 @@ void all_reduce(c10d::ProcessGroup& group, Lane::Launch& launch, const at::Tenso
 }
 
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                std::vector<at::Tensor> inputs, Packing packing, const Levels& levels) {
+                std::vector<at::Tensor> inputs, Packing packing) {
   const bool flat = packing == Packing::Flat && outputs.size() > 1;
   if (flat || outputs.front().device().is_cpu()) {
-    return all_gather_packed(group, levels, launch, std::move(outputs), inputs);
+    return all_gather_packed(group, launch, std::move(outputs), inputs);
   }
-  if (!levels.two()) return gather_each(group, launch, std::move(outputs), std::move(inputs));
-  for (size_t k = 0; k < outputs.size(); ++k) {
-    gather_flat(group, levels, launch, outputs[k].view({group.getSize(), -1}), inputs[k].reshape(-1));
-  }
+  gather_each(group, launch, std::move(outputs), std::move(inputs));
 }
 
 void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
                     std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op,
-                    Packing packing, const Levels& levels) {
+                    Packing packing) {
   if (outputs.front().device().is_cpu()) {
     return all_reduce_each(group, rank, world, launch, std::move(outputs), inputs, op);
   }
@@ -169,12 +141,9 @@ void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane
   options.reduceOp = op;
   options.asyncOp = false;
   if (packing == Packing::Flat && outputs.size() > 1) {
-    return reduce_scatter_packed(group, levels, launch, outputs, inputs, options);
+    return reduce_scatter_packed(group, launch, outputs, inputs, options);
   }
-  if (!levels.two()) return scatter_each(group, launch, std::move(outputs), std::move(inputs), options);
-  for (size_t k = 0; k < outputs.size(); ++k) {
-    scatter_flat(group, levels, launch, outputs[k].view({-1}), inputs[k].view({world, -1}), options);
-  }
+  scatter_each(group, launch, std::move(outputs), std::move(inputs), options);
 }
 
 void wait_for(Pending& pending, c10::Device device, const std::string& what, int64_t rank,

@@ -23,33 +23,20 @@ inline at::Tensor on_the_wire(const at::Tensor& tensor) {
 // hosts the latencies of a unit's tensors add up to more than its bytes take: over sockets, eleven tensors of one block
 // took 3.6 times as long as the same bytes in one (examples/BENCHMARKS.md). So a group that spans hosts moves one flat
 // tensor, and the copies between it and the tensors' places run at the speed of the device's memory. That takes the
-// memory of one more unit while it is on its way, and in two levels what one level leaves for the other.
+// memory of one more unit while it is on its way.
 enum class Packing { Each, Flat };
 
-// [Note: two levels] Links between hosts are slower than those inside one. A ring over L ranks of each of H hosts takes
-// (LH - 1) / LH of the unit over the links of each host. If instead ranks at the same place of their hosts exchange
-// their rows first, and each host's ranks then what they have got, it is (H - 1) / H: two thirds with two hosts of two
-// ranks, about a half with two of eight, and with many hosts nearly as much. A reduce-scatter takes the two ways back.
-// What is faster is measured in ranks/groups.py, see [Note: one level or two]. Ranks are in the order of their hosts,
-// so the second level is one collective for each host's rows.
-struct Levels {
-  c10::intrusive_ptr<c10d::ProcessGroup> across, inside;  // both null: there is one level
-
-  bool two() const { return across != nullptr; }
-};
-
 // outputs[i]: [world * n_i, ...], inputs[i]: [n_i, ...], all of one dtype. An input may be this rank's rows of its
-// output; then nothing is copied, unless it is packed flat or goes in two levels. On the CPU it always is, see [Note:
-// gloo gathers], and there is one level.
+// output; then nothing is copied, unless it is packed flat. On the CPU it always is, see [Note: gloo gathers].
 void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at::Tensor> outputs,
-                std::vector<at::Tensor> inputs, Packing packing, const Levels& levels = {});
+                std::vector<at::Tensor> inputs, Packing packing);
 
 // outputs[i]: [n_i, ...], inputs[i]: [world * n_i, ...], all of one dtype. An output gets the rows of `rank`, one of
 // `world`. On devices these are the group's own rank and size. On the CPU the group may have more ranks: all of them
 // add.
 void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
                     std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op,
-                    Packing packing, const Levels& levels = {});
+                    Packing packing);
 
 // In place. On the CPU it is started; on a device it runs in the order of the current stream.
 void all_reduce(c10d::ProcessGroup& group, Lane::Launch& launch, const at::Tensor& tensor, const c10d::ReduceOp& op);

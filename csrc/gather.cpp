@@ -107,7 +107,6 @@ void Gathers::clear() {
   peers_.reset();
   group_.reset();
   inner_.reset();
-  levels_ = {};
 }
 
 Phase phase() {
@@ -303,7 +302,7 @@ void Gathers::move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch) {
       outputs.push_back(std::move(rows.full));
       inputs.push_back(std::move(rows.rows));
     }
-    all_gather(*group_, launch, std::move(outputs), std::move(inputs), packing_, levels_);
+    all_gather(*group_, launch, std::move(outputs), std::move(inputs), packing_);
   }
 }
 

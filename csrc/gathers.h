@@ -145,7 +145,6 @@ class Gathers {
     packing_ = shards;
     inner_packing_ = inner;
   }
-  void set_levels(Levels levels) { levels_ = std::move(levels); }  // of the first group
   void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
   int64_t peer_bytes() const;
   void set_peers(std::unique_ptr<PeerMemory> peers) { peers_ = std::move(peers); }
@@ -321,7 +320,6 @@ class Gathers {
   Questions& questions_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_, inner_;
   Packing packing_ = Packing::Each, inner_packing_ = Packing::Each;
-  Levels levels_;
   std::unique_ptr<PeerMemory> peers_;  // null: the process group does all
   Lane lane_;
   Pending scaling_;  // the last agreement on scales

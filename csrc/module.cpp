@@ -215,7 +215,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_gradient_divisor", changes("set_gradient_divisor", &Runtime::set_gradient_divisor), Release())
       .def("set_prefetch", changes("set_prefetch", &Runtime::set_prefetch), Release())
       .def("set_spans_hosts", changes("set_spans_hosts", &Runtime::set_spans_hosts), Release())
-      .def("set_levels", changes("set_levels", &Runtime::set_levels), Release())
       .def("set_merge_bytes", changes("set_merge_bytes", &Runtime::set_merge_bytes), Release())
       .def("set_cuda_graphs", changes("set_cuda_graphs", &Runtime::set_cuda_graphs), Release());
 }

@@ -96,7 +96,6 @@ void Reductions::clear() {
   peers_.reset();
   group_.reset();
   replicas_.reset();
-  levels_ = {};
 }
 
 // ---- their order ----
@@ -368,8 +367,7 @@ void Reductions::reduce_by_collective(Lane::Launch& launch, Reduction& reduction
   if (!inputs.empty() && group_->getSize() == 1) {
     at::_foreach_copy_(outputs, inputs);
   } else if (!inputs.empty()) {
-    reduce_scatter(*group_, registry_.rank(), registry_.world(), launch, outputs, inputs, op, packing_,
-                   levels_);
+    reduce_scatter(*group_, registry_.rank(), registry_.world(), launch, outputs, inputs, op, packing_);
   }
   const auto divide = [=, divisor = average ? 1.0 : divisor_] {
     at::NoGradGuard no_grad;

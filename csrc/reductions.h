@@ -59,7 +59,6 @@ class Reductions {
   void set_divisor(double divisor) { divisor_ = divisor; }
   void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
   void set_packing(Packing packing) { packing_ = packing; }
-  void set_levels(Levels levels) { levels_ = std::move(levels); }  // of the shard group
   int64_t peer_bytes() const;
   void check_peers() const;
   void set_peers(std::unique_ptr<PeerMemory> peers) { peers_ = std::move(peers); }
@@ -149,7 +148,6 @@ class Reductions {
   // The second lane is for the sums over replicas: that of one unit goes beside the reduce-scatter of the next.
   Lane lane_, replica_lane_;
   Packing packing_ = Packing::Each;
-  Levels levels_;
   double divisor_;
   int64_t merge_bytes_ = 0;  // see [Note: merged reductions]
 

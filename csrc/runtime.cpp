@@ -157,23 +157,6 @@ void Runtime::set_spans_hosts(bool shards, bool inner) {
   reductions_.set_packing(packing(shards));
 }
 
-// The names of the groups of [Note: two levels].
-void Runtime::set_levels(const std::string& gathers_across, const std::string& gathers_inside,
-                         const std::string& reductions_across, const std::string& reductions_inside) {
-  const std::lock_guard lock(mutex_);
-  registry_.check_running();
-  const auto levels = [this](const std::string& across, const std::string& inside) {
-    Levels found{c10d::resolve_process_group(across), c10d::resolve_process_group(inside)};
-    TORCH_CHECK(!registry_.device().is_cpu(), "zerocompile: on the CPU a group communicates in one level");
-    TORCH_CHECK(found.across->getSize() * found.inside->getSize() == registry_.world(),
-                text("zerocompile: ", found.across->getSize(), " hosts of ", found.inside->getSize(),
-                     " ranks are not the ", registry_.world(), " ranks of the shard group"));
-    return found;
-  };
-  gathers_.set_levels(levels(gathers_across, gathers_inside));
-  reductions_.set_levels(levels(reductions_across, reductions_inside));
-}
-
 void Runtime::set_prefetch(int64_t distance) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   gathers_.set_prefetch(distance);

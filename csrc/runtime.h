@@ -183,8 +183,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_gradient_divisor(double divisor);
   void set_prefetch(int64_t distance);
   void set_spans_hosts(bool shards, bool inner);
-  void set_levels(const std::string& gathers_across, const std::string& gathers_inside,
-                  const std::string& reductions_across, const std::string& reductions_inside);
   void set_merge_bytes(int64_t bytes);
   void set_cuda_graphs(bool graphs);
   void check_entry(const char* what) const;

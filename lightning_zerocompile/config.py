@@ -192,10 +192,6 @@ class Config:
             the optimizer's kernel (``update_in_one_pass``), and not in each gather. It takes their bytes on each GPU:
             2 bytes for each parameter, divided by the number of ranks. It counts where ``copy_engine`` does, and is
             worth its memory at stage 3. What eager code has read it may have written to, so that is cast anew.
-        hierarchical_collectives: whether gathers and reductions of ranks on several hosts go between the hosts first,
-            and inside each host after that (reductions the other way round), so that less crosses; ``"auto"``: where
-            that is faster by 15 %, measured at set-up; ``True``: wherever each host has several of the ranks. On GPUs.
-            Sums in two levels are rounded otherwise: choose ``True`` or ``False`` for runs that must agree to the bit.
         defer_grad_sync: at every stage the full gradients of an accumulation (Lightning's
             ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; otherwise only
             at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient. (With replicas on
@@ -344,10 +340,6 @@ class Config:
         ),
     ] = "auto"
     keep_casts: Annotated[bool, _FLAG] = False
-    hierarchical_collectives: Annotated[
-        bool | Literal["auto"],
-        Check("is not understood; choose 'auto' (where a measurement at set-up finds it faster), True or False."),
-    ] = "auto"
     defer_grad_sync: Annotated[bool, _FLAG] = False
     keep_gradients: Annotated[bool, _FLAG] = False
     unshard_after_fit: Annotated[bool, _FLAG] = True
@@ -583,12 +575,17 @@ _RENAMED = {
     "replicas": "`device_mesh` (device_mesh=2 or device_mesh='nodes')",
 }
 
+# Arguments of earlier versions that have nothing in their place, and why.
+_DROPPED = {
+    "hierarchical_collectives": "NCCL chooses by topology",
+}
+
 
 def takes_options(init: Callable[..., None]) -> Callable[..., None]:
     """Decorates a constructor ``(self, config, ...)``: it takes the options of :class:`Config` in its place.
 
     Its signature, types and help are those of the options and of its other arguments, which LightningCLI reads. An
-    argument that had another name in an earlier version raises with the new one.
+    argument of an earlier version raises with what to write instead.
     """
     own = inspect.signature(init)
     this, _, *others = own.parameters.values()
@@ -610,6 +607,9 @@ def takes_options(init: Callable[..., None]) -> Callable[..., None]:
         for old, new in _RENAMED.items():
             if old in kwargs:
                 raise TypeError(f"{type(args[0]).__name__} has no argument `{old}` any more; use {new}.")
+        for old, why in _DROPPED.items():
+            if old in kwargs:
+                raise TypeError(f"{type(args[0]).__name__} has no argument `{old}` any more; {why}. Drop it.")
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:

@@ -148,11 +148,8 @@ class Engine:
                 "parameters), and what other modules save stays on the device. Drop the option, or use "
                 "`torch.autograd.graph.save_on_cpu` in its `forward`."
             )
-        groups = Groups.make(
-            device, self._backend, config.timeout, rows, inner, nodes, config.hierarchical_collectives is not False
-        )
-        groups.connect(device)
-        self._groups = groups.chosen(device) if config.hierarchical_collectives == "auto" else groups
+        self._groups = Groups.make(device, self._backend, config.timeout, rows, inner, nodes)
+        self._groups.connect(device)
         self.units = tuple(units)
         self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
         self.runtime = Runtime(self._groups, device, config)

@@ -214,7 +214,6 @@ class Schedule:
         inner: how many ranks gather in the backward among themselves, from secondary shards; None: there are none.
         flat: whether what is gathered and reduced is packed on its way, see [Note: flat collectives] in
             csrc/collectives.h.
-        levels: between how many hosts it goes in two levels, see [Note: two levels] there; None: it has one.
         places: whether blocks are gathered at fixed addresses, see [Note: fixed places] in csrc/fixed_places.cpp.
     """
 
@@ -231,7 +230,6 @@ class Schedule:
     beside: bool = False
     inner: int | None = None
     flat: bool = False
-    levels: int | None = None
     places: bool = False
 
 
@@ -484,15 +482,8 @@ class _Run:
             copies = size + sum(self._units[other].masters for other in new)
             self._passing = copies + sum(self._units[other].gathered for other in left)
         elif self._schedule.flat and not (back and self._schedule.inner is not None):
-            self._passing = max(
-                (u.gathered + self._rows * u.rows for u in map(self._units.__getitem__, new)), default=0
-            )
+            self._passing = max((u.gathered + u.rows for u in map(self._units.__getitem__, new)), default=0)
         self._gathered = [name, *ahead]
-
-    @property
-    def _rows(self) -> int:
-        """How many ranks' rows there are of what is packed, beside all of it."""
-        return 1 + (self._schedule.levels or 0)
 
     def _grad(self, parameter: str) -> None:
         unit = self._units[self._owner[parameter]]
@@ -512,7 +503,7 @@ class _Run:
             return
         self._full[unit.name] = unit.gradient
         if self._schedule.flat:
-            self._passing = unit.gradient + self._rows * unit.gradient * unit.rows // unit.gathered
+            self._passing = unit.gradient + unit.gradient * unit.rows // unit.gathered
         self._order.append(unit.name)
         if self._schedule.in_backward:
             alive = self._order[-_REDUCTIONS_IN_FLIGHT - _UPDATES_BESIDE :]

@@ -20,7 +20,7 @@ from lightning_zerocompile.config import Config, Policy
 from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.memory import Memory, Schedule, Traffic, UnitBytes, simulate, unit_bytes
 from lightning_zerocompile.plan.optimizers import optimizer_bytes
-from lightning_zerocompile.plan.step_time import Ranks, hosts_of_two_levels, step_time
+from lightning_zerocompile.plan.step_time import Ranks, step_time
 from lightning_zerocompile.plan.timing import Timer, link_rate, memory_rate, step_seconds
 from lightning_zerocompile.plan.trace import PlanError, Step, Trace, trace_step, training_step
 from lightning_zerocompile.ranks.groups import inner_size, replicas_of
@@ -233,7 +233,6 @@ def make_plan(
             gloo=machine.gloo,
             inner=ranks.inner,
             flat=flat,
-            levels=hosts_of_two_levels(machine, ranks) if flat else None,
         )
         defers = schedule.accumulates
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
@@ -282,14 +281,13 @@ def schedule_of(
     gloo: bool,
     inner: int | None,
     flat: bool,
-    levels: int | None,
 ) -> Schedule:
     """How a stage runs with these options.
 
     Args:
         config: the strategy's options; its stage does not count.
         accumulate: backwards for each step of the optimizer.
-        stage, kept, gloo, inner, flat, levels: as in :class:`~lightning_zerocompile.plan.memory.Schedule`.
+        stage, kept, gloo, inner, flat: as in :class:`~lightning_zerocompile.plan.memory.Schedule`.
     """
     defers = accumulate > 1 and (Policy.of_stage(stage).accumulates_locally or config.defer_grad_sync)
     return Schedule(
@@ -305,7 +303,6 @@ def schedule_of(
         beside=bool(config.offload) and config.optimizer_in_backward,
         inner=inner,
         flat=flat,
-        levels=levels,
         places=stage == 3 and config.has_places,
     )
 
@@ -331,8 +328,7 @@ def _ranks(config: Config, world_size: int, machine: Machine) -> Ranks:
         wanted = config.reshard_after_forward
         if wanted == "nodes" and ranks_per_node is not None:
             wanted = ranks_per_node if shards > ranks_per_node else True  # else there is nothing to gain
-        hierarchical = not machine.gloo and config.hierarchical_collectives
-        return Ranks(shards, replicas, inner_size(wanted, nodes, [list(range(shards))]), hierarchical)
+        return Ranks(shards, replicas, inner_size(wanted, nodes, [list(range(shards))]))
     except ValueError as error:
         raise PlanError(str(error)) from error
 

@@ -13,11 +13,11 @@ the backward.
 A gather or a reduction over n ranks on N hosts moves (n - 1)/n of its bytes into and out of each rank. It goes round a
 ring of n - 1 steps, N - 1 of them from host to host, and each step costs the latency of its link. With hundreds of
 ranks these steps cost more than the bytes. Each rank of a host sends a part of what leaves the host through its own
-network card, so the bytes take as long as the slower of the links inside a host, and all its cards together. Or the
-ring has two levels, see [Note: one level or two] in ranks/groups.py. The rows that a reduction leaves are then reduced
-over R replicas (see [Note: replicas] in csrc/registry.h): that moves 2 (R - 1)/R of their bytes, and takes 2 log2(R)
-steps, in a tree. NCCL chooses its algorithms by this model (its src/graph/tuning.cc). Where each replica is inside a
-host, replicas use another link than the ranks of one, so the two run beside each other.
+network card, so the bytes take as long as the slower of the links inside a host, and all its cards together. The rows
+that a reduction leaves are then reduced over R replicas (see [Note: replicas] in csrc/registry.h): that moves 2 (R -
+1)/R of their bytes, and takes 2 log2(R) steps, in a tree. NCCL chooses its algorithms by this model (its
+src/graph/tuning.cc). Where each replica is inside a host, replicas use another link than the ranks of one, so the two
+run beside each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.memory import Memory, Traffic, UnitBytes
@@ -41,13 +40,11 @@ class Ranks:
         shards: ranks of one replica.
         replicas: their number.
         inner: ranks that gather in the backward among themselves, inside a host; ``None``: a whole replica does.
-        hierarchical: the option ``hierarchical_collectives``.
     """
 
     shards: int
     replicas: int = 1
     inner: int | None = None
-    hierarchical: bool | Literal["auto"] = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class _Group:
     """Ranks that communicate, one or more on each of ``hosts``.
 
     ``bandwidth``: bytes a second of each rank between hosts, ``node_bandwidth`` inside one; ``inside``, ``across``:
-    seconds of a step inside a host and between two; ``hierarchical``: as in :class:`Ranks`.
+    seconds of a step inside a host and between two.
     """
 
     ranks: int
@@ -77,7 +74,6 @@ class _Group:
     node_bandwidth: float
     inside: float
     across: float
-    hierarchical: bool | Literal["auto"] = False
 
     @property
     def _on_a_host(self) -> int:
@@ -89,22 +85,8 @@ class _Group:
             return self.node_bandwidth
         return min(self._on_a_host * self.bandwidth, self.node_bandwidth) if self._on_a_host > 1 else self.bandwidth
 
-    @property
-    def two_levels(self) -> bool:
-        """Whether bytes go in two levels: if it is asked for, or faster."""
-        if self.hosts == 1 or self._on_a_host == 1 or self.ranks % self.hosts:
-            return False
-        if self.hierarchical != "auto":
-            return self.hierarchical
-        return self._on_a_host * self.bandwidth * self.hosts < self.node_bandwidth
-
     def ring(self, size: int, count: int) -> float:
         """Seconds of ``count`` gathers, or reductions, of ``size`` bytes in all."""
-        if self.two_levels:
-            on_a_host, hosts = self._on_a_host, self.hosts
-            seconds = size * (hosts - 1) / hosts / (on_a_host * self.bandwidth)
-            seconds += size * (on_a_host - 1) / on_a_host / self.node_bandwidth
-            return seconds + count * ((hosts - 1) * self.across + hosts * (on_a_host - 1) * self.inside)
         steps = (self.ranks - self.hosts) * self.inside + (self.hosts - 1) * self.across
         return size * (self.ranks - 1) / self.ranks / self._rate + count * steps
 
@@ -112,12 +94,6 @@ class _Group:
         """Seconds of ``count`` sums of ``size`` bytes in all, which every rank gets."""
         steps = 2 * math.ceil(math.log2(self.ranks)) * (self.across if self.hosts > 1 else self.inside)
         return 2 * size * (self.ranks - 1) / self.ranks / self._rate + count * steps
-
-
-def hosts_of_two_levels(machine: Machine, ranks: Ranks) -> int | None:
-    """Between how many hosts gathers and reductions go in two levels; None: they have one."""
-    replica = _groups(machine, ranks)[0]
-    return replica.hosts if replica.two_levels else None
 
 
 def _groups(machine: Machine, ranks: Ranks) -> tuple[_Group, _Group, _Group]:
@@ -131,8 +107,7 @@ def _groups(machine: Machine, ranks: Ranks) -> tuple[_Group, _Group, _Group]:
     in_host = bandwidth if per_node is None else node_bandwidth  # of ranks of which no host is known
 
     def group(size: int, hosts: int) -> _Group:
-        even = per_node is not None and size % per_node == 0  # each host has as many of them
-        return _Group(size, hosts, bandwidth, in_host, inside, across, even and ranks.hierarchical)
+        return _Group(size, hosts, bandwidth, in_host, inside, across)
 
     hosts = 1 if per_node is None else math.ceil(ranks.shards / per_node)
     replica = group(ranks.shards, hosts)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import statistics
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, Literal
@@ -18,9 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_zerocompile.config import REPLICATE, SHARD, Config
 
-_MEASURED = 2**25  # bytes that all ranks together gather to compare one level with two: those of a block
-_FASTER = 0.85  # of the time in one level: what is about as fast is not chosen, so that each run chooses alike
-
 
 @dataclass(frozen=True)
 class Groups:
@@ -28,7 +23,7 @@ class Groups:
 
     [Note: two groups] Gathers and reductions overlap, and their relative order may differ between ranks, so each of the
     two has a process group. On devices, if one shard group has all ranks, gathers use the default group, which costs no
-    further communicator; in two levels (see ``levels``) both have groups of their own. gloo does not share a group well
+    further communicator. gloo does not share a group well
     with the user's collectives (see [Note: gloo gathers]), so on the CPU both groups are our own. There the ranks meet
     in a third group.
 
@@ -45,8 +40,6 @@ class Groups:
         own: the groups that :meth:`destroy` destroys.
         rows: the ranks of each shard group.
         spans_hosts: whether a shard group has ranks on several hosts, and whether an inner group has.
-        levels: the groups of [Note: two levels] in csrc/collectives.h: of the gathers across hosts and inside this one,
-            and of the reductions; None: a shard group communicates in one level.
     """
 
     shards: DeviceMesh
@@ -59,7 +52,6 @@ class Groups:
     own: tuple[dist.ProcessGroup, ...]
     rows: list[list[int]]
     spans_hosts: tuple[bool, bool]
-    levels: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup] | None
 
     @classmethod
     def make(
@@ -70,7 +62,6 @@ class Groups:
         rows: list[list[int]],
         inner: int | None = None,
         nodes: int = 1,
-        hierarchical: bool = False,
     ) -> Groups:
         """Makes the groups; collective over the default process group.
 
@@ -81,7 +72,6 @@ class Groups:
             rows: the ranks of each shard group, from :func:`shard_groups`.
             inner: the number of ranks of an inner group, from :func:`inner_size`; None: there are no inner groups.
             nodes: number of hosts.
-            hierarchical: whether to make the groups of :func:`two_levels`.
         """
         world, on_cpu = dist.get_world_size(), device.type == "cpu"
         keep_garbage_in_forks()
@@ -92,9 +82,6 @@ class Groups:
         parts = [row[at : at + inner] for row in rows for at in range(0, len(row), inner)] if inner else None
         inside = new(parts) if parts else None
         spans = _any_spans_hosts(rows, nodes), _any_spans_hosts(parts or [], nodes)
-        levels, two = None, two_levels(rows, nodes) if hierarchical and not on_cpu else None
-        if two is not None:
-            levels = new(two.across), new(two.inside), new(two.across), new(two.inside)
         one = len(rows) == 1
         if one:
             shards = init_device_mesh(device.type, (world,), mesh_dim_names=(SHARD,))
@@ -116,60 +103,17 @@ class Groups:
             everyone=everyone,
             meetings=meetings,
             inner=inside,
-            own=(*(group for group in mine if group is not None), *(levels or ())),
+            own=tuple(group for group in mine if group is not None),
             rows=rows,
             spans_hosts=spans,
-            levels=levels,
         )
 
     def connect(self, device: torch.device) -> None:
         """Lets NCCL connect the ranks: it does so at a group's first use, and blocks the host. All ranks must call."""
         if device.type != "cpu":
-            for group in (self.reductions, self.replicas, self.inner, *(self.levels or ())):
+            for group in (self.reductions, self.replicas, self.inner):
                 if group is not None:
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-    def chosen(self, device: torch.device) -> Groups:
-        """These groups, with two levels only if they gather faster than one, as measured now; collective.
-
-        [Note: one level or two] NCCL's ring lets each GPU of a host send a part of what crosses through a network card
-        of its own. If W ranks on H hosts gather a unit of S bytes, S (W - 1) / W bytes cross from host to host, at the
-        speed of all cards of a host, and the transfers inside the hosts run beside that. In two levels S (H - 1) / H
-        bytes cross, but the second level begins when the first one has ended. So two levels are faster where a host's
-        cards together are slower than its own links by more than H times, as with one card for all GPUs.
-        """
-        if self.levels is None:
-            return self
-        across, inside, *_ = self.levels
-        seconds = self._seconds(device, None), self._seconds(device, (across, inside))
-        slowest = torch.tensor(seconds, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.everyone)
-        one, two = slowest.tolist()
-        if two < _FASTER * one:
-            return self
-        for group in self.levels:
-            dist.destroy_process_group(group)
-        return replace(self, levels=None, own=tuple(group for group in self.own if group not in self.levels))
-
-    def _seconds(self, device: torch.device, levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None) -> float:
-        """The median time of a gather in one level, or across hosts and then inside."""
-        ranks = self.gathers.size()
-        rows = torch.zeros(_MEASURED // ranks // 4, device=device)
-        full, times = rows.new_empty(ranks * rows.numel()), []
-        for _ in range(4):
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            if levels is None:
-                dist.all_gather_into_tensor(full, rows, group=self.gathers)
-            else:
-                across, inside = levels
-                middle = rows.new_empty(across.size() * rows.numel())
-                dist.all_gather_into_tensor(middle, rows, group=across)
-                parts, outputs = middle.chunk(across.size()), full.chunk(across.size())
-                inside.allgather_into_tensor_coalesced(list(outputs), list(parts)).wait()  # as the runtime does
-            torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[1:])
 
     def make_on_cpu(self, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """New gloo groups: of all ranks, and of the shard group's ranks. All ranks must call; the caller destroys them.
@@ -321,36 +265,6 @@ def _by_host(ranks: list[int], nodes: int) -> list[list[int]]:
 def _any_spans_hosts(partition: list[list[int]], nodes: int) -> bool:
     """Whether a part has ranks on several of the ``nodes``: alike on all ranks."""
     return any(len(_by_host(ranks, nodes)) > 1 for ranks in partition)
-
-
-@dataclass(frozen=True)
-class TwoLevels:
-    """The two ways of what a shard group communicates, see [Note: two levels] in csrc/collectives.h.
-
-    Attributes:
-        across: the ranks at the same place of their hosts, for each shard group and place.
-        inside: the ranks of each host, for each shard group.
-    """
-
-    across: list[list[int]]
-    inside: list[list[int]]
-
-
-def two_levels(rows: list[list[int]], nodes: int) -> TwoLevels | None:
-    """How shard groups communicate in two levels; None: there are none, or hosts hold different numbers of ranks.
-
-    Args:
-        rows: the ranks of each shard group.
-        nodes: number of hosts.
-    """
-    parts = [_by_host(row, nodes) for row in rows]
-    hosts, size = len(parts[0]), len(parts[0][0])
-    if any(len(row) != hosts or any(len(part) != size for part in row) for row in parts):
-        return None
-    if hosts == 1 or size == 1:
-        return None
-    across = [list(column) for row in parts for column in zip(*row, strict=True)]
-    return TwoLevels(across, [part for row in parts for part in row])
 
 
 def inner_size(wanted: int | Literal["nodes"], nodes: int, rows: list[list[int]]) -> int | None:

@@ -69,7 +69,6 @@ def costs_of(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int = 
         gloo=runtime.device.type == "cpu",
         inner=runtime.inner,
         flat=runtime.packs,
-        levels=runtime.levels,
     )
     memory, traffic = simulate(engine.units, units, states, None, schedule, _buffers(engine))
     traffic = accumulated(traffic, memory.resident, accumulate, schedule.accumulates)
@@ -92,7 +91,7 @@ def what_is_compiled(engine: Engine) -> str:
 def start_line(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int = 1) -> str:
     """One line: stage, units, what is compiled, bytes of a step, and memory as far as it is known."""
     costs, world = costs_of(engine, optimizers, accumulate), engine.runtime.world_size
-    replicas, levels = world // engine.runtime.mesh.size(), engine.runtime.levels
+    replicas = world // engine.runtime.mesh.size()
     memory, traffic = costs.memory, costs.traffic
     largest = max(costs.units, key=lambda unit: unit.gathered)
     known = [type(one).__name__ for one in optimizers if type(one).__name__ not in costs.unknown]
@@ -108,8 +107,7 @@ def start_line(engine: Engine, optimizers: Sequence[Optimizer], accumulate: int 
     left_out = ["activations", *(f"states of {name}" for name in costs.unknown)]
     return (
         f"zerocompile: stage {engine.config.stage} on {world} rank{'s' * (world > 1)}"
-        f"{f' in {replicas} replicas' if replicas > 1 else ''}"
-        f"{f', collectives in two levels over {levels} hosts' if levels else ''}, {len(costs.units)} "
+        f"{f' in {replicas} replicas' if replicas > 1 else ''}, {len(costs.units)} "
         f"unit{'s' * (len(costs.units) > 1)} (the largest, `{largest.name}`: {in_units(largest.gathered)}), "
         f"{what_is_compiled(engine)}; a step gathers {in_units(traffic.forward + traffic.backward)} and reduces "
         f"{in_units(traffic.reductions)} on each rank; its peak is {in_units(memory.peak)} ({', '.join(parts)}) and "

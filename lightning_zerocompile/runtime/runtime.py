@@ -167,7 +167,6 @@ class Runtime:
         self.world_size = dist.get_world_size()
         self.inner = None if groups.inner is None else groups.inner.size()
         self.packs = groups.spans_hosts[0] and device.type != "cpu"  # see [Note: flat collectives]
-        self.levels = None if groups.levels is None else groups.levels[0].size()  # hosts, see [Note: two levels]
         self._replicated = groups.shards.size() < self.world_size
         self.policy = Policy.of_stage(config.chosen_stage)
         build.load()
@@ -188,8 +187,6 @@ class Runtime:
         self._never_used = core.never_used
         self.core.set_prefetch(config.prefetch)
         self.core.set_spans_hosts(*groups.spans_hosts)
-        if groups.levels is not None:
-            self.core.set_levels(*(group.group_name for group in groups.levels))
         self.core.set_merge_bytes(config.unit_bytes)
         self.core.set_cuda_graphs(config.cuda_graphs and device.type == "cuda")
         self.sharded_parameters: list[ShardedParameter] = []

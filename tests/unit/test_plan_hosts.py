@@ -92,24 +92,6 @@ def test_links_inside_hosts_may_be_the_slower_ones() -> None:
     assert _stage(3, 16, machine).seconds == pytest.approx(_whole(3, 16, 4, 3e6), rel=1e-4)
 
 
-def _two_levels(size: int, ranks: int, hosts: int, bandwidth: float) -> float:
-    each = ranks // hosts
-    across = size * (hosts - 1) / hosts / bandwidth + (hosts - 1) * 1e-3
-    return across + size * (each - 1) / each / 1e7 + hosts * (each - 1) * 1e-4
-
-
-@pytest.mark.parametrize(("card", "two"), [(1e6, False), (0.5e6, True)])
-def test_two_levels_where_the_cards_of_a_host_are_slow(card: float, two: bool) -> None:
-    """Four hosts: where four cards together are less than a fourth as fast as a host inside."""
-    machine = dataclasses.replace(MACHINE, bandwidth=card)
-    found = {how: _stage(1, 16, machine, hierarchical_collectives=how) for how in ("auto", True, False)}
-    assert found["auto"] == found[two]
-    one = _two_levels(UNIT, 16, 4, 4 * card)
-    assert found[True].seconds == pytest.approx((2 * BLOCKS + 2) * one, rel=1e-4)
-    assert found[False].seconds == pytest.approx(_whole(1, 16, 4, 4 * card), rel=1e-4)
-    assert found[True].memory.peak - found[False].memory.peak == 4 * UNIT // 16  # what came from the other hosts
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_replicas_sum_their_rows_beside_the_reductions_inside(stage: int) -> None:
     found = _stage(stage, 16, device_mesh="nodes")
@@ -131,7 +113,7 @@ def test_what_crosses_hosts_is_packed(stage: int) -> None:
 
 def test_replicas_of_several_hosts_share_their_links() -> None:
     """Two replicas of two hosts each: the sums over replicas come on top of the reductions inside."""
-    found = _stage(3, 16, device_mesh=2, hierarchical_collectives=False)
+    found = _stage(3, 16, device_mesh=2)
     sums = (BLOCKS + 1) * _tree(UNIT // 8, 2)
     assert found.seconds == pytest.approx(_whole(3, 8, 2, 4e6) + sums, rel=1e-4)
 
