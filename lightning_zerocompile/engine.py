@@ -20,7 +20,6 @@ from lightning_zerocompile.checkpoint.state import serving_full_values
 from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
-from lightning_zerocompile.optim.supported import masters_of
 from lightning_zerocompile.optim.taken_over import left_behind, living_optimizers
 from lightning_zerocompile.ranks.abort import refuse_ended_group
 from lightning_zerocompile.ranks.groups import Groups, inner_size, shard_groups
@@ -41,20 +40,17 @@ from lightning_zerocompile.sharding.checks import (
 )
 from lightning_zerocompile.sharding.float8 import plain_weights
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.held import hold, part, user_object
+from lightning_zerocompile.sharding.held import part, user_object
 from lightning_zerocompile.sharding.islands import Islands, find_islands
-from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, gradient_of, record_of
+from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of
 from lightning_zerocompile.sharding.module_swap import (
     BASE,
     PARAMETERS,
-    Layers,
     make_whole,
     modules_of,
     owner_of,
-    refresh,
     refresh_all,
     refuse_shards,
-    release_gone,
     remove_regions,
     restore_classes,
     swap_others,
@@ -63,16 +59,6 @@ from lightning_zerocompile.sharding.module_swap import (
 )
 from lightning_zerocompile.sharding.parameter import ShardedParameter
 from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
-from lightning_zerocompile.sharding.replaced import (
-    Changes,
-    Former,
-    as_rows,
-    check_alike,
-    former_again,
-    former_in,
-    former_of,
-    take_values,
-)
 
 # How long a rank that has failed waits for the others, and at most which part of `timeout`. On devices it learns later
 # that another has failed: a host that stands in the driver can only be freed from outside, see [Note: ended groups].
@@ -114,21 +100,12 @@ class Engine:
         nodes: int = 1,
     ) -> None:
         self.model, self.device, self.config = model, device, config
-        self._dtypes, self._settings = (compute_dtype, autocast_dtype), dict(settings or {})
-        self._backend, self._wished, self._nodes = backend, wished, nodes
-        self.built: Callable[[Runtime], object] = lambda runtime: None  # called when the model was laid out anew
-        self._build()
-
-    def _build(self) -> None:
-        """Shards and compiles the model; collective. Called again when it is laid out anew."""
-        model, device, config, nodes = self.model, self.device, self.config, self._nodes
-        compute_dtype, autocast_dtype = self._dtypes
         refuse_ended_group()
         plain_weights(model)
         take_over(model)
         # before the comparison: a part of a mesh raises for what it is, not as ranks with other options
         rows = shard_groups(config, nodes, device.type)
-        check_equal_on_all_ranks(model, settings_of(config) | self._settings)
+        check_equal_on_all_ranks(model, settings_of(config) | dict(settings or {}))
         warn_of_shared_memory(model, device)
         inner = inner_size(config.reshard_after_forward, nodes, rows)
         check_names(model, config.keep_gathered)
@@ -148,12 +125,11 @@ class Engine:
                 "parameters), and what other modules save stays on the device. Drop the option, or use "
                 "`torch.autograd.graph.save_on_cpu` in its `forward`."
             )
-        self._groups = Groups.make(device, self._backend, config.timeout, rows, inner, nodes)
+        self._groups = Groups.make(device, backend, config.timeout, rows, inner, nodes)
         self._groups.connect(device)
         self.units = tuple(units)
         self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
         self.runtime = Runtime(self._groups, device, config)
-        self.built(self.runtime)
         # in the reductions' group: in the gathers' group it would wait for all gathers that the optimizer has started
         self.buffers = Buffers(model, self._groups.everyone, self.runtime.meetings.meet_in_step)
         self.budget, self.gather_watch = MemoryBudget(self.runtime), GatherWatch(self.runtime)
@@ -165,9 +141,8 @@ class Engine:
             move_buffers(model.modules(), device)
             self.buffers.broadcast()
             self.regions = Regions(self.runtime, config)
-            self._add_regions(units, self._wished, islands)
+            self._add_regions(units, wished, islands)
             swap_others(self.runtime.classes, model)
-            self._layers = Layers(model)
             if self.regions.compiled:
                 self._watched = weakref.finalize(self, self.regions.progress.watch())
         except BaseException:
@@ -256,10 +231,7 @@ class Engine:
         self.gather_watch.step_begins()
         self.runtime.casts.begin_step()
         modules = modules_of(self.model)
-        changes = refresh_all(self.model, modules, self._layers, self.runtime.step_state)
-        if changes and self._take_over(changes, modules):
-            self.begin_training_step(automatic)
-            return
+        refresh_all(self.model, modules, self.runtime.step_state)
         self.buffers.before_forward(automatic and not self.windows.in_accumulation, modules)
 
     @contextlib.contextmanager
@@ -296,123 +268,9 @@ class Engine:
         moment = self.runtime.step_state
         moment.awaits_backward = moment.has_loss = True
 
-    def take_replaced(self, warns: bool = True) -> None:
-        """Lets the compiler see the parameters as they are now, and takes over what users have put into the model since
-        the last step; collective if there is anything. See [Note: replaced parameters].
-
-        Args:
-            warns: whether a new parameter that no optimizer has is worth a warning.
-        """
-        modules = modules_of(self.model)
-        if changes := refresh_all(self.model, modules, self._layers, self.runtime.step_state):
-            self._take_over(changes, modules, warns)
-
-    def _take_over(self, changes: Changes, modules: Sequence[nn.Module], warns: bool = True) -> bool:
-        """Takes over parameters that users have replaced; collective.
-
-        Returns:
-            Whether the model was laid out anew, see [Note: other layouts].
-        """
-        check_alike(changes, self.runtime.messages)
-        self.reduce_pending("A parameter was replaced")
-        left = self._take_values(changes.replaced, modules) if changes.fits else self._lay_out_anew(changes)
-        if left and warns:
-            rank_zero_warn(
-                f"Parameter {first_of(left)} was replaced, and no optimizer has the new one, so it is not "
-                "trained: as in torch an optimizer goes on with the old one, and `optimizer.add_param_group` takes the "
-                "new one. To train on with new values, write them into the old one (`load_state_dict`)."
-            )
-        return not changes.fits
-
-    def _take_values(
-        self, replaced: Mapping[ShardedParameter, nn.Parameter], modules: Sequence[nn.Module]
-    ) -> list[str]:
-        """Gives masters the values of the parameters that are in their places; returns those that no optimizer has."""
-        self.runtime.core.write_back()
-        former: dict[Tensor, Tensor] = {sharded.master: former_of(sharded) for sharded in replaced}
-        for sharded, parameter in replaced.items():
-            take_values(sharded, parameter, self._groups.everyone)
-        for module in modules:
-            for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
-                module._parameters[name] = sharded.master
-        for sharded in replaced:
-            hold(sharded)
-        refresh(modules)
-        left = self.steps.replace({new: sharded.master for sharded, new in replaced.items()}, former)
-        return [s.name for s in replaced if s.master in left and s.master.requires_grad]
-
-    def _lay_out_anew(self, changes: Changes) -> list[str]:
-        """Makes the model whole and shards it again, with what was there; collective. See [Note: other layouts].
-
-        Returns:
-            The names of new parameters that no optimizer has.
-
-        Raises:
-            RuntimeError: that cannot be done here, or with the options; the message says where it can.
-        """
-        self._check_between_steps(changes.names[0])
-        runtime, steps, windows = self.runtime, self.steps, self.windows
-        runtime.bind_gradients()
-        with as_plain_tensors():
-            kept = [(s, as_rows(s), bound_gradient(s.master)) for s in runtime.sharded_parameters]
-        formers = [p for optimizer in steps.last for p in masters_of(optimizer, formers=True) if isinstance(p, Former)]
-        where, deferred = runtime.messages.where, runtime.core.deferred()
-        self._silence()
-        self.attach_optimizers([])
-        whole = make_whole(self.model)
-        release_gone(self._layers.gone(self.model), [s for s, *_ in kept if s.master not in whole])
-        runtime.shutdown()
-        self._groups.destroy()
-        buffers = self.buffers
-        self._build()
-        buffers.leave_group()
-        runtime.meetings.leave_group()
-        self.runtime.messages.where = where
-        self.windows.in_accumulation = windows.in_accumulation
-        self.runtime.core.set_deferred(deferred)
-        self.runtime.core.set_partial(windows.in_accumulation and not self._accumulates_locally)
-
-        made = {sharded.original(): sharded for sharded in self.runtime.sharded_parameters}
-        moved: dict[Tensor, Tensor] = {}
-        for sharded, rows, grad in kept:
-            local = grad._local_tensor if isinstance(grad, DTensor) else None
-            now = made.get(whole.get(sharded.master))
-            if now is not None:
-                now.take_rows(rows._local_tensor, local)
-            moved[sharded.master] = (
-                now.master
-                if now is not None
-                else made[sharded.renewed].master
-                if sharded.renewed is not None and changes.replaced.get(sharded) is sharded.renewed
-                else former_in(self.runtime.mesh, sharded.name, rows, sharded.master.requires_grad, local)
-            )
-        for former in formers:
-            moved[former] = former_again(former, self.runtime.mesh)
-        new: dict[Tensor, Tensor] = {parameter: made[parameter].master for parameter in changes.parameters()}
-        optimizers, dropped = self.steps.follow(steps, moved, new)
-        self.attach_optimizers(optimizers)
-        for master in dropped:
-            rank_zero_warn(
-                f"`data` of parameter `{record_of(master).name}` was set to a tensor of shape {tuple(master.shape)}, "
-                "so the optimizer's state for it, which had the former shape, begins anew."
-            )
-        held = {master for optimizer in optimizers for master in masters_of(optimizer)}
-        return [made[p].name for p in changes.parameters() if made[p].master not in held and p.requires_grad]
-
-    def _check_between_steps(self, name: str) -> None:
-        """Raises RuntimeError where the model cannot be laid out anew, since parameter ``name`` was replaced."""
-        why = None
-        if self.runtime.step_state.in_step or self.steps.runs:
-            why = "inside a step. Do it between two steps, such as in `on_train_batch_start`"
-        elif self.runtime.core.unequal():
-            why = "and the ranks meet it inside `strategy.unequal()`. Begin a step, or save, outside of it"
-        elif self.config.offload:
-            why = "and offload='optimizer' keeps states in host memory. Change the module in `configure_model`"
-        if why is not None:
-            raise RuntimeError(
-                f"Parameter `{name}` was replaced by one of another shape or dtype, or by that of another layer, after "
-                f"the model was sharded, {why}, or copy new values of the same shape into it."
-            )
+    def check_unchanged(self) -> None:
+        """Lets the compiler see the parameters as they are now; raises as :func:`refresh_all`."""
+        refresh_all(self.model, modules_of(self.model), self.runtime.step_state)
 
     def _begin(self, what: str) -> None:
         if self._settled is not None:
@@ -559,7 +417,7 @@ class Engine:
         """
         if optimizers:
             self._put_masters()
-            self.take_replaced(warns=False)
+            self.check_unchanged()
         self.steps.attach(optimizers)
         if optimizers:
             names: dict[Tensor, str] = {sharded.master: sharded.name for sharded in self.runtime.sharded_parameters}
@@ -572,8 +430,8 @@ class Engine:
     # ---- values ----
 
     def apply_writes(self) -> None:
-        """Takes over what user code wrote to gathered values, and parameters that it has replaced; collective."""
-        self.take_replaced()
+        """Takes over what user code wrote to gathered values; collective."""
+        self.check_unchanged()
         self.runtime.core.write_back()
 
     @contextlib.contextmanager
@@ -609,7 +467,7 @@ class Engine:
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
         """See :meth:`ZeroCompileStrategy.full_parameters`."""
         if not self.runtime.step_state.in_step:  # in a step `functional_call` may have replaced some for a while
-            self.take_replaced()
+            self.check_unchanged()
         sharded_parameters = _slots_of(module)
         units = sorted({self.runtime.unit_of_parameter(sharded) for sharded in sharded_parameters.values()})
         core = self.runtime.core

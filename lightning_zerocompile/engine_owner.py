@@ -32,7 +32,7 @@ from lightning_zerocompile.plan.trace import said
 from lightning_zerocompile.ranks.messages import Messages
 from lightning_zerocompile.report.report import HostTimes, Report, report_of
 from lightning_zerocompile.report.start import start_line, what_is_compiled
-from lightning_zerocompile.runtime.runtime import EagerReads, Runtime, Stats
+from lightning_zerocompile.runtime.runtime import EagerReads, Stats
 from lightning_zerocompile.runtime.window import Gathers
 
 
@@ -109,12 +109,8 @@ class EngineOwner:
         """Takes a new engine, or lets go of the one that has ended."""
         self._engine, self.messages = engine, None
         if engine is not None:
-            self._built(engine.runtime)
-            engine.built = self._built
+            self.messages = engine.runtime.messages
             atexit.register(_leave, weakref.ref(engine))  # so before the process group is destroyed, see rule 9
-
-    def _built(self, runtime: Runtime) -> None:
-        self.messages = runtime.messages
 
     def _choose(self, config: Config, module: nn.Module, device: torch.device, **arguments: Any) -> Config:
         """The options with a stage in place of "auto"; collective if the stage is not chosen yet.

@@ -303,10 +303,6 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     # ---- steps ----
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.engine.take_replaced()  # after hooks and callbacks; `training_step` comes inside the optimizer's step
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         unequal, module, engine = self._unequal_everywhere(), self._module, self.engine
         step = engine.training_step(module.automatic_optimization)

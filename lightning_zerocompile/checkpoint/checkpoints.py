@@ -38,7 +38,6 @@ from lightning_zerocompile.checkpoint.state import (
     positional_optimizer_state,
 )
 from lightning_zerocompile.optim.supported import sees_whole_values
-from lightning_zerocompile.sharding.replaced import former_name
 
 
 class Checkpoints:
@@ -112,9 +111,6 @@ class Checkpoints:
     def _names_of(self, optimizer: Optimizer) -> dict[Tensor, str]:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         names = {p: self._names.get(p) for p in held}
-        for p in held:  # in DDP's checkpoint the old parameter's state is where the next run looks for the new one's
-            if names[p] is None and (former := former_name(p)) is not None:
-                names[p] = former if former not in names.values() else f"{former} (replaced)"
         found = {p: name for p, name in names.items() if name is not None}
         if len(found) < len(names):
             raise RuntimeError(

@@ -59,7 +59,6 @@ from lightning_zerocompile.sharding.master import (
     gradient_of,
     index_of,
 )
-from lightning_zerocompile.sharding.replaced import Former
 from lightning_zerocompile.sharding.sharded import sharded_as
 
 _TAKES_ANY_STATE = (optim.Adam, optim.AdamW)  # if fused; fused SGD needs a momentum of all its parameters, or of none
@@ -308,7 +307,7 @@ class UnitStepper:
         def run() -> Any:
             result = closure()
             lists = [group["params"] for group in optimizer.param_groups]
-            plan = self._plan(optimizer, [_of_the_model(one) for one in lists])
+            plan = self._plan(optimizer, lists)
             with as_plain_tensors():
                 kept.update({master: gradient_of(master) for master in self._kept(plan.masters)})
                 try:
@@ -361,7 +360,7 @@ class UnitStepper:
                 order of a backward, which is the reverse of the forward's.
         """
         lists = [group["params"] for group in optimizer.param_groups]
-        plan = self._plan(optimizer, [_of_the_model(one) for one in lists])
+        plan = self._plan(optimizer, lists)
         update = plain_step(optimizer)
         with as_plain_tensors():
             try:
@@ -631,13 +630,6 @@ def _where_updated(one: _Round, values: list[Tensor], staged: Mapping[Tensor, St
 def _is_done(one: _Round, done: Collection[int]) -> bool:
     """Whether a backward has updated all of the round, and user code has set no gradient since."""
     return all(unit in done for unit in one.units) and all(bound_gradient(master) is None for master in one.masters)
-
-
-def _of_the_model(parameters: list[Tensor]) -> list[Tensor]:
-    """The parameters that the model still has: those that were replaced get no gradient."""
-    if any(isinstance(p, Former) for p in parameters):
-        return [p for p in parameters if not isinstance(p, Former)]
-    return parameters
 
 
 def _share(master: Tensor) -> int:

@@ -35,8 +35,6 @@ from lightning_zerocompile.optim.taken_over import (
     is_whole,
     keep_on_host,
     living_optimizers,
-    move,
-    rename,
     sharded_states,
     take_masters,
     written_by_updates,
@@ -190,52 +188,6 @@ class OptimizerSteps:
     def number_of_states(self) -> int:
         """Of parameters for which the watched optimizers keep something."""
         return sum(len(optimizer.state) for optimizer in self._restore)
-
-    def replace(self, new: Mapping[Tensor, Tensor], former: Mapping[Tensor, Tensor]) -> set[Tensor]:
-        """Changes what optimizers hold after parameters were replaced, see [Note: replaced parameters].
-
-        Args:
-            new: masters, by the new parameters whose values they have.
-            former: by master, what optimizers hold from now on instead of it.
-
-        Returns:
-            Those of the masters in ``former`` that no optimizer holds any more.
-
-        Raises:
-            RuntimeError: an optimizer holds a parameter twice.
-        """
-        self._offload.let_go(former)
-        for number, optimizer in enumerate(self._restore):
-            rename(optimizer, former)
-            take_masters(number, optimizer, new, sees_whole_values(optimizer, self._config.full_param_optimizers))
-        self._stepper.forget()
-        held = {master for optimizer in self._restore for master in masters_of(optimizer)}
-        return {master for master in former if master not in held}
-
-    def follow(
-        self, before: OptimizerSteps, moved: Mapping[Tensor, Tensor], new: Mapping[Tensor, Tensor]
-    ) -> tuple[list[Optimizer], list[Tensor]]:
-        """Takes over what ``before`` knew of a model that was laid out anew, see [Note: other layouts].
-
-        Args:
-            before: of the former layout; it watches no optimizer any more.
-            moved: as for :func:`~lightning_zerocompile.optim.taken_over.move`.
-            new: masters, by the new parameters whose values they have.
-
-        Returns:
-            The optimizers, which are to be attached, and the parameters of the new layout whose state was dropped.
-
-        Raises:
-            RuntimeError: an optimizer holds a parameter twice.
-        """
-        dropped: list[Tensor] = []
-        for number, optimizer in enumerate(before.last):
-            dropped += move(optimizer, moved, self._runtime.mesh)
-            take_masters(number, optimizer, new, sees_whole_values(optimizer, self._config.full_param_optimizers))
-        self._taken_over, self.count = before._taken_over, before.count
-        if self.in_backward is not None and before.in_backward is not None:
-            self.in_backward.clip_value = before.in_backward.clip_value
-        return before.last, dropped
 
     @property
     def made_elsewhere(self) -> Collection[Optimizer]:

@@ -437,7 +437,7 @@ def _order_states(optimizer: Optimizer) -> None:
     would pair those of different parameters: a hang, or, of equal sizes, wrong values without a word.
     """
     state = optimizer.state
-    held = [p for p in masters_of(optimizer, formers=True) if p in state]
+    held = [p for p in masters_of(optimizer) if p in state]
     if any(one is not other for one, other in zip(state, held, strict=False)):
         for p in held:
             state[p] = state.pop(p)

@@ -16,7 +16,6 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from lightning_zerocompile.sharding.master import PARAMETER, as_plain_tensors, gradient_of
-from lightning_zerocompile.sharding.replaced import Former
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -110,12 +109,9 @@ def remedy(optimizer: Optimizer) -> str:
     )
 
 
-def masters_of(optimizer: Optimizer, formers: bool = False) -> list[Tensor]:
-    """The optimizer's parameters, in the order of its groups.
-
-    ``formers``: also those that the model has no longer, see [Note: replaced parameters].
-    """
-    return [p for group in optimizer.param_groups for p in group["params"] if formers or not isinstance(p, Former)]
+def masters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def shared_masters(optimizers: Iterable[Optimizer]) -> set[Tensor]:

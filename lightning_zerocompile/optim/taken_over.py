@@ -20,15 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.supported import masters_of
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.layout import in_mesh, local_part, over_local, shard_like
-from lightning_zerocompile.sharding.replaced import Former
+from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
 from lightning_zerocompile.sharding.sharded import STATES_ON_HOST, sharded_as
 from lightning_zerocompile.sharding.unsharded import master_of
 
@@ -39,8 +37,7 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
     Args:
         number: of the optimizer, for messages.
         optimizer: what it holds beside the model's parameters stays as it is.
-        masters: by the parameters that the optimizer may hold in their place: those from before the sharding, or new
-            ones that have replaced others.
+        masters: by the parameters from before the sharding that the optimizer may hold in their place.
         whole: whether state of another shape than its parameter's is on every rank, see [Note: whole values].
 
     Returns:
@@ -52,7 +49,7 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
     """
     before = masters_of(optimizer)
     groups = [[masters.get(p, master_of(p)) for p in group["params"]] for group in optimizer.param_groups]
-    after = [p for group in groups for p in group if not isinstance(p, Former)]
+    after = [p for group in groups for p in group]
     if len(set(after)) < len(after):  # nothing is changed yet
         raise RuntimeError(
             f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter more than once: from `parameters()` "
@@ -95,53 +92,6 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def rename(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
-    """Puts another tensor, with the same state, in the place of each parameter for which ``others`` has one.
-
-    If ``others`` has a tensor for a parameter that the optimizer no longer holds, the state of this parameter is
-    dropped, since torch could not save it.
-    """
-    held = set(masters_of(optimizer))
-    for group in optimizer.param_groups:
-        group["params"] = [others.get(p, p) for p in group["params"]]
-    for parameter, other in others.items():
-        state = optimizer.state.pop(parameter, None)
-        if state is not None and parameter in held:
-            optimizer.state[other] = state
-
-
-def move(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """Puts the parameters of a new layout where the optimizer holds those of the former one, with their state.
-
-    There is no communication. See [Note: other layouts] in sharding/replaced.py.
-
-    Args:
-        optimizer: of the former layout.
-        moved: masters, or parameters that were replaced (``Former``), of the new layout, by those of the former layout
-            in whose place they come.
-        mesh: of the new layout.
-
-    Returns:
-        Those of the new layout whose state was dropped, because they have another shape.
-    """
-    held = set(masters_of(optimizer, formers=True))
-    dropped = []
-    for group in optimizer.param_groups:
-        group["params"] = [moved.get(p, p) for p in group["params"]]
-    for before, after in moved.items():
-        state = optimizer.state.pop(before, None)
-        if state is None or before not in held:
-            continue
-        if state and before.shape != after.shape:
-            dropped.append(after)
-            continue
-        optimizer.state[after] = {
-            name: sharded_as(in_mesh(kept, mesh), after) if isinstance(kept, DTensor) else kept
-            for name, kept in state.items()
-        }
-    return dropped
-
-
 def give_back(
     optimizers: Iterable[Optimizer], parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
@@ -149,16 +99,13 @@ def give_back(
 
     Args:
         optimizers: the same, in the same order, on all ranks.
-        parameters: the whole parameters, by their masters. A parameter that the model had no longer gets its whole
-            value from the optimizer's own tensor.
+        parameters: the whole parameters, by their masters.
         group: a process group of the same ranks, on the CPU; it communicates instead of the shard group.
     """
     for optimizer in optimizers:
         for held in optimizer.param_groups:
             for position, master in enumerate(held["params"]):
                 whole = parameters.get(master)
-                if isinstance(master, Former):
-                    whole = nn.Parameter(full_value(master, group).cpu(), requires_grad=master.requires_grad)
                 if whole is None:
                     continue
                 held["params"][position] = whole

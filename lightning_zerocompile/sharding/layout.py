@@ -53,12 +53,6 @@ def over_local(local: Tensor, master: Tensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def in_mesh(value: DTensor, mesh: DeviceMesh) -> DTensor:
-    """``value`` over the same memory, in another mesh of the same ranks."""
-    spec = DTensorSpec(mesh, value.placements, value._spec.tensor_meta)
-    return DTensor(value._local_tensor, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
 def shard_like(full: Tensor, master: Tensor, dtype: torch.dtype | None = None) -> DTensor:
     """``full`` in the layout and on the device of ``master``, in ``dtype`` (default: the master's).
 

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import unimplemented
 from torch.distributed.tensor import DTensor
@@ -295,6 +295,10 @@ PASSED = (
     "computed from `parameters()` outside of the step: compute it in the step, or run its backward by itself "
     "(`self.manual_backward(term)`, `fabric.backward(term)`)."
 )
+CHANGED = (
+    "Parameter `{}` was {} after the model was sharded. Change the module in `configure_model` or `setup`, or between "
+    "two fits; new values of the same shape and dtype: `with torch.no_grad(): p.copy_(value)`."
+)
 _HOOK = (
     "`register_hook` on parameter `{}`: a sharded parameter has no gradient of its own until all ranks' are reduced. "
     "Use `register_post_accumulate_grad_hook`, which is called with the parameter when `grad` is the reduced gradient, "
@@ -495,24 +499,15 @@ def bind_gradient(master: Tensor, grad: Tensor | None) -> None:
 def set_data(master: Tensor, value: Tensor) -> None:
     """What ``p.data = value`` does: it copies the value, since the memory stays the strategy's.
 
-    A value of another shape replaces the parameter, see [Note: other layouts].
-
     Raises:
-        RuntimeError: ``value`` has the parameter's shape and another dtype.
+        RuntimeError: ``value`` has another shape or dtype than the parameter.
     """
     sharded = _parameter_of(master)
     if sharded is None:  # an ordinary parameter again
         Tensor.data.__set__(master, value)  # type: ignore[attr-defined]
         return
-    if tuple(value.shape) != tuple(master.shape):
-        sharded.renew(value)
-        return
-    if value.dtype != master.dtype:
-        raise RuntimeError(
-            f"Parameter `{sharded.name}` is kept in {master.dtype}; its `data` was set to a tensor in {value.dtype} "
-            "after the model was sharded. Put a new parameter there (`module.weight = nn.Parameter(value)`), or change "
-            "it in `configure_model` or `setup`, before `fit` shards the model."
-        )
+    if tuple(value.shape) != tuple(master.shape) or value.dtype != master.dtype:
+        _refuse_layout(sharded, value)
     _take_writes(master)
     for given in sharded.given_out():
         if given is value:
@@ -522,6 +517,25 @@ def set_data(master: Tensor, value: Tensor) -> None:
     sharded.core.disown_values(sharded.index)
     with torch.no_grad():
         master.copy_(sharded.like_master(value))
+
+
+def replace(sharded: ShardedParameter, parameter: nn.Parameter) -> None:
+    """What ``module.weight = parameter`` does: the master stays, and takes its values and its ``requires_grad``.
+
+    Raises:
+        RuntimeError: ``parameter`` has another shape or dtype.
+    """
+    if tuple(parameter.shape) != sharded.size or parameter.dtype not in (sharded.dtype, sharded.master.dtype):
+        _refuse_layout(sharded, parameter)
+    if parameter.requires_grad:
+        sharded.widen()
+    sharded.require_grad(parameter.requires_grad)
+    set_data(sharded.master, parameter.detach().to(sharded.master.dtype))
+
+
+def _refuse_layout(sharded: ShardedParameter, value: Tensor) -> NoReturn:
+    ours, theirs = (f"shape {tuple(one.shape)} in {one.dtype}" for one in (sharded.master, value))
+    raise RuntimeError(CHANGED.format(sharded.name, f"given other memory ({theirs}, where {ours} was)"))
 
 
 def set_memory(master: Tensor, *args: Any, **kwargs: Any) -> Tensor:

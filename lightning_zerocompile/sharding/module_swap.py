@@ -28,13 +28,14 @@ from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.held import Held, let_go
 from lightning_zerocompile.sharding.layout import sharded_if_full
 from lightning_zerocompile.sharding.master import (
+    CHANGED,
     Master,
     as_plain_tensors,
     keep_hooks,
     release_master,
+    replace,
 )
 from lightning_zerocompile.sharding.parameter import ATTRIBUTES, CLASSES, TRACED, Core, ShardedParameter, StepState
-from lightning_zerocompile.sharding.replaced import Changes
 from lightning_zerocompile.sharding.sharded import refuse_left, sharded_as
 from lightning_zerocompile.sharding.unsharded import sharded_of
 
@@ -85,20 +86,22 @@ def _property(name: str, marked: bool) -> property:
 
 
 def _register_parameter(self: nn.Module, name: str, param: Any) -> None:
-    """``nn.Module.register_parameter`` for a value that is a parameter of the model already.
+    """``nn.Module.register_parameter``, which ``module.name = parameter`` calls, too.
 
     [Note: parameters under other names] ``torch.nn.utils.prune`` in the middle of a fit does three things. It registers
     the value that it has read from the module as a parameter under a second name, deletes the first name from
     ``_parameters``, and gives the module a plain tensor of the first name. Its ``remove`` does the reverse with the
     object from ``_parameters``. The value and the object both stand for the same master. So from here on the module
     reads the master through a property of the new name, and the old name's property is removed as soon as something
-    else is put there. None of this communicates, and the parameter stays in its unit. A parameter that is new to the
-    model is looked at when the next step begins, see [Note: replaced parameters].
+    else is put there. None of this communicates, and the parameter stays in its unit.
+
+    Of a new parameter in the place of another one the master takes the values, see :func:`replace`. One under a name of
+    its own is found when the next step begins, see :func:`refresh_all`.
     """
     sharded = sharded_of(param) if isinstance(param, Tensor) else None
-    hooked = torch.nn.modules.module._global_parameter_registration_hooks
-    if sharded is None and isinstance(param, nn.Parameter) and name in self._parameters and not hooked:
-        self._parameters[name] = param  # torch's method would read the attribute, and one rank alone would gather
+    held = self.__dict__.get(PARAMETERS, {}).get(name) if self._parameters.get(name) is not None else None
+    if sharded is None and held is not None and isinstance(param, nn.Parameter):
+        replace(held, param)
         return
     base: Any = getattr(type(self), BASE)
     base.register_parameter(self, name, param if sharded is None else sharded.master)
@@ -194,7 +197,7 @@ def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
 def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
     """Loads full tensors into the shards, at any time: each rank takes its rows.
 
-    With ``assign=True`` they replace the parameters, as in torch, see [Note: replaced parameters].
+    With ``assign=True`` torch makes parameters of them, whose values the masters take, see :func:`replace`.
     """
     assigns = bool(args) and args[0].get("assign_to_params_buffers", False)
     for name, sharded in self.__dict__[PARAMETERS].items():
@@ -488,91 +491,38 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-class Layers:
-    """The modules of a model when it was sharded, by their paths."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = {path: weakref.ref(module) for path, module in model.named_modules(remove_duplicate=False)}
-
-    def stands_in(self, model: nn.Module, path: str) -> bool:
-        """Whether the module at ``path``, or one around it, was put in the place of another one since then."""
-        while path:
-            known = self._modules.get(path)
-            if known is not None:
-                return known() is not model.get_submodule(path)
-            path = path.rpartition(".")[0]
-        return False
-
-    def gone(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that ``model`` had and has no longer, and that somebody still holds."""
-        left = set(modules_of(model))
-        found = dict.fromkeys(module for held in self._modules.values() if (module := held()) is not None)
-        return [module for module in found if module not in left]
-
-
-def refresh_all(model: nn.Module, modules: Sequence[nn.Module], layers: Layers, step_state: StepState) -> Changes:
-    """Calls :func:`refresh` for every module of ``model``, and looks what users have put into it.
+def refresh_all(model: nn.Module, modules: Sequence[nn.Module], step_state: StepState) -> None:
+    """Calls :func:`refresh` for every module of ``model``, and looks whether it has the same parameters.
 
     Args:
         model: the model, for names.
         modules: the modules of ``model``.
-        layers: the modules of ``model`` when it was sharded.
         step_state: of its parameters.
 
-    Returns:
-        What somebody has put in place of parameters, see [Note: replaced parameters] in replaced.py.
-
     Raises:
-        RuntimeError: a parameter was removed or added (it names the parameter and the way to do it), or another
-            strategy has taken over the model.
+        RuntimeError: a parameter was replaced, removed or added (it names the parameter and the way to do it), or
+            another strategy has taken over the model.
     """
     if step_state.taken:
         raise RuntimeError(
             "Another Trainer or Fabric has been run with this module, or with a part of it, inside this run, and has "
             "made it whole. Run it with `copy.deepcopy(module)`, which all ranks make, or after this run."
         )
-    changes = Changes({} if refresh(modules) else _replaced(model, modules), {})
+    if not refresh(modules):
+        _refuse_replaced(model, modules)
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, Master):
-                if name in module.__dict__.get(PARAMETERS, ()):
-                    continue
-                path = path_of(model, module, name)
-                if not layers.stands_in(model, path.rpartition(".")[0]):
-                    raise RuntimeError(
-                        f"Parameter `{path}` was added after the model was sharded, so no other rank would see its "
-                        "gradient. Create it in `__init__`, `configure_model` or `setup`."
-                    )
-                changes.layers[path] = parameter
-    return changes
+                raise RuntimeError(CHANGED.format(path_of(model, module, name), "added"))
 
 
-def _replaced(model: nn.Module, modules: Sequence[nn.Module]) -> dict[ShardedParameter, nn.Parameter]:
-    found: dict[ShardedParameter, nn.Parameter] = {}
-    kept: set[ShardedParameter] = set()
+def _refuse_replaced(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     for module in modules:
         for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
             parameter = module._parameters.get(name)
-            if parameter is sharded.master:
-                kept.add(sharded)
-                continue
-            path = path_of(model, module, name)
-            if parameter is None or isinstance(parameter, Master):
-                raise RuntimeError(
-                    f"Parameter `{path}` was removed after the model was sharded, so it would not be trained. Change "
-                    "the module in `configure_model` or `setup`, or freeze the parameter."
-                )
-            if found.setdefault(sharded, parameter) is not parameter:
-                kept.add(sharded)
-    for module in modules:
-        for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
-            if sharded in found and sharded in kept:
-                raise RuntimeError(
-                    f"Parameter `{path_of(model, module, name)}` is shared by several modules, and was replaced after "
-                    "the model was sharded in some of them only. Put the new parameter in all of them, untie them in "
-                    "`configure_model` or `setup`, or copy new values into it with `load_state_dict`."
-                )
-    return found
+            if parameter is not sharded.master:
+                how = "removed" if parameter is None else "replaced"
+                raise RuntimeError(CHANGED.format(path_of(model, module, name), how))
 
 
 def path_of(model: nn.Module, module: nn.Module, name: str) -> str:
@@ -679,24 +629,6 @@ def remove_regions(model: nn.Module) -> None:
         inputs = module.__dict__.pop(INPUTS, None)
         if inputs is not None:
             inputs.remove()
-
-
-def release_gone(gone: Iterable[nn.Module], lost: Sequence[ShardedParameter]) -> None:
-    """Gives full parameters to modules that the model has no longer; collective, also on ranks where nobody holds them.
-
-    Args:
-        gone: modules that were sharded with the model.
-        lost: the parameters that no module of the model has, the same on all ranks; all are gathered.
-    """
-    full = {sharded: _whole_parameter(sharded, _whole_value(sharded, None)) for sharded in lost}
-    for module in gone:
-        for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
-            if sharded in full and module._parameters.get(name) is sharded.master:
-                module._parameters[name] = full[sharded]
-        remove_regions(module)
-        restore_classes(module)
-    for sharded in lost:
-        release_master(sharded.master)
 
 
 def make_whole(model: nn.Module) -> dict[Tensor, Tensor]:

@@ -147,7 +147,6 @@ class ShardedParameter:
     awaited: Tensor | None  # the same, where user code has a weak reference to it
     grad_dtype: torch.dtype | None  # the parameter's, before it was sharded; ``None``: each gradient keeps its own
     places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)  # modules that have it, and its name
-    renewed: nn.Parameter | None = None  # what took its place by `p.data = value`, see [Note: other layouts]
     shares_source: bool = False  # whether ``source`` has this value during a use only, see [Note: fixed places]
     given: list[weakref.ref[Tensor]] = field(default_factory=list)  # what user code got of the parameter's memory
     on_host: bool = False  # whether ``local`` is in host memory, see [Note: masters in host memory]
@@ -307,30 +306,6 @@ class ShardedParameter:
         """What is left of what was given out. It is forgotten here: the master gets other values now."""
         given, self.given = [one() for one in self.given], []
         return [value for value in given if value is not None]
-
-    def renew(self, value: Tensor) -> None:
-        """Puts a parameter of another shape in the place of this one, in all modules that have it.
-
-        It stays there until the next step lays the model out anew: see [Note: other layouts] in replaced.py.
-        """
-        with as_plain_tensors():
-            self.renewed = nn.Parameter(value.detach(), requires_grad=self.master.requires_grad)
-        for held, name in self.places:
-            module = held()
-            if module is not None and module._parameters.get(name) is self.master:
-                module._parameters[name] = self.renewed
-
-    def take_rows(self, rows: Tensor, grad: Tensor | None) -> None:
-        """Gives the master this rank's rows and gradient of a former layout, both [<=rows, ...].
-
-        See [Note: other layouts] in replaced.py.
-        """
-        if rows.dtype != self.local.dtype:  # the parameter is frozen, and its former shard was widened before
-            self.widen()
-        with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
-            self.local.copy_(rows)
-        if grad is not None:
-            self.bind_gradient(grad)
 
     def bind_gradient(self, local: Tensor) -> Tensor:
         """Makes ``local``, this rank's rows of the reduced gradient, the master's ``grad``, and returns that DTensor.

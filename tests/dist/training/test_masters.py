@@ -630,7 +630,7 @@ RAISES: dict[str, tuple[User, tuple[str, ...]]] = {
     "backward of inputs": (_backward_of_inputs, ("`head.weight`", "requires_grad_")),
     "added": (_added, ("`head.bias` was added", "configure_model")),
     "cast": (_cast, ("`head.weight`", "torch.float16", "configure_model")),
-    "other dtype": (_other_dtype, ("`head.weight`", "torch.bfloat16", "nn.Parameter(value)", "configure_model")),
+    "other dtype": (_other_dtype, ("`head.weight`", "torch.bfloat16", "configure_model")),
     "torch.func.grad": (_func_grad, ("torch.func", "strategy.full_parameters")),
     "torch.func.vmap": (_func_vmap, ("torch.func", "`head.weight`", "strategy.full_parameters")),
     "torch.func.jvp": (_func_jvp, ("torch.func", "strategy.full_parameters")),
