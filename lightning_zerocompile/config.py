@@ -172,11 +172,10 @@ class Config:
         prefetch: how many units are gathered ahead of their use (stage 3).
         keep_gathered: at stage 3, names of modules (or parameters) that stay gathered from one optimizer step to the
             next, as at stage 2: those that only some ranks use in a step, and small ones that are used often.
-        unequal_work: at stage 3, where ranks that do unequal work serve each other's gathers. ``"batches"`` (default):
-            in evaluations whose numbers of batches differ between ranks. ``"evaluation"``: in all evaluations, so that
-            ranks may also use different modules, generate texts of different lengths, or take batches from datasets
-            without a length. ``"all"``: in training steps and backwards, too. Each gather then costs a message to the
-            store, and nothing is gathered ahead. ``strategy.unequal()`` does it for a part of the code. Of the Trainer.
+        unequal_work: at stage 3, whether ranks serve each other's gathers in all evaluations: ``"evaluation"``, so that
+            they may use different modules, generate texts of different lengths, or take batches from datasets without
+            a length. ``False``: only where their numbers of batches differ. In training (and with Fabric) write
+            ``with strategy.unequal():`` around unequal work, on all ranks.
         memory_budget: at stage 3, bytes on each device that may be filled with units that stay gathered from one
             optimizer step to the next: those that save most communication. ``"auto"``: three quarters of what is free
             at the peak of the first two steps. The units are chosen once, after these two steps, with one
@@ -311,12 +310,13 @@ class Config:
     prefetch: Annotated[int, Check("must be a number of units, 0 or more.", holds=lambda units: units >= 0)] = 1
     keep_gathered: Annotated[tuple[str, ...], _names("modules, for example ['vision'].")] = ()
     unequal_work: Annotated[
-        Literal["batches", "evaluation", "all"],
+        Literal["evaluation", False],
         Check(
-            "is not understood; choose 'batches' (ranks may evaluate different numbers of batches), 'evaluation' (or "
-            "do anything else unequally in an evaluation) or 'all' (also in training steps)."
+            "is not understood; choose 'evaluation' (ranks may do anything unequally in evaluations) or False (they "
+            "may have different numbers of batches there). In training write `with strategy.unequal():` around unequal "
+            "work, on all ranks."
         ),
-    ] = "batches"
+    ] = False
     memory_budget: Annotated[
         int | Literal["auto"] | None,
         Check(
@@ -411,16 +411,10 @@ class Config:
             self.memory_limit is not None and self.stage != "auto",
             "`memory_limit` is what stage='auto' chooses by; drop it, or pass stage='auto'.",
         )
-        after = f"`reshard_after_forward={self.reshard_after_forward!r}`"
-        secondary = self.reshard_after_forward is not True
         yield (
-            secondary and self.stage != 3,
-            f"{after} is for stage=3, which alone gathers in the backward; got stage={self.stage!r}.",
-        )
-        yield (
-            secondary and self.unequal_work == "all",
-            f"{after}: with unequal_work='all' the ranks of all hosts take part in each other's gathers, so none is "
-            "inside a host; drop one of the two.",
+            self.reshard_after_forward is not True and self.stage != 3,
+            f"`reshard_after_forward={self.reshard_after_forward!r}` is for stage=3, which alone gathers in the "
+            f"backward; got stage={self.stage!r}.",
         )
         yield (
             self.keep_casts and self.copy_engine is False,

@@ -131,10 +131,10 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
             process_group_backend=config.process_group_backend,
             timeout=config.timeout,
         )
-        if config.unequal_work != "batches":
+        if config.unequal_work:
             raise ValueError(
-                f"`unequal_work={config.unequal_work!r}` is for the Trainer, which knows where steps and evaluations "
-                "begin; in a plain loop write `with fabric.strategy.unequal():` around unequal work, on all ranks."
+                f"`unequal_work={config.unequal_work!r}` is for the Trainer, which knows where evaluations begin; "
+                "in a plain loop write `with fabric.strategy.unequal():` around unequal work, on all ranks."
             )
         self._revert_methods: Callable[[], object] | None = None  # while the module is not torch.compile's
         self._backward_sync_control = _BackwardSync(self)

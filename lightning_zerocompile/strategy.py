@@ -106,7 +106,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             )
         self._plan_batch = plan_batch
         self._failed = False
-        self._evaluation = UnequalEvaluation(whole=config.unequal_work != "batches")
+        self._evaluation = UnequalEvaluation(whole=config.unequal_work == "evaluation")
         self._revert_layers: Callable[[], object] | None = None  # while a fit's layers are synchronized
         self._revert_methods: Callable[[], object] | None = None  # while the module is not torch.compile's
 
@@ -304,13 +304,10 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        unequal, module, engine = self._unequal_everywhere(), self._module, self.engine
-        step = engine.training_step(module.automatic_optimization)
-        with self.precision_plugin.train_step_context(), step, unequal:
+        module = self._module
+        step = self.engine.training_step(module.automatic_optimization)
+        with self.precision_plugin.train_step_context(), step:
             return module.training_step(*args, **kwargs)
-
-    def _unequal_everywhere(self) -> AbstractContextManager[None]:
-        return self.engine.runtime.unequal() if self.config.unequal_work == "all" else nullcontext()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -340,14 +337,13 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Does what Lightning's does. `on_after_backward` runs after the end of the backward, which may still wait for
         reductions and updates of units, and so finds the same on all ranks."""
-        module, plugin, unequal, engine = self._module, self.precision_plugin, self._unequal_everywhere(), self.engine
-        with unequal:
-            with engine.backward(closure_loss):
-                self.pre_backward(closure_loss)
-                closure_loss = plugin.pre_backward(closure_loss, module)
-                plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-            closure_loss = plugin.post_backward(closure_loss, module)
-            self.post_backward(closure_loss)
+        module, plugin = self._module, self.precision_plugin
+        with self.engine.backward(closure_loss):
+            self.pre_backward(closure_loss)
+            closure_loss = plugin.pre_backward(closure_loss, module)
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
         return closure_loss
 
     @contextmanager
@@ -541,7 +537,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             **super().__getstate__(),
             "_engine": None,
             "messages": None,
-            "_evaluation": UnequalEvaluation(whole=self.config.unequal_work != "batches"),
+            "_evaluation": UnequalEvaluation(whole=self.config.unequal_work == "evaluation"),
             "_chosen_for": None,
             "_revert_layers": None,
             "_revert_methods": None,

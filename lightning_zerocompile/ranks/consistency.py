@@ -97,9 +97,8 @@ class Consistency:
                 return (
                     f"zerocompile: gather number {sequence} is of unit `{unit}` on rank {mine} but of unit `{theirs}` "
                     f"on rank {rank}. With parameters sharded (stage 3) every rank must use the same modules in the "
-                    "same order. Let ranks that differ serve each other (`with strategy.unequal():` on all ranks, or "
-                    "`unequal_work='all'`), name the modules in which they differ in `keep_gathered=[...]`, or use "
-                    "stage 1 or 2."
+                    "same order. Let ranks that differ serve each other (`with strategy.unequal():` on all ranks), "
+                    "name the modules in which they differ in `keep_gathered=[...]`, or use stage 1 or 2."
                 )
         return ""
 

@@ -175,7 +175,9 @@ class Module(L.LightningModule):
     def training_step(self, batch: Tensor, number: int) -> None:
         if self.side is None:
             self.side = Sharded(self.program, self)
-        self.side.play(number)
+        unequal = self.trainer.strategy.unequal() if self.program.options.unequal else contextlib.nullcontext()
+        with unequal:
+            self.side.play(number)
 
     def configure_optimizers(self) -> Any:
         return make_optimizers(self.net, self.program.options)
@@ -199,7 +201,7 @@ def body(program: Program, folder: str) -> list[str]:
         recompute="blocks" if options.activations.startswith("again") else options.recompute,
         activation_offload=options.activations.endswith("host"),
         reshard_after_forward=2 if options.inner and models.world() == 4 else True,
-        unequal_work="all" if options.unequal else "batches", optimizer_in_backward=options.in_backward,
+        optimizer_in_backward=options.in_backward,
     )  # type: ignore[arg-type]  # fmt: skip
     trainer = L.Trainer(
         accelerator=models.device(), devices=models.world(), strategy=strategy, max_epochs=1, limit_train_batches=steps,

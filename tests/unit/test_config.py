@@ -66,6 +66,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"offload_update": "cpu"}, "`offload_update` is how offload='optimizer' updates"),
     ({"fp32_modules": [""]}, "`fp32_modules=.*'norms'"),
     ({"fp32_modules": torch.float32}, "`fp32_modules=torch.float32`.*names of modules"),
+    ({"unequal_work": "all"}, "`unequal_work='all'`.*In training write `with strategy.unequal"),
+    ({"unequal_work": "batches"}, "`unequal_work='batches'`.*False .they may have different numbers of batches"),
     ({"prefetch": -1}, "`prefetch=-1`.*0 or more"),
     ({"timeout": timedelta(seconds=-1)}, "`timeout=.*positive"),
     ({"timeout": 5}, "`timeout=5`.*timedelta"),

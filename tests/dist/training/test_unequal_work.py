@@ -97,12 +97,19 @@ class Tower(models.Module):
 
 
 class Automatic(models.Module):
+    """The loop calls the backward, so the forward and the backward have a context each."""
+
     def __init__(self) -> None:
         super().__init__(Routed)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.model.route = ROUTES[batch_idx][models.rank()]
-        return super().training_step(batch, batch_idx)
+        with self.trainer.strategy.unequal():
+            return super().training_step(batch, batch_idx)
+
+    def backward(self, loss: Tensor, *_: Any) -> None:
+        with self.trainer.strategy.unequal():
+            loss.backward()
 
 
 @pytest.mark.parametrize(
@@ -111,10 +118,9 @@ class Automatic(models.Module):
 )  # fmt: skip
 @on_ranks()
 def test_training_steps_of_the_trainer(kind: type[models.Module], options: dict[str, Any]) -> None:
-    """A whole step with a window, clipping, an optimizer and a logged value in `unequal()`; `unequal_work="all"`."""
+    """A whole step with a window, clipping, an optimizer and a logged value in `unequal()`; automatic optimization."""
     module, twin = models.pair(kind)
-    work = "batches" if kind is Tower else "all"
-    record = models.train(module, ZeroCompileStrategy(3, unequal_work=work, **options), steps=len(ROUTES))
+    record = models.train(module, ZeroCompileStrategy(3, **options), steps=len(ROUTES))
     optimizer = twin.configure_optimizers()
 
     def clip(*_: Any) -> None:

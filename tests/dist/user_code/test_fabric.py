@@ -219,7 +219,7 @@ def test_unequal_work(mode: str) -> None:
     strategy.unshard()
     assert models.deviation(model, twin) <= 1e-6
     with pytest.raises(ValueError, match=r"fabric\.strategy\.unequal"):
-        ZeroCompileFabricStrategy(3, unequal_work="all")
+        ZeroCompileFabricStrategy(3, unequal_work="evaluation")
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])

@@ -174,8 +174,8 @@ def test_many_recompilations() -> None:
     """A graph for each length; with `dynamic` one for all."""
     torch._dynamo.reset()
     found = []
-    for options in ({"compile_options": {"dynamic": False}}, {"compile_options": {"dynamic": True}}):
-        strategy = ZeroCompileStrategy(stage=1, **options, **AOT)  # type: ignore[arg-type]
+    for dynamic in (False, True):
+        strategy = ZeroCompileStrategy(stage=1, compile_options={"backend": "aot_eager", "dynamic": dynamic})
         models.make_trainer(strategy, max_steps=6).fit(models.Module(), Lengths(models.rank()))
         found.append(strategy.report())
     assert found[0].compile_stats.recompilations == 5 and "{'dynamic': True}" in _about(found[0])["recompilations"]
@@ -186,7 +186,7 @@ def test_many_recompilations() -> None:
 def test_recompilations_are_counted() -> None:
     """Those of code that had a graph already, not the first; a few are no reason for advice."""
     torch._dynamo.reset()
-    strategy = ZeroCompileStrategy(stage=1, compile_options={"dynamic": False}, **AOT)
+    strategy = ZeroCompileStrategy(stage=1, compile_options={"backend": "aot_eager", "dynamic": False})
     models.make_trainer(strategy, max_steps=2).fit(models.Module(), Lengths(models.rank()))
     report = strategy.report()
     assert report.compile_stats.recompilations == 1 and "recompilations" not in _about(report)
