@@ -26,10 +26,10 @@ class ZeroCompileMonitor(pl.Callback):
 
     Names are ``zerocompile/...``: ``memory/KIND`` in bytes; of each step since the last time ``gathers``,
     ``gather_bytes``, ``prefetched``, ``reductions``, ``reduce_bytes``, ``eager_reads``, ``eager_gathers`` and
-    ``host_seconds`` (from the beginning to the end of its batches, as the host sees them); since set-up ``graphs``,
-    ``recompilations`` and ``compile_seconds``. It adds no communication and waits for no device. Exposed communication
-    is not logged: to measure it, a device must be asked for times. While the callback is there, ``strategy.report()``
-    has the host's times, too.
+    ``host_seconds`` (from the beginning to the end of its batches, as the host sees them, without those that
+    torch.compile took); since set-up ``graphs``, ``recompilations`` and ``compile_seconds``. It adds no communication
+    and waits for no device. Exposed communication is not logged: to measure it, a device must be asked for times. While
+    the callback is there, ``strategy.report()`` has the host's times, too.
 
     Args:
         every_n_steps: ``None``: the Trainer's ``log_every_n_steps``.
@@ -47,7 +47,7 @@ class ZeroCompileMonitor(pl.Callback):
         self.every_n_steps = every_n_steps
         self._batches = self._drained = 0
         self._seconds = 0.0
-        self._since = 0.0
+        self._since = self._compiled = 0.0
         self._last: dict[str, float] = {}
         self._last_step = 0
         self._kept: tuple[tuple[object, ...], Kept] | None = None
@@ -76,7 +76,7 @@ class ZeroCompileMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._since = time.perf_counter()
+        self._since, self._compiled = time.perf_counter(), _compile_seconds(trainer)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -87,7 +87,7 @@ class ZeroCompileMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        self._seconds += time.perf_counter() - self._since
+        self._seconds += time.perf_counter() - self._since - (_compile_seconds(trainer) - self._compiled)
         self._batches += 1
         strategy = trainer.strategy
         if not isinstance(strategy, ZeroCompileStrategy):
@@ -116,7 +116,7 @@ class ZeroCompileMonitor(pl.Callback):
         sizes = memory_by_kind(strategy.engine, stats, self._kept_bytes(strategy, stats))
         metrics |= {f"memory/{kind}": size for kind, size in sizes.items()}
         metrics |= {"graphs": compiled.dynamo_graphs, "recompilations": compiled.recompilations}
-        metrics["compile_seconds"] = strategy.engine.regions.progress.seconds
+        metrics["compile_seconds"] = _compile_seconds(trainer)
         metrics["stage"] = strategy.engine.config.chosen_stage
         self._last, self._last_step = now, trainer.global_step
         for logger in trainer.loggers:
@@ -124,3 +124,9 @@ class ZeroCompileMonitor(pl.Callback):
                 {f"zerocompile/{name}": value for name, value in metrics.items()},
                 step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             )
+
+
+def _compile_seconds(trainer: pl.Trainer) -> float:
+    """That torch.compile took since set-up."""
+    strategy = trainer.strategy
+    return strategy.engine.regions.progress.seconds if isinstance(strategy, ZeroCompileStrategy) else 0.0

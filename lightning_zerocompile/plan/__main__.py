@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -69,13 +69,6 @@ def keywords(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON with arguments by name, such as '{{\"width\": 64}}'")
     return value
-
-
-def _nodes(text: str) -> int | Literal["nodes"]:
-    """A number, or the word."""
-    if text != "nodes" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'nodes'")
-    return "nodes" if text == "nodes" else int(text)
 
 
 def _named(target: str) -> Any:
@@ -156,8 +149,13 @@ def _made_by(name: str) -> Any:
         raise PlanError(f"`--batch {name}` makes no batch: {said(error)}") from error
 
 
-def _from_config(path: str) -> tuple[pl.LightningModule, Any, dict[str, Any]]:
-    """The module, its first batch and what the Trainer says, of a LightningCLI's configuration."""
+def _from_config(path: str, model: str | None) -> tuple[pl.LightningModule, Any, dict[str, Any]]:
+    """The module, its first batch and what the Trainer says, of a LightningCLI's configuration.
+
+    Args:
+        path: of the file.
+        model: ``module:Class`` of a command line that is made for one class, whose file has no ``class_path``.
+    """
     try:
         import yaml  # type: ignore[import-untyped, unused-ignore]
         from lightning.pytorch.cli import LightningCLI
@@ -176,11 +174,13 @@ def _from_config(path: str) -> tuple[pl.LightningModule, Any, dict[str, Any]]:
     trainer = dict(kept.get("trainer") or {})
     here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "logger": False, "enable_progress_bar": False}
     kept["trainer"] = trainer | here
-    _named_classes(kept)
+    kind = None if model is None else _named(model)
+    if kind is None:
+        _named_classes(kept)
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")  # of arguments beside a command line, which is this command's own
         cli = _on_meta(
-            lambda: LightningCLI(run=False, args=kept, save_config_callback=None, seed_everything_default=False),
+            lambda: LightningCLI(kind, run=False, args=kept, save_config_callback=None, seed_everything_default=False),
             "The configuration",
         )
     strategy = cli.trainer.strategy
@@ -213,7 +213,8 @@ def _named_classes(sections: dict[str, Any]) -> None:
             _named(":".join(value["class_path"].rsplit(".", 1)))  # an import error, before jsonargparse's long one
         elif name == "model":
             raise PlanError(
-                "The configuration's `model` has no `class_path`, so its class is not known: name it there."
+                "The configuration's `model` has no `class_path`, so its class is not known. Name it: `--model "
+                "package.module:Class`."
             )
 
 
@@ -235,7 +236,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
     found: dict[str, Any] = {"config": Config(), "precision": "32-true", "accumulate": 1}
     if options.target.endswith((".yaml", ".yml")):
-        module, batch, found = _from_config(options.target)
+        module, batch, found = _from_config(options.target, options.model)
     else:
         kind = _named(options.target)
         module = _on_meta(lambda: kind(**options.arguments), f"`{options.target}`")
@@ -248,10 +249,10 @@ def plan_of(options: argparse.Namespace) -> Plan:
         batch = _made_by(options.batch)
     precision = options.precision or found["precision"]
     config: Config = found["config"]
-    if options.device_mesh is not None:
-        config = dataclasses.replace(config, device_mesh=options.device_mesh)
-    if options.reshard_after_forward is not None:
-        config = dataclasses.replace(config, reshard_after_forward=options.reshard_after_forward)
+    try:
+        config = dataclasses.replace(config, **options.options)
+    except TypeError as error:
+        raise PlanError(f"`--options`: {error}.") from error
     return make_plan(
         module,
         batch,
@@ -289,8 +290,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--latency", type=number, help="seconds of a collective's step between hosts, such as 14e-6")
     parser.add_argument("--node-latency", type=number, help="the same inside a host; default: the same")
-    parser.add_argument("--device-mesh", type=_nodes, help="the strategy's: a number of replicas or 'nodes'")
-    parser.add_argument("--reshard-after-forward", type=_nodes, help="the strategy's: a number of ranks or 'nodes'")
+    parser.add_argument(
+        "--options",
+        default={},
+        type=keywords,
+        metavar="JSON",
+        help='the strategy\'s, by name and as JSON, such as {"offload": "optimizer"}',
+    )
     parser.add_argument(
         "--flops", type=number, help="FLOP a second that the model reaches on one rank, for example 400T"
     )
@@ -301,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--stage", type=int, action="append", choices=STAGES, help="only this one; may be repeated")
     parser.add_argument("--batch", metavar="MODULE:FUNCTION", help="returns a batch; default: the first of the data")
+    parser.add_argument("--model", metavar="MODULE:CLASS", help="of a configuration that does not name it")
     parser.add_argument("--arguments", default={}, type=keywords, metavar="JSON", help="of the Class, by name")
     parser.add_argument("--precision", choices=_PRECISIONS, help="the Trainer's; default: the configuration's")
     parser.add_argument("--gloo", action="store_true", help="the ranks are CPU processes")

@@ -21,12 +21,12 @@ from torch import nn
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.optimizers import OptimizerError
-from lightning_zerocompile.plan.plan import Plan, in_units, make_plan
+from lightning_zerocompile.plan.plan import SHARE, Plan, in_units, make_plan
 from lightning_zerocompile.plan.trace import PlanError, said
 from lightning_zerocompile.ranks.groups import replicas_of
 from lightning_zerocompile.runtime.memory_budget import free_memory, smallest_share
 
-SHARE, SHARE_WITHOUT_BATCH = 0.9, 0.6  # of the memory that a plan may fill; without a batch activations are the rest
+SHARE_WITHOUT_BATCH = 0.6  # as SHARE, where activations are not in the plan
 
 
 @dataclasses.dataclass(frozen=True)

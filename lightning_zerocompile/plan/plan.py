@@ -28,6 +28,7 @@ from lightning_zerocompile.sharding.islands import Islands, find_islands
 from lightning_zerocompile.sharding.plan import check_names, plan_units
 
 STAGES = (1, 2, 3)
+SHARE = 0.9  # of the memory that a plan may fill: it does not count all that a run needs, see its notes
 _GIB = 2**30
 
 
@@ -40,7 +41,7 @@ class StagePlan:
         memory, traffic: of a rank in one step.
         seconds: of one step; ``None``: a rate or the batch is not known.
         exposed: seconds of them in which only communication runs.
-        fits: whether the peak fits in the machine's memory; ``None``: one of the two is not known.
+        fits: whether the peak fits in nine tenths of the machine's memory; ``None``: one of the two is not known.
     """
 
     stage: int
@@ -255,7 +256,7 @@ def make_plan(
             update_flops=optimizers.flops,
         )
         seconds, exposed = (None, None) if time is None else (time.total, time.exposed)
-        fits = None if machine.memory is None else memory.peak <= machine.memory
+        fits = None if machine.memory is None else memory.peak <= SHARE * machine.memory
         fits = None if batch is None and fits else fits  # activations may not
         made.append(StagePlan(stage, memory, traffic, seconds, exposed, fits))
     return Plan(
@@ -452,8 +453,9 @@ def choice(plan: Plan, chosen: StagePlan | None) -> str:
     if chosen is None:
         least = min(plan.stages, key=lambda s: s.memory.peak)
         return (
-            f"No stage fits: stage {least.stage} needs {in_units(least.memory.peak)} of "
-            f"{in_units(plan.machine.memory)}. Use more ranks, a smaller batch or activation checkpointing."
+            f"No stage fits: stage {least.stage} needs {in_units(least.memory.peak)}, and {SHARE:.0%} of "
+            f"{in_units(plan.machine.memory)} may be used. Plan it with recompute='blocks' (the backward "
+            "computes blocks again), with offload='optimizer', with more ranks or with a smaller batch."
         )
     why = f"it moves {in_units(chosen.traffic.total)} a step and its peak is {in_units(chosen.memory.peak)}"
     if plan.machine.memory is not None:

@@ -19,6 +19,7 @@ from lightning_zerocompile.runtime.memory_budget import free_memory
 from lightning_zerocompile.runtime.runtime import EagerReads, Stats
 from lightning_zerocompile.sharding.full_values import ON_HOST
 
+_WORTH_KEEPING = 2**26  # bytes gathered for each backward, from which on to keep some of them saves time
 _SPARE = 0.75  # of free memory that may be filled, as `memory_budget="auto"` does
 _RECOMPILATIONS = 4  # from which on there is advice: a few follow from the first sizes, and from a budget
 _DRAINED = 0.8  # share of steps in which the device had nothing to do when the backward began
@@ -31,7 +32,7 @@ class HostTimes:
 
     Attributes:
         steps: training steps.
-        seconds: of the host in them.
+        seconds: of the host in them, without those that torch.compile took.
         drained: those in which the device had finished the whole forward when the backward began; ``None``: the ranks
             run on the CPU.
     """
@@ -121,7 +122,8 @@ class Report:
             f"{in_units(stats.reduce_bytes / backwards)}",
             f"graphs             {self.compile_stats.dynamo_graphs}, {self.compile_stats.recompilations} of them "
             f"recompilations, in {self.compile_seconds:.0f} s",
-            f"eager reads        {stats.eager_reads}, {stats.eager_gathers} of them gathered",
+            f"eager reads        {stats.eager_reads} outside of compiled code; {stats.eager_gathers} of them had to "
+            "start a gather first",
             "memory             " + ", ".join(f"{kind} {in_units(size)}" for kind, size in self.memory.items()),
         ]
         if self.host is not None and self.host.steps:
@@ -238,7 +240,8 @@ def _advice(report: Report) -> Iterator[Advice]:
         )
     spare = int(_SPARE * report.free) if report.free is not None else 0
     alone = report.world_size == report.replicas  # gathers nothing from others
-    if report.stage == 3 and not alone and report.modes["memory_budget"] is None and 0 < report.largest <= spare:
+    moves = not alone and report.stats.gather_bytes >= _WORTH_KEEPING * max(1, report.stats.backwards)
+    if report.stage == 3 and moves and report.modes["memory_budget"] is None and 0 < report.largest <= spare:
         yield Advice(
             "memory",
             f"{in_units(report.free)} are free at the peak: `memory_budget='auto'` keeps units gathered that fit, and "
