@@ -124,7 +124,8 @@ def measure(kind: str, args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         step = make_step(kind, args)
-        for _ in range(WARM_UP):
+        first = step()
+        for _ in range(WARM_UP - 1):
             step()
         found = []
         for _ in range(args.steps):
@@ -132,7 +133,8 @@ def measure(kind: str, args: argparse.Namespace) -> None:
             parts = [end - begin for begin, end in itertools.pairwise(times)]
             found.append([*parts, times[-1] - times[0]])
         best = {name: f"{min(part) * 1e3:.2f}" for name, part in zip(PARTS, zip(*found, strict=True), strict=True)}
-        print(kind, args.backend, "ms:", *(f"{name} {value}" for name, value in best.items()), flush=True)
+        figures = " ".join(f"{name} {value}" for name, value in best.items())
+        print(f"{kind} {args.backend} ms: {figures} first step s: {first[-1] - first[0]:.2f}", flush=True)
         if args.profile:
             with cProfile.Profile() as profile:
                 for _ in range(args.steps):

@@ -237,9 +237,10 @@ def _step(world: int, steps: int, stage: int) -> dict[str, float]:
 
     for _ in range(2 * SERIES):  # until the store keeps no more messages of a series
         step()
-    before = store.requests
+    requests, stats = store.requests, engine.runtime.stats()
     seconds = sorted(step() for _ in range(steps))
-    requests = (store.requests - before) / steps
+    requests, after_steps = store.requests - requests, engine.runtime.stats()
+    collectives = after_steps.gathers + after_steps.reductions - stats.gathers - stats.reductions
     tracemalloc.start()
     step()
     held = tracemalloc.get_traced_memory()[0]
@@ -254,7 +255,8 @@ def _step(world: int, steps: int, stage: int) -> dict[str, float]:
         "fastest ms": 1e3 * seconds[0],
         "KiB at peak": peak / 1024,
         "KiB kept by a step": (after - held) / 3 / 1024,
-        "requests a step": requests,
+        "requests a step": requests / steps,
+        "collectives a step": collectives / steps,
     }
 
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from lightning_zerocompile.runtime import build
-from tests.cells import half, is_halved
+from tests.cells import covering, is_covered
 from tests.smoke import is_smoke
 from tests.support import harness
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--half", type=int, choices=(0, 1), default=0, help="of each matrix, unless tests are named")
     parser.addoption("--long", action="store_true", help="also the cells that are left out by default")
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL, one GPU a rank")
     parser.addoption("--ranks", type=int, default=2, help="of the tests that hold for any number of them")
@@ -30,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--long"):
         _leave_out(config, items, {item.nodeid for item in items if "long" in item.keywords})
         if not config.getoption("keyword") and not any("::" in argument for argument in config.args):
-            _leave_out(config, items, _other_half(items, config.getoption("--half")))
+            _leave_out(config, items, _beside_the_covering(items))
     if torch.cuda.is_available() and config.getoption("--device") == "cuda":
         return
     skip = pytest.mark.skip(reason="needs a GPU and --device cuda")
@@ -44,16 +43,16 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], tests: set[str])
     items[:] = [item for item in items if item.nodeid not in tests]
 
 
-def _other_half(items: list[pytest.Item], which: int) -> set[str]:
-    """What half ``which`` leaves out, see [Note: halves]. Rules are always tested whole."""
+def _beside_the_covering(items: list[pytest.Item]) -> set[str]:
+    """Cells that only ``--long`` runs, see [Note: cells]."""
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and is_halved(item.nodeid):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and is_covered(item.nodeid):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set()
     for tests in functions.values():
         cells = [{name: repr(value) for name, value in test.callspec.params.items()} for test in tests]
-        kept = set(half(cells, which))
+        kept = set(covering(cells))
         left_out |= {test.nodeid for number, test in enumerate(tests) if number not in kept}
     return {test for test in left_out if not is_smoke(test)}
 

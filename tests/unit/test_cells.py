@@ -1,4 +1,4 @@
-"""Two runs of the whole suite have every cell, and each has every stage, compiled and eager, see [Note: halves]."""
+"""The cells that run by default have every value, or every pair of values, see [Note: cells]."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.cells import Cell, half, is_halved
+from tests.cells import Cell, covering, is_covered
 
 
 def _matrix(**values: list[str]) -> list[Cell]:
@@ -14,41 +14,29 @@ def _matrix(**values: list[str]) -> list[Cell]:
 
 
 STAGES, SCOPES = ["1", "2", "3"], ["False", "'blocks'"]
-MATRICES = {
-    "two by two": _matrix(stage=["1", "3"], scope=SCOPES),
-    "stages and scopes": _matrix(stage=STAGES, scope=SCOPES),
-    "three dimensions": _matrix(stage=STAGES, scope=SCOPES, how=["a", "b", "c"]),
-    "with holes": [cell for cell in _matrix(stage=STAGES, scope=SCOPES) if cell != {"stage": "2", "scope": "False"}],
-    "cases": _matrix(case=[str(number) for number in range(9)]),
-    "cases and stages": [{"case": str(number), "stage": STAGES[number % 2]} for number in range(8)],
-    "a diagonal": [{"stage": stage, "scope": SCOPES[number % 2]} for number, stage in enumerate("13131")],
-}
 
 
-@pytest.mark.parametrize("name", MATRICES)
-def test_two_halves_have_all(name: str) -> None:
-    cells = MATRICES[name]
-    halves = [half(cells, which) for which in (0, 1)]
-    assert set(halves[0]) | set(halves[1]) == set(range(len(cells)))
-    for chosen in halves:
-        assert len(chosen) <= len(cells) // 2 + 2
-        for parameter in cells[0]:
-            values = {cell[parameter] for cell in cells}
-            if len(values) <= 3:
-                assert {cells[number][parameter] for number in chosen} == values
+@pytest.mark.parametrize("values", [STAGES, [str(number) for number in range(9)]])
+def test_two_lists_have_every_value(values: list[str]) -> None:
+    cells = _matrix(scope=SCOPES, stage=values)
+    chosen = [cells[number] for number in covering(cells)]
+    assert len(chosen) == len(values) < len(cells)
+    assert {cell["stage"] for cell in chosen} == set(values) and {cell["scope"] for cell in chosen} == set(SCOPES)
 
 
-def test_three_dimensions_have_every_pair() -> None:
-    cells = MATRICES["three dimensions"]
-    for which in (0, 1):
-        chosen = [cells[number] for number in half(cells, which)]
-        for one, other in itertools.combinations(cells[0], 2):
-            pairs = {(cell[one], cell[other]) for cell in cells}
-            assert {(cell[one], cell[other]) for cell in chosen} == pairs
+def test_three_lists_have_every_pair() -> None:
+    cells = _matrix(stage=STAGES, scope=SCOPES, how=["a", "b", "c"])
+    chosen = [cells[number] for number in covering(cells)]
+    assert len(chosen) < len(cells)
+    for one, other in itertools.combinations(cells[0], 2):
+        assert {(c[one], c[other]) for c in chosen} == {(c[one], c[other]) for c in cells}
 
 
-def test_short_lists_and_rules_are_whole() -> None:
-    assert half(_matrix(stage=STAGES), 0) == half(_matrix(stage=STAGES), 1) == [0, 1, 2]
-    assert is_halved("tests/dist/training/test_parity.py::test_sgd_equals_ddp[eager-1-2-1]")
-    assert not is_halved("tests/dist/training/test_rules_backward.py::test_rule_08[1]")
-    assert not is_halved("tests/unit/test_config.py::test_defaults")
+def test_what_was_chosen_is_whole() -> None:
+    """A list of cases, a matrix with holes, a short one, rules, and tests of one process."""
+    holes = [cell for cell in _matrix(stage=STAGES, scope=SCOPES) if cell != {"stage": "2", "scope": "False"}]
+    for cells in (_matrix(case=[str(number) for number in range(9)]), holes, _matrix(stage=STAGES)):
+        assert covering(cells) == list(range(len(cells)))
+    assert is_covered("tests/dist/training/test_parity.py::test_sgd_equals_ddp[eager-1-2-1]")
+    assert not is_covered("tests/dist/training/test_rules_backward.py::test_rule_08[1]")
+    assert not is_covered("tests/unit/test_config.py::test_defaults")
