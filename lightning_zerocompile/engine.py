@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -20,7 +19,6 @@ from lightning_zerocompile.checkpoint.state import serving_full_values
 from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
-from lightning_zerocompile.optim.taken_over import left_behind, living_optimizers
 from lightning_zerocompile.ranks.abort import refuse_ended_group
 from lightning_zerocompile.ranks.groups import Groups, inner_size, shard_groups
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
@@ -34,13 +32,11 @@ from lightning_zerocompile.sharding.checks import (
     check_equal_on_all_ranks,
     check_equal_optimizers,
     explain,
-    first_of,
     settings_of,
     warn_of_shared_memory,
 )
 from lightning_zerocompile.sharding.float8 import plain_weights
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.held import part, user_object
 from lightning_zerocompile.sharding.islands import Islands, find_islands
 from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of
 from lightning_zerocompile.sharding.module_swap import (
@@ -328,20 +324,6 @@ class Engine:
             self.runtime.activations.settle()
         self.end_backward()
 
-    def warn_of_others(self, optimizers: Sequence[Optimizer]) -> None:
-        """Warns of optimizers with parameters from before the model was sharded: see [Note: held parameters].
-
-        ``optimizers``: all that were attached.
-        """
-        found = ((sharded.original(), sharded.name) for sharded in self.runtime.sharded_parameters)
-        originals: dict[Tensor, str] = {original: name for original, name in found if original is not None}
-        for optimizer, names in left_behind(originals, optimizers):
-            rank_zero_warn(
-                f"A {type(optimizer).__name__} holds parameter {first_of(names)} from before the model was sharded, "
-                "and `configure_optimizers` does not return it. Its steps, if you call them, update whole parameters, "
-                "and its state is whole on each rank. Return it, and its state is sharded, too."
-            )
-
     def end_backward(self) -> None:
         """After a backward or a window: see [Note: optimizer in backward]."""
         if self.steps.in_backward is not None:
@@ -416,12 +398,11 @@ class Engine:
             RuntimeError: as there; or the ranks have different optimizers.
         """
         if optimizers:
-            self._put_masters()
             self.check_unchanged()
         self.steps.attach(optimizers)
         if optimizers:
             names: dict[Tensor, str] = {sharded.master: sharded.name for sharded in self.runtime.sharded_parameters}
-            check_equal_optimizers(optimizers, names, self.steps.made_elsewhere, self.runtime.messages)
+            check_equal_optimizers(optimizers, names, self.runtime.messages)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], runs_backward: bool = False, **kwargs: Any) -> Any:
         """See :meth:`OptimizerSteps.step`."""
@@ -439,29 +420,10 @@ class Engine:
         """Optimizers are made in this context, see [Note: parameters by identity]."""
         state = self.runtime.step_state
         before, state.gives_masters = state.gives_masters, True
-        held = any(user_object(sharded) is not sharded.master for sharded in self.runtime.sharded_parameters)
-        self.steps.earlier = living_optimizers() if held else None
-        for module, name, sharded in self._places():
-            if module._parameters[name] is sharded.master:
-                module._parameters[name] = user_object(sharded)  # lists and `id`s that `__init__` has noted know it
         try:
             yield
         finally:
-            state.gives_masters, self.steps.earlier = before, None
-            self._put_masters()
-
-    def _put_masters(self) -> None:
-        """Ends what :meth:`giving_masters` has put in the masters' places."""
-        for module, name, sharded in self._places():
-            if module._parameters[name] is user_object(sharded):
-                module._parameters[name] = sharded.master
-
-    def _places(self) -> Iterator[tuple[nn.Module, str, ShardedParameter]]:
-        """Where modules have parameters under their own names."""
-        for module in modules_of(self.model):
-            for name, sharded in module.__dict__.get(PARAMETERS, {}).items():
-                if module._parameters.get(name) is not None:
-                    yield module, name, sharded
+            state.gives_masters = before
 
     @contextlib.contextmanager
     def full_parameters(self, module: nn.Module, writeback: bool) -> Iterator[dict[str, Tensor]]:
@@ -570,8 +532,6 @@ class Engine:
             remove_regions(self.model)
             restore_classes(self.model)
             refuse_shards(self.model)
-        for sharded in self.runtime.sharded_parameters:
-            part(sharded)
         self.runtime.abandon()
 
     def leave_groups(self) -> None:

@@ -250,7 +250,6 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             self.engine.steps.in_backward.clip_value = clip_value
         if fitting:
             self.setup_optimizers(trainer)
-            self.engine.warn_of_others(self._raw_optimizers)
             self._announce(self._raw_optimizers, trainer.accumulate_grad_batches)
         self.setup_precision_plugin()
 

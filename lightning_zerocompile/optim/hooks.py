@@ -34,13 +34,11 @@ from lightning_zerocompile.optim.taken_over import (
     give_back,
     is_whole,
     keep_on_host,
-    living_optimizers,
     sharded_states,
     take_masters,
     written_by_updates,
 )
 from lightning_zerocompile.runtime.runtime import Runtime
-from lightning_zerocompile.sharding.held import Held
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, index_of
 from lightning_zerocompile.sharding.unsharded import Unsharded
 
@@ -69,8 +67,6 @@ class OptimizerSteps:
         count: how many steps have succeeded. A step, or a backward, that raised after it had updated units counts as
             half a step.
         in_backward: updates units inside the backward; ``None`` without ``optimizer_in_backward``.
-        earlier: while the optimizers of a run are made, those that there were before; ``None``: those that are attached
-            now are all from before it, if they hold what was made before it.
     """
 
     def __init__(
@@ -101,7 +97,6 @@ class OptimizerSteps:
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
         self._offloaded: list[list[Tensor]] = []  # what each optimizer had when it was offloaded
         self._taken_over: dict[Optimizer, None] = {}  # see [Note: optimizers made elsewhere]; in order
-        self.earlier: weakref.WeakSet[Optimizer] | None = None
         self._running: list[Optimizer] = []  # their steps, the outermost first
         self._through_lightning: list[Optimizer] = []  # optimizers whose `step` runs through Lightning now
         self.in_backward: InBackward | None = None  # with `optimizer_in_backward`
@@ -133,12 +128,9 @@ class OptimizerSteps:
         self._stepper.forget()
         self._restore, self._taken = {}, set()
         known = {sharded.master for sharded in self._runtime.sharded_parameters}
-        found = ((sharded.original(), sharded.master) for sharded in self._runtime.sharded_parameters)
-        originals: dict[Tensor, Tensor] = {original: master for original, master in found if original is not None}
-        of_the_run = set() if self.earlier is None else set(living_optimizers()).difference(self.earlier)
         for number, optimizer in enumerate(optimizers):
             whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
-            if take_masters(number, optimizer, originals, whole) and optimizer not in of_the_run:
+            if take_masters(number, optimizer, whole):
                 self._taken_over[optimizer] = None
         check_optimizers(optimizers, self._config.full_param_optimizers)
         shared = shared_masters(optimizers)
@@ -188,11 +180,6 @@ class OptimizerSteps:
     def number_of_states(self) -> int:
         """Of parameters for which the watched optimizers keep something."""
         return sum(len(optimizer.state) for optimizer in self._restore)
-
-    @property
-    def made_elsewhere(self) -> Collection[Optimizer]:
-        """See [Note: optimizers made elsewhere] in taken_over.py."""
-        return self._taken_over.keys()
 
     def states_of_others(self) -> list[Tensor]:
         """What updates write of optimizers that were made elsewhere; their states outlive the run."""
@@ -258,14 +245,14 @@ class OptimizerSteps:
             optimizer.state[master] = state
 
     def _take_attributes(self) -> None:
-        """Puts masters where ``add_param_group`` was given gathered values or held parameters.
+        """Puts masters where ``add_param_group`` was given gathered values.
 
         In all optimizers, since the gradient of a parameter stays while one that has not stepped yet holds it.
         """
         for number, optimizer in enumerate(self._restore):
-            if any(isinstance(p, (Unsharded, Held)) for group in optimizer.param_groups for p in group["params"]):
+            if any(isinstance(p, Unsharded) for group in optimizer.param_groups for p in group["params"]):
                 whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
-                take_masters(number, optimizer, {}, whole)
+                take_masters(number, optimizer, whole)
                 self._stepper.forget()
 
     def _refuse_unwatched(self, optimizer: Optimizer, *_: Any) -> None:

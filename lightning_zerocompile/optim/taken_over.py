@@ -1,22 +1,15 @@
 """Optimizers made before the model was sharded: they are given its masters, and after the run its whole parameters.
 
 [Note: optimizers made elsewhere] An optimizer that was made in ``__init__``, or before ``fit``, holds the parameters
-that the model had then. Each of these is recognised as an object. Its master takes its place in the group. Its state
-becomes the master's, and each rank keeps its own rows of it. Under DDP such an optimizer goes on with the same
-parameters after the run. So when the model is made whole, the optimizer is given the whole parameters, and its whole
-state, on the CPU.
-
-An optimizer that ``configure_optimizers`` makes may hold such objects, too, see [Note: held parameters]. It belongs to
-the run and is given nothing back: on another rank nobody may hold the objects, and then it has the masters from the
-start. Which it is, the objects do not show. So while some are held, Python's own list of objects tells which optimizers
-there were before ``configure_optimizers``.
+that the model had then, see [Note: moved parameters] in sharding/moved.py. The master of each takes its place in the
+group. Its state becomes the master's, and each rank keeps its own rows of it. Under DDP such an optimizer goes on with
+the same parameters after the run. So when the model is made whole, the optimizer is given the whole parameters, and its
+whole state, on the CPU. An optimizer that ``configure_optimizers`` makes belongs to the run, and is given nothing back.
 """
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,28 +20,28 @@ from torch.optim import Optimizer
 from lightning_zerocompile.optim.supported import masters_of
 from lightning_zerocompile.sharding.full_values import full_value
 from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
+from lightning_zerocompile.sharding.moved import Moved
 from lightning_zerocompile.sharding.sharded import STATES_ON_HOST, sharded_as
 from lightning_zerocompile.sharding.unsharded import master_of
 
 
-def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Tensor], whole: bool) -> bool:
-    """Puts masters where the optimizer holds the model's parameters, or gathered values of them, with their state.
+def take_masters(number: int, optimizer: Optimizer, whole: bool) -> bool:
+    """Puts masters where the optimizer holds parameters from before the sharding, or gathered values, with their state.
 
     Args:
         number: of the optimizer, for messages.
         optimizer: what it holds beside the model's parameters stays as it is.
-        masters: by the parameters from before the sharding that the optimizer may hold in their place.
         whole: whether state of another shape than its parameter's is on every rank, see [Note: whole values].
 
     Returns:
-        Whether the optimizer held a parameter of ``masters``, see [Note: optimizers made elsewhere].
+        Whether it held parameters from before the sharding, see [Note: optimizers made elsewhere].
 
     Raises:
         RuntimeError: the optimizer holds a parameter twice.
         ValueError: see :func:`sharded_states`.
     """
     before = masters_of(optimizer)
-    groups = [[masters.get(p, master_of(p)) for p in group["params"]] for group in optimizer.param_groups]
+    groups = [[master_of(p) for p in group["params"]] for group in optimizer.param_groups]
     after = [p for group in groups for p in group]
     if len(set(after)) < len(after):  # nothing is changed yet
         raise RuntimeError(
@@ -65,27 +58,7 @@ def take_masters(number: int, optimizer: Optimizer, masters: Mapping[Tensor, Ten
         optimizer.state[new] = state
         if new in on_device and isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(new.device)
-    return any(p in masters for p in before)
-
-
-def left_behind(originals: Mapping[Tensor, str], known: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, list[str]]]:
-    """Yields optimizers that hold parameters from before the sharding and were given no masters, and their names.
-
-    Args:
-        originals: the names of the parameters that somebody still holds.
-        known: optimizers that were given masters.
-    """
-    for found in living_optimizers() if originals else ():
-        if not any(found is one for one in known):
-            held = [p for group in getattr(found, "param_groups", ()) for p in group["params"]]
-            names = [originals[p] for p in held if p in originals]
-            if names:
-                yield found, names
-
-
-def living_optimizers() -> weakref.WeakSet[Optimizer]:
-    """All optimizers of this process but those that ``gc.freeze`` has hidden; it takes a tenth of a second."""
-    return weakref.WeakSet(found for found in gc.get_objects() if issubclass(type(found), Optimizer))
+    return any(isinstance(p, Moved) for p in before)
 
 
 def _counts_on_device(group: Mapping[str, Any]) -> bool:

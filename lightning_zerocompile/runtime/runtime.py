@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import TensorWeakRef
 
 from lightning_zerocompile.config import Config, Lifetime, Policy
 from lightning_zerocompile.ranks.consistency import Consistency, Reads
@@ -37,7 +36,6 @@ from lightning_zerocompile.runtime.peer_memory import (
 )
 from lightning_zerocompile.sharding.autocast import Casts, forward_of
 from lightning_zerocompile.sharding.checks import check_equal_replicas
-from lightning_zerocompile.sharding.held import hold, user_object
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, in_fp32
 from lightning_zerocompile.sharding.layout import make_master, over_local, trained_dtype
 from lightning_zerocompile.sharding.master import (
@@ -51,6 +49,7 @@ from lightning_zerocompile.sharding.master import (
 )
 from lightning_zerocompile.sharding.meta_init import Places
 from lightning_zerocompile.sharding.module_swap import ISLAND, PARAMETERS, ClassCache, Kept, install, kept_with
+from lightning_zerocompile.sharding.moved import move_away
 from lightning_zerocompile.sharding.parameter import ShardedParameter, StepState
 from lightning_zerocompile.sharding.plan import UnitPlan, find_blocks, places_of_blocks
 
@@ -293,7 +292,7 @@ class Runtime:
                 sharded_parameters
             ):  # not earlier: until here an initialiser that reads another layer still finds its full parameters
                 self._install(sharded, places)
-                hold(sharded)
+                move_away(sharded.original, sharded)
             if lifetime is Lifetime.USE:
                 for sharded in sharded_parameters:
                     self.casts.add(sharded, places.of(sharded.name))
@@ -457,8 +456,7 @@ class Runtime:
             local=local,
             trained_dtype=trained,
             dtype=parameter.dtype,
-            awaited=parameter if weakref.getweakrefcount(parameter) > 0 else None,  # before there is one of our own
-            original=TensorWeakRef(parameter),
+            original=parameter,
             grad_dtype=getattr(parameter, "grad_dtype", parameter.dtype),
         )
         keep_hooks(parameter, master)
@@ -516,7 +514,7 @@ class Runtime:
                     grad.add_(over_local(local, master))
             records = [self.sharded_parameters[index] for index, _ in reduced]
             hooks = [
-                (user_object(one), hook)
+                (one.master, hook)
                 for one in records
                 for hook in (one.master._post_accumulate_grad_hooks or {}).values()
             ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -191,7 +191,6 @@ def _sum_of_bits(value: torch.Tensor) -> int:
 def check_equal_optimizers(
     optimizers: Sequence[Optimizer],
     names: Mapping[torch.Tensor, str],
-    made_elsewhere: Collection[Optimizer],
     messages: Messages,
 ) -> None:
     """Raises on every rank if the ranks' optimizers differ: each would update its rows by a rule of its own.
@@ -199,13 +198,12 @@ def check_equal_optimizers(
     Args:
         optimizers: over the sharded model's parameters.
         names: the parameters' names, by master.
-        made_elsewhere: those of them that held parameters from before the model was sharded, and get them back.
         messages: the conversation of all ranks.
 
     Raises:
         RuntimeError: the optimizers differ; the message names the optimizer, what differs, and two ranks.
     """
-    mine = _described(optimizers, names, made_elsewhere)
+    mine = _described(optimizers, names)
     late = partial(messages.silent, doing="has set its optimizers up")
     differences = first_difference(messages, "optimizers", mine, "the comparison of optimizers", late)
     if differences is not None:
@@ -215,15 +213,11 @@ def check_equal_optimizers(
         )
 
 
-def _described(
-    optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str], made_elsewhere: Collection[Optimizer]
-) -> dict[str, str]:
+def _described(optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]) -> dict[str, str]:
     found = {"the number of optimizers": str(len(optimizers))}
     for number, optimizer in enumerate(optimizers):
         kind = type(optimizer)
         found[f"the class of optimizer {number}"] = f"{kind.__module__}.{kind.__qualname__}"
-        origin = "from before the sharding" if optimizer in made_elsewhere else "of the sharded model"
-        found[f"what optimizer {number} was made with"] = f"parameters {origin}"
         for place, group in enumerate(optimizer.param_groups):
             where = f"of group {place} of optimizer {number}"
             for key, value in group.items():

@@ -31,6 +31,7 @@ from torch.utils.hooks import unserializable_hook
 
 from lightning_zerocompile.sharding import random_numbers
 from lightning_zerocompile.sharding.full_values import ON_HOST, full_value
+from lightning_zerocompile.sharding.moved import Moved, move_away
 from lightning_zerocompile.sharding.sharded import Sharded, leave, watch
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 PARAMETER = "_zerocompile_parameter"
 _BINDS = "_zerocompile_binds"
-_HELD = __name__.rpartition(".")[0] + ".held"  # the module of [Note: held parameters]
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # context: masters are DTensors like any other, at no cost
 
@@ -70,6 +70,8 @@ class Master(Sharded):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Moved in types:
+            return NotImplemented  # its own method raises
         kwargs = kwargs or {}
         with as_plain_tensors():
             handler = _HANDLERS.get(func)
@@ -178,11 +180,8 @@ skip_code(Master.__torch_function__.__func__.__code__)  # type: ignore[attr-defi
 
 
 def _caller() -> FrameType:
-    """The frame of user code or torch that called a method of :class:`Master`, perhaps through what stands for it."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__") == _HELD:
-        frame = frame.f_back
-    return frame
+    """The frame of user code or torch that called a method of :class:`Master`."""
+    return sys._getframe(2)
 
 
 skip_code(_caller.__code__)
@@ -522,6 +521,8 @@ def set_data(master: Tensor, value: Tensor) -> None:
 def replace(sharded: ShardedParameter, parameter: nn.Parameter) -> None:
     """What ``module.weight = parameter`` does: the master stays, and takes its values and its ``requires_grad``.
 
+    The object is not the model's, so from now on it is as one from before the sharding: see [Note: moved parameters].
+
     Raises:
         RuntimeError: ``parameter`` has another shape or dtype.
     """
@@ -531,6 +532,7 @@ def replace(sharded: ShardedParameter, parameter: nn.Parameter) -> None:
         sharded.widen()
     sharded.require_grad(parameter.requires_grad)
     set_data(sharded.master, parameter.detach().to(sharded.master.dtype))
+    move_away(parameter, sharded)
 
 
 def _refuse_layout(sharded: ShardedParameter, value: Tensor) -> NoReturn:

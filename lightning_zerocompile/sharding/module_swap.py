@@ -25,7 +25,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_zerocompile.ranks.consistency import Reads
 from lightning_zerocompile.sharding.checks import check_whole
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.held import Held, let_go
 from lightning_zerocompile.sharding.layout import sharded_if_full
 from lightning_zerocompile.sharding.master import (
     CHANGED,
@@ -35,6 +34,7 @@ from lightning_zerocompile.sharding.master import (
     release_master,
     replace,
 )
+from lightning_zerocompile.sharding.moved import Moved, bring_back
 from lightning_zerocompile.sharding.parameter import ATTRIBUTES, CLASSES, TRACED, Core, ShardedParameter, StepState
 from lightning_zerocompile.sharding.sharded import refuse_left, sharded_as
 from lightning_zerocompile.sharding.unsharded import sharded_of
@@ -571,7 +571,7 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
         group: a group on the CPU, of the shard group's ranks; it communicates instead of the shard group.
 
     Returns:
-        The whole parameters, by their masters. A parameter that somebody still holds is the same object as before.
+        The whole parameters, by their masters.
     """
     full: dict[ShardedParameter, nn.Parameter] = {}
     for module in model.modules():
@@ -599,10 +599,10 @@ def _whole_value(sharded: ShardedParameter, group: dist.ProcessGroup | None) -> 
 
 
 def _whole_parameter(sharded: ShardedParameter, value: Tensor) -> nn.Parameter:
-    """``value`` as a parameter: the same object as before, if somebody (an optimizer, a list) still holds that one."""
-    original, requires_grad = sharded.original(), sharded.master.requires_grad
-    if isinstance(original, Held) and not original.is_meta:
-        return let_go(original, value, requires_grad)
+    """``value`` as a parameter: the same object as before the sharding, unless that was on the meta device."""
+    original, requires_grad = sharded.original, sharded.master.requires_grad
+    if isinstance(original, Moved) and not original.is_meta:
+        return bring_back(original, value, requires_grad)
     return nn.Parameter(value, requires_grad=requires_grad)
 
 

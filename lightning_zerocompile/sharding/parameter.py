@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import TensorWeakRef
 
 from lightning_zerocompile.ranks.consistency import Reads
 from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
@@ -143,8 +142,7 @@ class ShardedParameter:
     local: Tensor  # the master's rows, [<=rows, ...]: unless ``on_host``, the object that the runtime gathers from
     trained_dtype: torch.dtype  # the master's dtype while it is trained
     dtype: torch.dtype  # the parameter's dtype before it was sharded, and again when it is whole
-    original: TensorWeakRef  # the parameter before it was sharded; gone, unless somebody else holds it
-    awaited: Tensor | None  # the same, where user code has a weak reference to it
+    original: nn.Parameter  # from before the sharding, see [Note: moved parameters]
     grad_dtype: torch.dtype | None  # the parameter's, before it was sharded; ``None``: each gradient keeps its own
     places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)  # modules that have it, and its name
     shares_source: bool = False  # whether ``source`` has this value during a use only, see [Note: fixed places]
@@ -162,8 +160,7 @@ class ShardedParameter:
         [Note: parameters by identity] ``configure_optimizers`` may choose parameters by what they are (``isinstance(
         layer.weight, nn.Parameter)``, ``p is self.position``, ``p not in {layer.bias}``). A gathered value is another
         object at each read, so these would choose others, and some parameters would not be trained. So while it runs
-        an attribute gives what ``parameters()`` yields: the object from before the sharding, if user code holds it (see
-        [Note: held parameters]), else the master. In a forward it gives the value as ever.
+        an attribute gives what ``parameters()`` yields: the master. In a forward it gives the value as ever.
 
         Args:
             current: what the module that is read holds in the parameter's place.

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zerocompile.sharding.held import Held, master_of_held
 from lightning_zerocompile.sharding.master import (
     PARAMETER,
     Master,
@@ -24,6 +23,7 @@ from lightning_zerocompile.sharding.master import (
     set_data,
     set_memory,
 )
+from lightning_zerocompile.sharding.moved import Moved, record_of_moved
 
 if TYPE_CHECKING:
     from lightning_zerocompile.sharding.parameter import ShardedParameter
@@ -140,7 +140,7 @@ class Watched(Unsharded):
     def __torch_function__(  # type: ignore[override, unused-ignore]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(kind, Master) for kind in types):
+        if any(issubclass(kind, (Master, Moved)) for kind in types):
             return NotImplemented
         with as_plain_tensors():
             if func is torch.autograd.grad:
@@ -188,13 +188,15 @@ def _plain(value: Any) -> Any:
 
 
 def master_of(value: Tensor) -> Tensor:
-    """The master of a gathered value, or of what stands for it (``Held``); any other tensor as it is."""
-    return value.__dict__[PARAMETER].master if isinstance(value, Unsharded) else master_of_held(value)
+    """The master of a gathered value, or of a parameter from before the sharding; any other tensor as it is."""
+    if (sharded := record_of_moved(value)) is not None:
+        return sharded.master
+    return value.__dict__[PARAMETER].master if isinstance(value, Unsharded) else value
 
 
 def sharded_of(value: Tensor) -> ShardedParameter | None:
-    """The parameter of a master, of what stands for it (``Held``) or of a gathered value; None for any other tensor."""
-    if isinstance(value, (Master, Held)):
+    """The parameter of a master or of a gathered value; None for any other tensor."""
+    if isinstance(value, Master):
         return value.__dict__[PARAMETER]()  # type: ignore[no-any-return]
     return value.__dict__[PARAMETER] if isinstance(value, Unsharded) else None
 

@@ -214,10 +214,6 @@ def _of_parameters(module: Functions) -> list[Tensor]:
     return list(module.model.head.parameters())
 
 
-def _of_a_list(module: Functions) -> list[Tensor]:
-    return module.noted
-
-
 def _of_attributes(module: Functions) -> list[Tensor]:
     return [module.model.head.weight]
 
@@ -225,7 +221,7 @@ def _of_attributes(module: Functions) -> list[Tensor]:
 class Functions(models.Module):
     def __init__(self, weights: Callable[[Functions], list[Tensor]] = _of_parameters) -> None:
         super().__init__()
-        self.weights, self.noted = weights, list(self.model.head.parameters())
+        self.weights = weights
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:  # type: ignore[override]
         loss = self.loss(batch)
@@ -246,13 +242,12 @@ def test_a_function_gets_an_attribute(stage: int, options: dict[str, Any]) -> No
 
 @STAGES
 @BOTH
-@pytest.mark.parametrize("weights", [_of_parameters, _of_a_list])
 @on_ranks()
-def test_a_function_gets_a_parameter(stage: int, options: dict[str, Any], weights: Any) -> None:
+def test_a_function_gets_a_parameter(stage: int, options: dict[str, Any]) -> None:
     """Its gradient would be this rank's own."""
     trainer = models.make_trainer(ZeroCompileStrategy(stage, **options), max_steps=1)
     with pytest.raises(RuntimeError, match=r"parameter `model.head.weight` itself has got.*attribute"):
-        trainer.fit(Functions(weights), models.Batches(models.rank()))
+        trainer.fit(Functions(), models.Batches(models.rank()))
 
 
 @STAGES
@@ -270,17 +265,6 @@ def test_a_function_gets_a_parameter_in_fabric(stage: int, how: str) -> None:
         if how == "window":  # both losses, then their backwards
             fabric.backward(engines.token_loss(model, batches[1]))
         loss.backward() if how == "raw" else fabric.backward(loss)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks()
-def test_a_function_of_frozen_parameters(stage: int) -> None:
-    """What is held of them may get a gradient, which nobody wants."""
-    ours, ddp = models.pair(Functions, weights=_of_a_list)
-    for module in (ours, ddp):
-        module.model.head.requires_grad_(False)
-    _assert_trains_as_ddp(ours, ddp, stage, EAGER, 2)
-    assert not ours.noted[0].requires_grad and not ours.noted[0]._backward_hooks
 
 
 class Recomputes(models.Module):
