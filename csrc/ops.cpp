@@ -120,7 +120,7 @@ std::vector<Tensor> gather_unit(at::TensorList sources, at::TensorList handles, 
   return uses.runtime->use(uses.parameters, dtypes_of(sources), expects_grad);
 }
 
-Tensor gather_one(const Tensor& source, const Tensor& handle, at::IntArrayRef, bool expects_grad) {
+Tensor gather_unit_one(const Tensor& source, const Tensor& handle, at::IntArrayRef, bool expects_grad) {
   auto [runtime, parameter] = find(handle);
   return runtime->use({parameter}, {source.scalar_type()}, expects_grad).front();
 }
@@ -252,7 +252,7 @@ void register_kernels(torch::Library& m) {
   m.impl("release_", release_);
   m.impl("reduce_unit_", reduce_unit_);
   m.impl("reduce_fence_", reduce_fence_);
-  m.impl("gather_unit.one", gather_one);
+  m.impl("gather_unit.one", gather_unit_one);
   m.impl("wait_.one", wait_one_);
   m.impl("release_.one", release_one_);
   m.impl("reduce_unit_.one", reduce_one_);

@@ -12,11 +12,11 @@ namespace zerocompile {
 
 namespace {
 
-constexpr int64_t kAlignment = 512;        // bytes: what a copy engine and a vectorised kernel like
+constexpr int64_t kCopyAlignment = 512;     // bytes: what a copy engine and a vectorised kernel like
 constexpr int64_t kSmallCopy = 256 * 1024;  // bytes: below, one kernel for many copies beats a copy engine's start
 
 int64_t aligned(int64_t numel, at::ScalarType dtype) {
-  const auto step = kAlignment / static_cast<int64_t>(c10::elementSize(dtype));
+  const auto step = kCopyAlignment / static_cast<int64_t>(c10::elementSize(dtype));
   return (numel + step - 1) / step * step;
 }
 
@@ -70,14 +70,14 @@ PeerMemory::PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& g
       rank_(halves_.memory().get_rank()),
       world_(halves_.memory().get_world_size()),
       timeout_ms_(timeout_ms),
-      half_bytes_(halves_.buffer().numel() / 2 / kAlignment * kAlignment) {
+      half_bytes_(halves_.buffer().numel() / 2 / kCopyAlignment * kCopyAlignment) {
   TORCH_CHECK(words_.scalar_type() == at::kLong && words_.numel() == 4 && words_.is_contiguous() && words_.is_pinned(),
               text("zerocompile: the words of barriers are 4 of int64 in pinned memory, got sizes ", words_.sizes()));
   TORCH_CHECK(world_ > 1, "zerocompile: a buffer of peers is for two ranks or more");
   TORCH_CHECK(kernels_ != nullptr, "zerocompile: peers meet by a kernel, and there are none");
 }
 
-int64_t PeerMemory::slot_bytes() const { return half_bytes_ / (world_ - 1) / kAlignment * kAlignment; }
+int64_t PeerMemory::slot_bytes() const { return half_bytes_ / (world_ - 1) / kCopyAlignment * kCopyAlignment; }
 
 bool PeerMemory::holds(const std::vector<Rows>& parameters) const {
   int64_t numel = 0;
