@@ -95,17 +95,19 @@ void all_reduce_each(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lan
                      std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& inputs,
                      const c10d::ReduceOp& op) {
   const bool average = op == c10d::ReduceOp::AVG;
+  const auto all = group.getSize();
+  const bool divides_first = average && inputs.front().scalar_type() == at::kHalf;  // whose sum overflows early
   std::vector<at::Tensor> sums;
   for (const auto& input : inputs) {
-    sums.push_back(input.clone());
+    sums.push_back(divides_first ? input.div(all) : input.clone());
     all_reduce(group, launch, sums.back(), c10d::ReduceOp::SUM);
   }
-  launch.then([sums = std::move(sums), outputs = std::move(outputs), rank, world, all = group.getSize(), average] {
+  launch.then([=, sums = std::move(sums), outputs = std::move(outputs)] {
     at::NoGradGuard no_grad;
     for (size_t k = 0; k < outputs.size(); ++k) {
       const auto rows = sums[k].size(0) / world;
       outputs[k].copy_(sums[k].narrow(0, rank * rows, rows));
-      if (average) outputs[k].div_(all);
+      if (average && !divides_first) outputs[k].div_(all);
     }
   });
 }

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zerocompile import ZeroCompileStrategy
-from tests.support import models
+from tests.support import engines, models
 from tests.support.harness import on_ranks
-from tests.support.parity import AOT
+from tests.support.parity import AOT, EAGER
 from tests.support.precisions import BF16, FP32
 
 
@@ -117,3 +117,17 @@ def test_masters_of_bfloat16_parameters(master_dtype: torch.dtype | None) -> Non
     kept = master_dtype or BF16
     assert module.dtypes == _dtypes(BF16, kept, BF16)
     assert models.deviation(module, before) > 1e-3
+
+
+@pytest.mark.parametrize("options", [EAGER, AOT], ids=["eager", "aot_eager"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_a_sum_that_float16_does_not_have(stage: int, options: dict[str, Any]) -> None:
+    """Gradients are divided before they are summed, as DDP does: 40000 on each rank is 40000, and not infinity."""
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float16))
+    with engines.engine(model, stage, **options) as engine:
+        x = torch.ones(1, 4, dtype=torch.float16, device=engines.place())
+        with engine.training_step():
+            engines.backward(engine, (model(x).float() * 40000).sum())
+        for name, gradient in engine.full_gradients(model).items():
+            assert (gradient == 40000).all(), (name, gradient)
