@@ -113,6 +113,11 @@ void Gradients::leave_graphs() {
 // gradients of its unit.
 void Gradients::take(const Indices& indices, at::TensorList grads, bool from_graph, bool shared, bool waits) {
   at::NoGradGuard no_grad;
+  auto sorted = indices;  // one kernel adds all of them, so none may be there twice
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  TORCH_CHECK(twice == sorted.end(), text("zerocompile: two gradients of `", registry_.parameter(*twice).name,
+                                          "` are handed over in one call. Add them before"));
   const bool nested = torch::autograd::get_current_graph_task_id() != outermost_;
   const bool copies = shared || (graphs_ && (!from_graph || waits || nested || several_producers_));
   Sums sums;

@@ -40,6 +40,17 @@ char letter_of(const Parameter& p, at::ScalarType dtype) {
   return static_cast<char>(kFirstDtype + (found - kGradDtypes.begin()));
 }
 
+bool is_letter(char c) { return c >= kUnused && c < kFirstDtype + static_cast<char>(kGradDtypes.size()); }
+
+// The number of units in an answer of [Note: begun reductions].
+int64_t begun_in(const std::string& answer) {
+  const auto digits = answer.substr(1);
+  const bool number = std::all_of(digits.begin(), digits.end(), [](char c) { return c >= '0' && c <= '9'; });
+  TORCH_CHECK(number && !digits.empty() && digits.size() < 10,
+              text("zerocompile: another rank has begun to reduce `", digits, "` units, which is no number"));
+  return std::stoll(digits);
+}
+
 }  // namespace
 
 Reductions::Reductions(const Registry& registry, Questions& questions, const GatherOrder& gather_order,
@@ -112,10 +123,15 @@ void Reductions::agree_on_order() {
     const auto& members = registry_.units()[index].parameters;
     return std::all_of(members.begin(), members.end(), [&](int64_t i) { return record(i).cast_grad; });
   });
-  order_ = questions_.agree != nullptr && registry_.all_ranks() > 1 ? questions_.agree(order) : order;
-  TORCH_CHECK(order_.size() == registry_.units().size(),
-              text("zerocompile: rank 0 has ", order_.size(), " units, rank ",
-                   registry_.global_rank(), " has ", registry_.units().size()));
+  if (questions_.agree != nullptr && registry_.all_ranks() > 1) {
+    auto told = questions_.agree(order);
+    TORCH_CHECK(std::is_permutation(told.begin(), told.end(), order.begin(), order.end()),
+                text("zerocompile: rank 0 has told the order of reductions ", at::IntArrayRef(told), ", in which rank ",
+                     registry_.global_rank(), " does not find each of its ", order.size(),
+                     " units once. Run the same model and code on all ranks"));
+    order = std::move(told);
+  }
+  order_ = std::move(order);
 }
 
 // All units, in the order of their first use in rank 0's forward; before any backward in the order of the model.
@@ -473,13 +489,16 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
       used = std::move(answer);
       break;
     }
-    launch_begun(std::stoll(answer.substr(1)));
+    launch_begun(begun_in(answer));
     if (!deferred) meanwhile();
   }
   if (deferred) meanwhile();
   exchanges_ += 1;
   TORCH_CHECK(used.size() == registry_.parameters().size(),
               "zerocompile: the ranks have different numbers of parameters");
+  TORCH_CHECK(std::all_of(used.begin(), used.end(), is_letter),
+              text("zerocompile: the ranks say that they have the gradients `", used, "`, of which not all letters are ",
+                   "known. Run the same version on all ranks"));
   for (size_t i = 0; i < registry_.parameters().size(); ++i) {
     const auto& p = record(i);
     if (p.cast_grad) continue;

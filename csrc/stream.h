@@ -73,7 +73,11 @@ class Pending {
       if (!finish(*work, goes_on)) return false;
     }
     on_cpu_->works.clear();
-    for (auto& follow : std::exchange(on_cpu_->afterwards, {})) follow();
+    auto& afterwards = on_cpu_->afterwards;
+    while (!afterwards.empty()) {  // one that raises (out of memory) is done again by the next wait
+      afterwards.front()();
+      afterwards.erase(afterwards.begin());
+    }
     on_cpu_.reset();
     return true;
   }
@@ -151,7 +155,11 @@ class Pending {
 // to wait for on every way out, and its owner keeps what that reads and writes.
 class Lane {
  public:
-  explicit Lane(c10::Device device) : device_(device) {}
+  // torch has 32 streams, and gives them out in turn. Lanes that were made one after the other have different ones.
+  explicit Lane(c10::Device device) : device_(device) {
+    if (device.is_cpu()) return;
+    stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  }
 
   // See `keep_for`.
   void keep(const at::Tensor& tensor) const {
@@ -169,8 +177,6 @@ class Lane {
     Launch(Lane& lane, std::vector<Pending>& started, const Ready& ready = {})
         : device_(lane.device_), started_(started) {
       if (device_.is_cpu()) return;
-      c10::impl::VirtualGuardImpl impl(device_.type());
-      if (!lane.stream_) lane.stream_ = impl.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
       (ready ? ready : mark(device_))->block(*lane.stream_);
       guard_.emplace(*lane.stream_);
     }
@@ -227,7 +233,7 @@ class Lane {
 
  private:
   c10::Device device_;
-  std::optional<c10::Stream> stream_;
+  std::optional<c10::Stream> stream_;  // absent on the CPU
 };
 
 }  // namespace zerocompile

@@ -41,6 +41,7 @@ std::vector<Turn> units_of(const std::string& turn, size_t count) {
     units.push_back({number, wide, scales});
     ++at;
   }
+  TORCH_CHECK(!units.empty(), "zerocompile: it is another rank's turn to gather, and it names no unit");
   return units;
 }
 
@@ -126,7 +127,10 @@ void Gathers::serve(const std::string& turn) {
       served.emplace_back(i, std::move(v));
     }
   }
-  {
+  const auto keep = [&] {
+    for (const auto& [i, v] : served) lane_.keep(v.full);
+  };
+  try {
     Lane::Launch launch(lane_, started);
     for (const auto& [i, v] : served) {
       calls[v.full.scalar_type()].push_back(rows_to_move(record(i), v));
@@ -134,8 +138,11 @@ void Gathers::serve(const std::string& turn) {
     counts_.served += static_cast<int64_t>(calls.size());
     move(calls, units.front().unit, launch);
     launch.finish();
+  } catch (...) {  // see [Note: unfinished launches]
+    keep();
+    throw;
   }
-  for (const auto& [i, v] : served) lane_.keep(v.full);
+  keep();
   torn_ = false;
   if (!registry_.device().is_cpu()) return;
   const auto what = text("the gather of unit `", names, "` for another rank");

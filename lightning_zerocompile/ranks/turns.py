@@ -150,9 +150,14 @@ class Turns:
         return self._took(said)
 
     def _took(self, said: str) -> str:
+        number, _, decided = said.partition(":")
+        if number != str(self._number):
+            raise CommunicationError(
+                f"zerocompile: rank {self._mine} is at gather number {self._number} inside `strategy.unequal()`, where "
+                f"the store has {said!r} of another one. Start the run anew."
+            )
         self._said[self._number % KEPT] = said
         self._number += 1
-        decided = said.partition(":")[2]
         if decided.startswith(_FAILURE):
             self._failed = decided.removeprefix(_FAILURE)
             self._failures += 1

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.runtime import build
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.support import engines, models
@@ -142,6 +143,79 @@ def test_rule_18_indices_from_outside() -> None:
     assert "no unit 99" in out_of_range["enter"] and "no unit -1" in out_of_range["gathers_of"]
     assert "no parameter 99" in out_of_range["identity"]
     assert "twice" in out_of_range["lend twice"] and "leaf" in out_of_range["watch"]
+
+
+# ---- what the store says ----
+
+
+def _hears(engine: Engine, step: Callable[[], Any], request: str, said: str) -> str:
+    """The error of a step in which the other ranks answer a request with this."""
+    messages, honest = engine.runtime.messages, getattr(engine.runtime.messages, request)
+    setattr(messages, request, lambda *_, **__: said)
+    try:
+        return _message(step)
+    finally:
+        setattr(messages, request, honest)
+
+
+@pytest.mark.parametrize("scope", [False, "model"])
+@on_ranks()
+def test_rule_18_what_the_store_says(scope: Any) -> None:
+    """An order that is none, letters and numbers that are none: an error on each rank, and the next step is right."""
+    if models.world() == 1:
+        pytest.skip("one rank asks nobody")
+    model, x = _small(), torch.randn(2, SIDE, generator=torch.Generator().manual_seed(0)).to(engines.place())
+    answers = [
+        ("of_first", "[1000000000, 2, 1, 0]"), ("of_first", "[-1000000000, 2, 1, 0]"), ("of_first", "[1, 1, 1, 1]"),
+        ("of_first", "[0]"), ("join_numbered", "000"), ("join_numbered", "0009"), ("join_numbered", "+1e1"),
+        ("join_numbered", "+"), ("join_numbered", "+5"),
+    ]  # fmt: skip
+    said = {}
+    with engines.engine(model, 3, compile=scope, unit_bytes=1) as engine:
+        optimizer = engines.sgd(engine, model)
+
+        def misses_gradients() -> None:
+            engines.step(engine, optimizer, lambda: model[0](x).square().mean())
+
+        for request, answer in answers:
+            said[answer] = _hears(engine, misses_gradients, request, answer)
+            engine.runtime.core.end_forward()
+        _trains(engine, model, x)
+    for answer, text in said.items():
+        expected = "the order of reductions" if answer[0] == "[" else "begun to reduce" if answer[0] == "+" else "ranks"
+        assert expected in text, (answer, text)
+
+
+@pytest.mark.parametrize("said", ["0:", "0:9", "0:1,", "1:0"])
+@on_ranks()
+def test_rule_18_turns_of_others(said: str) -> None:
+    """Inside `strategy.unequal()` another rank decides what is gathered: units of this rank, at this number."""
+    if models.world() == 1:
+        pytest.skip("one rank asks nobody")
+    model = _small()
+    with engines.engine(model, 3, compile=False, unit_bytes=1) as engine:
+        core, messages = engine.runtime.core, engine.runtime.messages
+        core.begin_unequal()
+        messages.decide = lambda *_: said  # type: ignore[method-assign]
+        text = _message(lambda: core.enter([0], False))
+        core.end_unequal(True)
+        assert "turn to gather" in text or "names no units" in text or "of another one" in text, text
+        engine.abandon()
+
+
+@on_ranks(1)
+def test_one_gradient_twice() -> None:
+    """One kernel adds all gradients of a call, so it must not have two of one parameter."""
+    model, x = _small(), torch.randn(2, SIDE, device=engines.place(), requires_grad=True)
+    with engines.engine(model, 1, compile=False) as engine:
+        handle, gradient = engine.runtime.sharded_parameters[0].handle, torch.ones(SIDE, SIDE, device=engines.place())
+        twice = [gradient, gradient.clone()], [handle, handle]
+        with engine.training_step():
+            y = model(x)
+            y.register_hook(lambda grad: torch.ops.zerocompile.reduce_unit_(*twice))
+            text = _message(lambda: engines.backward(engine, y.square().mean()))
+        assert "two gradients of `0.weight`" in text and "Add them before" in text
+        _trains(engine, model, x.detach())
 
 
 # ---- an initialiser that reads another layer ----
