@@ -209,18 +209,12 @@ class Config:
             through the device unit by unit while the optimizer updates, with the numbers of a run without it. For
             torch's elementwise optimizers. At stage 3, and with ``optimizer_in_backward``, masters stay on the device
             that are gathered in their own dtype.
-        offload_update: with ``offload``: ``"device"`` streams masters and states through the device; ``"cpu"`` lets the
-            CPU update them where they are (Adam and AdamW by torch's fused kernel), so that only gradients and new rows
-            are copied, and equals an update by that kernel.
-        offload_budget: with ``offload``, bytes on each device for units that stay there with their masters and states:
-            as many as fit, the largest ones first. The others stream through buffers of the size of the largest that
-            streams, so a budget for a large embedding and head can cost nothing.
         optimizer_in_backward: a unit is updated inside the backward as soon as its gradient is reduced, and the
             gradient's memory is gone then; the numbers are those of the ordinary step. Hooks between backward and step
             see no gradients. For torch's elementwise optimizers, without clipping by norm and without loss scaling;
-            several backwards of one step need ``coalesce_grad_reduction()``. With ``offload`` (and
-            ``offload_update="device"``) units stream through the device beside the backward, and a copy of the masters
-            in the dtype in which they are gathered stays on the device at every stage.
+            several backwards of one step need ``coalesce_grad_reduction()``. With ``offload``
+            units stream through the device beside the backward, and a copy of the masters in the dtype in which they
+            are gathered stays on the device at every stage.
         update_in_one_pass: whether one kernel (Triton) updates a unit, casts what it has written and puts the cast
             where gathers read it. It makes the update of torch's fused AdamW, Adam or SGD to the bit; torch updates
             where it cannot, and all other optimizers.
@@ -354,13 +348,6 @@ class Config:
         Literal["optimizer", False],
         Check("is not understood; choose 'optimizer' (its states and masters are kept in host memory) or False."),
     ] = False
-    offload_update: Annotated[
-        Literal["device", "cpu"],
-        Check("is not understood; choose 'device' (masters and states stream through it) or 'cpu' (it updates them)."),
-    ] = "device"
-    offload_budget: Annotated[
-        int, Check("must be a number of bytes on each device, 0 or more.", holds=lambda budget: budget >= 0)
-    ] = 0
     optimizer_in_backward: Annotated[bool, _FLAG] = False
     update_in_one_pass: Annotated[bool, _FLAG] = True
     full_param_optimizers: Annotated[tuple[str, ...], _names("optimizer classes, for example ['Shampoo'].")] = ()
@@ -421,14 +408,6 @@ class Config:
             "`keep_casts` are what copies between GPUs read; drop `copy_engine=False`, or `keep_casts`.",
         )
         yield (
-            self.offload_budget and not self.offload,
-            "`offload_budget` is what offload='optimizer' leaves on the device; pass both, or neither.",
-        )
-        yield (
-            self.offload_update != "device" and not self.offload,
-            "`offload_update` is how offload='optimizer' updates; pass both, or neither.",
-        )
-        yield (
             self.offload and self.full_param_optimizers,
             "offload='optimizer' updates shards, and `full_param_optimizers` need whole parameters; drop one of them.",
         )
@@ -440,12 +419,6 @@ class Config:
         yield (
             self.optimizer_in_backward and self.full_param_optimizers,
             "`full_param_optimizers` need whole parameters, and a backward has a unit's own shards; drop it, or "
-            "optimizer_in_backward=True.",
-        )
-        yield (
-            self.optimizer_in_backward and self.offload_update == "cpu",
-            "`offload_update='cpu'` updates on the CPU, which would have to wait for each gradient inside the "
-            "backward; choose offload_update='device', which streams beside the backward, or drop "
             "optimizer_in_backward=True.",
         )
         yield (
@@ -572,6 +545,8 @@ _RENAMED = {
 # Arguments of earlier versions that have nothing in their place, and why.
 _DROPPED = {
     "hierarchical_collectives": "NCCL chooses by topology",
+    "offload_update": "optimizers stream through the device",
+    "offload_budget": "with optimizer_in_backward=True large units stay on the device where that costs no memory",
 }
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -436,9 +436,8 @@ class UnitStepper:
                     self._check_together()
                     masters = dict(zip(values, one.masters, strict=True))
                     update = partial(self._step_together, optimizer, masters)
-                with stream.options(optimizer) if stream is not None and staged else nullcontext():
-                    placed: list[int] = []
-                    self._update(optimizer, one, values, update, whole, staged, placed=placed)
+                placed: list[int] = []
+                self._update(optimizer, one, values, update, whole, staged, placed=placed)
                 if stream is None:
                     options.note(set(one.groups))
                     self._updated(one.units, placed)
@@ -521,7 +520,7 @@ class UnitStepper:
                     value.grad_dtype = grad.dtype
                     value.grad = _value(grad, whole)
             for one_staged in staged.values():
-                one_staged.take_gradient()
+                one_staged.written = one_staged.value.grad is not None
             if prepare is not None:
                 ready = [value for value in values if value.grad is not None]
                 if not ready:
@@ -547,7 +546,7 @@ class UnitStepper:
                 new = new_state.get(value)
                 if master in staged:
                     if not succeeded:
-                        continue  # no state is taken: where the device updates, host memory has what it had before
+                        continue  # no state is taken: host memory has what it had before
                     new = None if new is None else staged[master].taken(new)
                 if new is not None:
                     _store(state[master], new, master, value, whole)

@@ -6,8 +6,7 @@ and the slab of the unit before goes back. The copies in and the copies out have
 Streams of one priority may share a queue of the device, where a copy would wait for others that it does not need. With
 two queues a link that works in both directions does so. Three slabs of the largest unit's size are on the device during
 a step, and none between steps. The update itself is the one without offload, on tensors of the device, so the numbers
-are the same to the bit. The smallest unit is updated last, since nothing runs beside its way out. With
-``offload_update="cpu"`` no slab goes to the device: see [Note: updates on the CPU] in on_host.py.
+are the same to the bit. The smallest unit is updated last, since nothing runs beside its way out.
 
 [Note: copies in the backward] The first two units come in while the last backward before a step runs, if one optimizer
 alone is offloaded and has made a step before. If the device has room for one unit only, one comes; on the CPU there is
@@ -33,11 +32,11 @@ gathered.
 
 What gathers read stays on the device, see [Note: masters in host memory] in csrc/registry.cpp. Where the device
 updates, a master of stage 3 (of any stage, with ``optimizer_in_backward``) whose dtype is also the dtype in which it is
-gathered stays on the device, since gathers read it at each use. Then only its states are in host memory. Units that fit
-into ``offload_budget`` bytes stay on the device whole, see [Note: units that stay] in residency.py. So do parameters
+gathered stays on the device, since gathers read it at each use. Then only its states are in host memory. With
+``optimizer_in_backward`` large units stay whole, see [Note: units that stay] in residency.py. So do parameters
 without dimensions, those that are frozen when the optimizers are set up, and those that several optimizers hold.
 
-Where the device updates, a step that raises loses nothing. A unit goes back to host memory only after its update has
+A step that raises loses nothing. A unit goes back to host memory only after its update has
 succeeded, so the unit whose update raised keeps in host memory what it had before the step.
 """
 
@@ -49,7 +48,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
@@ -60,8 +59,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zerocompile.optim.on_host import HostUpdates
-from lightning_zerocompile.optim.residency import which_stay
+from lightning_zerocompile.optim.residency import largest_that_streams
 from lightning_zerocompile.optim.slabs import MASTER, Slab, Slot, Staged, local_of
 from lightning_zerocompile.optim.supported import is_elementwise, state_dtypes
 from lightning_zerocompile.runtime.memory_budget import host_memory
@@ -92,9 +90,6 @@ class Offload:
         self._slabs: dict[Optimizer, dict[int, Slab]] = {}
         self._pins: list[_Pin] = []
         self._attached = 0
-        self._on_host = runtime.config.offload_update == "cpu"
-        self._ranks_here = 1  # ranks on this host
-        self._staging: dict[str, Tensor] = {}  # see `HostUpdates`
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         self._orders: dict[Optimizer, list[list[Slab]]] = {}  # the slabs of each round of the last step
         self._early: tuple[Optimizer, Stream] | None = None  # see [Note: copies in the backward]
@@ -109,7 +104,7 @@ class Offload:
     # ---- set-up and end ----
 
     def attach(self, optimizers: Sequence[Optimizer], shared: set[Tensor]) -> None:
-        """Moves what does not fit into the budget to host memory; the ranks tell each other what they need.
+        """Moves masters and states to host memory; the ranks tell each other what they need.
 
         Args:
             optimizers: all of the model, on its masters; none: the model is about to be made whole. Then everything
@@ -126,11 +121,12 @@ class Offload:
             return
         wanted = {optimizer: self._planned(optimizer, shared) for optimizer in optimizers}
         candidates = [(optimizer, slab) for optimizer, planned in wanted.items() for slab in planned.values()]
-        stay = which_stay([slab.most for _, slab in candidates], config.offload_budget)
+        sizes = [slab.most for _, slab in candidates]
+        largest = largest_that_streams(sizes, _BUFFERS) if config.optimizer_in_backward else max(sizes, default=0)
         slabs: dict[Optimizer, dict[int, Slab]] = {}
         away: list[Slab] = []  # all of them
-        for (optimizer, slab), stays in zip(candidates, stay, strict=True):
-            if slab.slots and not stays:
+        for optimizer, slab in candidates:
+            if slab.slots and slab.most <= largest:
                 slabs.setdefault(optimizer, {})[slab.unit] = slab
                 away.append(slab)
         pins = self._allocate(away)
@@ -160,7 +156,7 @@ class Offload:
             for pin in self._pins:  # a device that hangs may still read this memory: it stays pinned, and nothing waits
                 pin.detach()
             self._pins = []
-        self._orders, self._updated, self._ahead, self._staging = {}, {}, None, {}
+        self._orders, self._updated, self._ahead = {}, {}, None
         for units in self._slabs.values():
             for slab in units.values():
                 for master in slab.slots:
@@ -200,8 +196,7 @@ class Offload:
                 beside = self._runtime.config.optimizer_in_backward
                 slot = Slot(sharded, read_apart=beside or self._runtime.lives_for_a_use(unit))
                 dtypes = dict(known[key])
-                other = sharded.source.dtype != master.dtype
-                if not slot.read_apart or other or self._on_host:
+                if not slot.read_apart or sharded.source.dtype != master.dtype:
                     dtypes[MASTER] = master.dtype
                 if dtypes:
                     slab.add(master, slot, dtypes)
@@ -222,7 +217,6 @@ class Offload:
         need = sum(slab.nbytes for slab in slabs)
         heard = self._runtime.messages.hear_all(topic, json.dumps([host, free, need]), "has offloaded the optimizers")
         told = {rank: json.loads(message) for rank, message in heard.items()}
-        self._ranks_here = sum(other == host for other, _, _ in told.values())
         for rank, (host, free, _) in told.items():
             together = sum(needed for other, _, needed in told.values() if other == host)
             if together > free:
@@ -323,7 +317,7 @@ class Offload:
     # ---- a step ----
 
     @contextmanager
-    def stream(self, optimizer: Optimizer, rounds: Sequence[Sequence[int]]) -> Iterator[Stream | HostUpdates | None]:
+    def stream(self, optimizer: Optimizer, rounds: Sequence[Sequence[int]]) -> Iterator[Stream | None]:
         """Around the updates of an optimizer. Yields what brings its units and takes them away; ``None``: it has none.
 
         When the context ends all copies are done, so that host memory can be read.
@@ -356,7 +350,7 @@ class Offload:
 
     def backward_begins(self) -> None:
         """Called when the last backward before a step begins, see [Note: copies in the backward]."""
-        if self._on_host or self._early is not None or len(self._slabs) != 1 or len(self._orders) != 1:
+        if self._early is not None or len(self._slabs) != 1 or len(self._orders) != 1:
             return
         ((optimizer, order),) = self._orders.items()
         largest = max(sum(slab.nbytes for slab in slabs) for slabs in order)
@@ -435,10 +429,7 @@ class Offload:
             return True
         return False
 
-    def _begun(self, optimizer: Optimizer, order: Sequence[Sequence[Slab]]) -> Stream | HostUpdates:
-        if self._on_host:
-            down = None if self._runtime.device.type == "cpu" else _stream(self._runtime.device, -1)
-            return HostUpdates(self._runtime, order, self._show, down, self._staging, self._ranks_here)
+    def _begun(self, optimizer: Optimizer, order: Sequence[Sequence[Slab]]) -> Stream:
         early, self._early = self._early, None
         if early is not None:
             if early[0] is optimizer and early[1].serves(dict(enumerate(order))):
@@ -620,10 +611,6 @@ class Stream:
         self.begin(_AHEAD)
         return _staged(zip(slabs, came.parts, strict=True))
 
-    def options(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Around an update, which runs with the optimizer's own options."""
-        return contextlib.nullcontext()
-
     def updated(self, staged: Mapping[Tensor, Staged]) -> None:
         """Called when the round's update has succeeded: from now on gathers read the new rows."""
         for one in staged.values():
@@ -729,10 +716,7 @@ def _pin(memory: Tensor) -> _Pin:
     return weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
 
 
-_REMEDY = (
-    "Raise `offload_budget` (bytes that stay on each device), use an optimizer with fewer states, more hosts, or drop "
-    "`offload`."
-)
+_REMEDY = "Use an optimizer with fewer states, more hosts, or drop `offload`."
 _NO_ROOM = (
     "offload='optimizer': rank {} cannot offload, since the ranks of host {} need {} bytes ({:.1f} GiB) of host memory "
     f"and {{}} bytes ({{:.1f}} GiB) are free there. Nothing was moved. {_REMEDY}"

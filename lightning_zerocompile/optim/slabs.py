@@ -103,8 +103,6 @@ class Staged:
         kept: the DTensors over host memory that stand for ``states`` in the optimizer, by name.
         slot: of the master.
         version: of ``value`` before the update.
-        gradient: of the rows, in host memory and in the dtype in which it was reduced, if the CPU updates.
-        on_host: whether the CPU updates.
         written: whether the update has a gradient for ``value``, and so writes to ``value``.
     """
 
@@ -113,33 +111,18 @@ class Staged:
     kept: dict[str, Tensor]
     slot: Slot
     version: int
-    gradient: Tensor | None = None
-    on_host: bool = False
     written: bool = False
-
-    def take_gradient(self) -> None:
-        """Called when ``value`` has a gradient on the device; if the CPU updates, puts the one in host memory there."""
-        if self.on_host:
-            if self.gradient is not None:
-                self.value.grad_dtype = self.gradient.dtype
-            self.value.grad = self.gradient
-        self.written = self.value.grad is not None
 
     def has_changed(self) -> bool:
         """Whether the update has written ``value``. Fused kernels raise no version."""
         return self.written or self.value._version != self.version
 
     def states_of(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The states that the update uses in the place of some of ``entry``, by name.
-
-        These are the states in host memory and, if the CPU updates, the counters on a device.
+        """The states that the update uses in the place of those in host memory, by name.
 
         ``entry``: the optimizer's state of the master.
         """
-        found = {name: self.states[name] for name, kept in self.kept.items() if entry.get(name) is kept}
-        if self.on_host:  # counters
-            found |= {name: v.cpu() for name, v in entry.items() if isinstance(v, Tensor) and v.dim() == 0}
-        return found
+        return {name: self.states[name] for name, kept in self.kept.items() if entry.get(name) is kept}
 
     def taken(self, new: Mapping[str, Any]) -> dict[str, Any]:
         """The states after an update, as the optimizer keeps them; those that it made anew are copied to their places.

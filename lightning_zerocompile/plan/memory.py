@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_zerocompile.optim.residency import which_stay
+from lightning_zerocompile.optim.residency import largest_that_streams
 from lightning_zerocompile.plan.optimizers import OptimizerBytes, local_size
 from lightning_zerocompile.plan.trace import Event, Trace
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype
@@ -202,11 +202,10 @@ class Schedule:
         gloo: whether the ranks talk through gloo, see [Note: predicted memory].
         accumulates: whether full gradients of earlier backwards wait for the last one.
         adds: whether reduced gradients of earlier backwards are there, to which those of a later one are added.
-        offload_budget: bytes of masters and states that stay on the device; ``None``: all do.
+        offload: whether masters and states are in host memory.
         in_backward: whether a unit is updated when it is reduced (``optimizer_in_backward``), in the one backward that
             reduces anything. On a device reduced gradients live for the units in flight only. With gloo, when a
             reduction is done is not known before the backward ends.
-        on_cpu: whether the CPU updates what is in host memory (``offload_update="cpu"``).
         early: whether there is room for the units that come from host memory in the backward.
         beside: whether what is in host memory streams beside the backward, which updates it
             (``optimizer_in_backward``). It does so in the last of several backwards, too, where ``in_backward`` is
@@ -223,9 +222,8 @@ class Schedule:
     gloo: bool = False
     accumulates: bool = False
     adds: bool = False
-    offload_budget: int | None = None
+    offload: bool = False
     in_backward: bool = False
-    on_cpu: bool = False
     early: bool = True
     beside: bool = False
     inner: int | None = None
@@ -236,7 +234,7 @@ class Schedule:
 @dataclass(frozen=True)
 class _Offloaded:
     """Bytes on one rank: masters and states that are in host memory, copies on the device that gathers read in the
-    place of such masters, the largest unit in host memory if units come to the device, and what a step copies."""
+    place of such masters, the largest unit in host memory, and what a step copies."""
 
     masters: int = 0
     states: int = 0
@@ -250,32 +248,26 @@ def _offloaded(units: Sequence[UnitBytes], states: int, schedule: Schedule) -> _
 
     A unit is taken to have its share of all states.
     """
-    if schedule.offload_budget is None:
+    if not schedule.offload:
         return _Offloaded()
     trained = max(1, sum(unit.reduced for unit in units))
     read_apart_of = [schedule.beside or (schedule.stage == 3 and unit.name not in schedule.kept) for unit in units]
     parts = [  # masters and states
-        (unit.wide if apart and not schedule.on_cpu else unit.reduced, states * unit.reduced // trained)
+        (unit.wide if apart else unit.reduced, states * unit.reduced // trained)
         for unit, apart in zip(units, read_apart_of, strict=True)
     ]
-    stay = which_stay([masters + kept for masters, kept in parts], schedule.offload_budget)
-    found = _Offloaded()
-    for unit, read_apart, (masters, kept), stays in zip(units, read_apart_of, parts, stay, strict=True):
-        if stays:
-            continue
-        rows = unit.copies + unit.reduced - unit.wide  # in the dtypes that they are gathered in
-        copies = (rows if schedule.on_cpu else unit.copies) if read_apart else 0
-        largest, copied = masters + kept, 2 * (masters + kept)
-        if schedule.on_cpu:  # gradients go down and new rows up
-            largest, copied = 0, unit.reduced + rows
-        found = _Offloaded(
-            found.masters + masters,
-            found.states + kept,
-            found.copies + copies,
-            max(found.largest, largest),
-            found.copied + copied,
-        )
-    return found
+    sizes = [masters + kept for masters, kept in parts]
+    largest = largest_that_streams(sizes, _OFFLOAD_BUFFERS) if schedule.beside else max(sizes, default=0)
+    away = [
+        (u, apart, *part) for u, apart, part in zip(units, read_apart_of, parts, strict=True) if sum(part) <= largest
+    ]
+    return _Offloaded(
+        masters=sum(masters for _, _, masters, _ in away),
+        states=sum(kept for *_, kept in away),
+        copies=sum(unit.copies for unit, read_apart, *_ in away if read_apart),
+        largest=largest,
+        copied=sum(2 * (masters + kept) for *_, masters, kept in away),
+    )
 
 
 def units_of_modules(units: Sequence[UnitPlan], modules: Sequence[str]) -> dict[str, tuple[str, ...]]:

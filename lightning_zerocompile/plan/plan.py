@@ -198,8 +198,6 @@ def make_plan(
         notes.append(
             "At stage 3 the run gathers the weights of linear layers as autocast's cast; here they count whole."
         )
-    if config.offload_update == "cpu":
-        notes.append("What the CPU needs for the optimizer's update is not in the seconds of a step.")
     if config.offload and machine.link is None:
         notes.append("The time in which offloaded masters and states are copied is not in the seconds of a step.")
     if config.activation_offload and machine.link is None:
@@ -237,7 +235,7 @@ def make_plan(
         )
         defers = schedule.accumulates
         memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
-        if schedule.offload_budget is not None and machine.memory is not None and memory.peak > machine.memory:
+        if schedule.offload and machine.memory is not None and memory.peak > machine.memory:
             schedule = dataclasses.replace(schedule, early=False)
             memory, traffic = simulate(units, sizes, optimizers, trace, schedule, buffers)
         traffic = accumulated(traffic, memory.resident, accumulate, defers)
@@ -298,9 +296,8 @@ def schedule_of(
         gloo,
         accumulates=defers,
         adds=accumulate > 1 and not defers,
-        offload_budget=config.offload_budget if config.offload else None,
+        offload=bool(config.offload),
         in_backward=config.optimizer_in_backward and (accumulate == 1 or defers),
-        on_cpu=config.offload_update == "cpu",
         beside=bool(config.offload) and config.optimizer_in_backward,
         inner=inner,
         flat=flat,

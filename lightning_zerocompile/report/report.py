@@ -158,7 +158,7 @@ def report_of(engine: Engine, stats: Stats, compiled: CompileStats, host: HostTi
         memory=memory_by_kind(engine, stats),
         free=free,
         largest=max(runtime.used_units().values(), default=0),
-        unfused=() if config.offload and config.offload_update == "cpu" else _unfused(engine),
+        unfused=_unfused(engine),
         host=host,
     )
 

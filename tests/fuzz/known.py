@@ -117,10 +117,6 @@ FOUND = (
             ((Backward(fails="backward"), Write(which=4), Backward(), Snap()),),
         ),
     ),
-    Found(
-        "offload_update='cpu' rounds a gradient to the dtype of its parameter",
-        Program(Model(block=("raw_none",)), Options(offload="cpu"), ((Backward(), Step()),)),
-    ),
 )
 
 

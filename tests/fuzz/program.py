@@ -45,8 +45,7 @@ class Options:
     optimizers: Literal["one", "halves", "alternate"] = "one"
     momentum: float = 0.0
     weight_decay: float = 0.0
-    offload: Literal["", "device", "cpu"] = ""  # where the optimizers' masters and states are updated
-    offload_budget: int = 0
+    offload: bool = False
     activations: Literal["", "again", "host", "again_host"] = ""  # blocks run again; what they save is on the host
     recompute: float | None = None
     inner: bool = False  # of four ranks two gather in the backward, from secondary shards
@@ -303,8 +302,7 @@ def _options(modes: tuple[str, ...]) -> st.SearchStrategy[Options]:
         optimizers=st.sampled_from(("one", "one", "halves", "alternate")),
         momentum=st.sampled_from((0.0, 0.0, 0.9)),
         weight_decay=st.sampled_from((0.0, 0.0, 0.1)),
-        offload=st.sampled_from(("", "", "device", "cpu")),
-        offload_budget=st.sampled_from((0, 0, 300)),
+        offload=st.booleans(),
         activations=st.sampled_from(("", "", "again", "host", "again_host")),
         recompute=st.sampled_from((None, None, 1.0, 0.5)),
         inner=st.sampled_from((False, False, True)),
@@ -320,8 +318,7 @@ def _allowed(program: Program) -> Program:
     """
     model, options, steps = program.model, program.options, program.steps
     if options.in_backward:
-        offload: Literal["", "device"] = "device" if options.offload else ""
-        options = replace(options, keep_gradients=False, optimizers="one", offload=offload)
+        options = replace(options, keep_gradients=False, optimizers="one")
         model = without_halves(program).model
         steps = tuple(tuple(made for op in ops for made in _updated_at_once(op)) for ops in steps)
     if any(kind.startswith("raw") for kind in model.block):
@@ -334,8 +331,6 @@ def _allowed(program: Program) -> Program:
         options = replace(options, keep_gathered=(), memory_budget=None, inner=False, unequal=False)
     elif "by_rank" in model.block:
         options = replace(options, keep_gathered=("net.layers",))
-    if not options.offload:
-        options = replace(options, offload_budget=0)
     if options.mode == "eager":
         options = replace(options, recompute=None)
     elif options.mode == "model":

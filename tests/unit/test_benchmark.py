@@ -320,16 +320,14 @@ def test_adapters_train_alike(tmp_path: Path, checkpointing: list[str]) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_an_offload_trains_as_without(tmp_path: Path) -> None:
-    """What is in host memory, and what a step copies, is in the row; updates on the CPU copy less."""
+    """What is in host memory, and what a step copies, is in the row."""
     sizes = ["--model=tiny", "--seq=32", "--steps=2", "--warm-up=3", "--lr=1e-2", "--gpus=2", "--meta", "--same-batch"]
     found = []
-    for update in (None, "device", "cpu"):
-        options = {"offload": "optimizer", "offload_update": update} if update else {}
+    for options in ({}, {"offload": "optimizer"}):
         more = ["--backend=aot_eager", f"--options={json.dumps(options)}", "--systems", "stage_3"]
         (row,), _ = run_benchmark(tmp_path, *sizes, *more)
         assert row["options"] == options
         found.append(row)
-    without, device, cpu = found
-    assert without["host"] is None and device["host"] == cpu["host"] > 0
-    assert 0 < cpu["moved"] < device["moved"] and without["losses"] == device["losses"]
-    assert cpu["losses"] == pytest.approx(device["losses"], abs=0.02)
+    without, offloaded = found
+    assert without["host"] is None and offloaded["host"] > 0
+    assert offloaded["moved"] > 0 and without["losses"] == offloaded["losses"]

@@ -1,34 +1,24 @@
-"""Which units an offload leaves on the device."""
+"""Which units an offload beside the backward leaves on the device."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lightning_zerocompile.optim.residency import which_stay
+from lightning_zerocompile.optim.residency import largest_that_streams
 
 
-def _chosen(sizes: list[int], budget: int) -> list[int]:
-    return [place for place, stays in enumerate(which_stay(sizes, budget)) if stays]
-
-
-def test_large_ones_first() -> None:
-    model = [40, *[10] * 8, 1, 40]  # an embedding, blocks, a norm and a head
-    assert _chosen(model, 0) == []
-    assert _chosen(model, 80) == [0, 10]
-    assert _chosen(model, 45) == [0, 9]  # one of the two, and what else fits
-    assert _chosen(model, 81 + 80) == list(range(11))
-
-
-@pytest.mark.parametrize(("budget", "stay"), [(10, [1]), (20, [1, 5]), (40, [1, 3, 5, 7]), (60, [1, 2, 3, 5, 6, 7])])
-def test_those_of_one_size_are_spread(budget: int, stay: list[int]) -> None:
-    assert _chosen([0, *[10] * 8, 0], budget) == stay
-
-
-@given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 60))
-def test_the_budget_holds_and_nothing_more_fits(sizes: list[int], budget: int) -> None:
-    stay = which_stay(sizes, budget)
-    left = budget - sum(size for size, stays in zip(sizes, stay, strict=True) if stays)
-    assert left >= 0
-    assert all(stays or size == 0 or size > left for size, stays in zip(sizes, stay, strict=True))
+@pytest.mark.parametrize(
+    ("sizes", "largest"),
+    [
+        ([], 0),
+        ([0, 0], 0),
+        ([10] * 8, 10),  # equal ones stream
+        ([40, *[10] * 8, 40], 10),  # an embedding and a head: 80 stay, and the buffers shrink by 90
+        ([40, *[20] * 8, 40], 40),  # 80 for 60
+        ([40, *[20] * 8, 0, 1], 20),  # one of them: 40 for 60
+        ([40, *[10] * 8, *[9] * 100, 40], 10),  # the eight would take 80 for 3
+        ([100, 10], 10),  # two buffers are enough for two
+    ],
+)
+def test_what_costs_no_more_than_it_frees_stays(sizes: list[int], largest: int) -> None:
+    assert largest_that_streams(sizes, 3) == largest

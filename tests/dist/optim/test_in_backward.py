@@ -388,7 +388,6 @@ def test_what_does_not_go_together() -> None:
     "other",
     [
         {"keep_gradients": True},
-        {"offload_update": "cpu", "offload": "optimizer"},
         {"full_param_optimizers": ["Shampoo"]},
     ],
 )
@@ -777,29 +776,43 @@ def test_any_order_is_served() -> None:
             assert not stream._buffers
 
 
-BESIDE: dict[str, tuple[Any, int, Any, dict[str, Any], dict[str, Any]]] = {
-    "clipped by value": (Groups, 3, False, {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}, {}),
-    "accumulated, reduced once": (Groups, 1, False, {"accumulate_grad_batches": 2}, {}),
-    "accumulated, reduced each time": (Groups, 3, "blocks", {"accumulate_grad_batches": 2}, {}),
-    "fused": (partial(Groups, fused=True), 2, False, {}, {}),
-    "a budget": (Groups, 3, False, {}, {"offload_budget": 6_000}),
-    "a window": (_Windows, 3, False, {}, {}),
-    "two optimizers": (_Toggled, 1, False, {}, {}),
+BESIDE: dict[str, tuple[Any, int, Any, dict[str, Any]]] = {
+    "clipped by value": (Groups, 3, False, {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}),
+    "accumulated, reduced once": (Groups, 1, False, {"accumulate_grad_batches": 2}),
+    "accumulated, reduced each time": (Groups, 3, "blocks", {"accumulate_grad_batches": 2}),
+    "fused": (partial(Groups, fused=True), 2, False, {}),
+    "a window": (_Windows, 3, False, {}),
+    "two optimizers": (_Toggled, 1, False, {}),
 }
 
 
 @pytest.mark.parametrize("name", list(BESIDE))
 @on_ranks()
 def test_what_goes_together_with_an_offload(name: str) -> None:
-    make, stage, scope, arguments, options = BESIDE[name]
-    _, module = _fits_equal(make, 4, arguments | BF16, stage, OFFLOAD | options, **COMPILED[scope])
+    make, stage, scope, arguments = BESIDE[name]
+    _, module = _fits_equal(make, 4, arguments | BF16, stage, OFFLOAD, **COMPILED[scope])
     stats = module.stats
     steps = 2 if make is _Toggled else 4  # of each optimizer
     assert steps * stats.offload_bytes == stats.offload_out_bytes
     assert stats.offload_bytes > 0 or (make is _Toggled and models.rank() > 1)  # few rows: these ranks have none
-    if name == "a budget":
-        _, everything = _fits_equal(make, 4, arguments | BF16, stage, OFFLOAD, **COMPILED[scope])
-        assert 0 < everything.stats.offload_bytes - stats.offload_bytes <= options["offload_budget"]
+
+
+class _Wide(models.ByteModel):
+    """Its embedding is larger than a block, and the blocks together are larger than what it frees."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=12)
+        self.embedding = nn.Embedding(400, 10)
+
+
+@on_ranks()
+def test_large_units_stay_where_they_take_no_more_than_the_buffers() -> None:
+    plain = _offloaded(_Wide, 3, 3, unit_bytes=1, **EAGER)
+    after = _offloaded(_Wide, 3, 3, unit_bytes=1, **EAGER, **OFFLOAD)
+    ours = _offloaded(_Wide, 3, 3, unit_bytes=1, optimizer_in_backward=True, **EAGER, **OFFLOAD)
+    _assert_same(plain, ours)
+    large = 12 * plain["embedding.weight"].numel() // models.world()  # the master and two states
+    assert large <= after["held"] - ours["held"] <= large + 3 * 512 and ours["held"] > 0
 
 
 @pytest.mark.parametrize("stage", [1, 3])
