@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -20,11 +20,11 @@ from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.optim.hooks import OptimizerSteps
 from lightning_zerocompile.ranks.abort import refuse_ended_group
-from lightning_zerocompile.ranks.groups import Groups, inner_size, shard_groups
+from lightning_zerocompile.ranks.errors import keep_first_error
+from lightning_zerocompile.ranks.groups import Groups, default_group_position, inner_size, shard_groups
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
 from lightning_zerocompile.runtime.memory_budget import MemoryBudget
 from lightning_zerocompile.runtime.runtime import Runtime
-from lightning_zerocompile.runtime.settled import MastersState, SettledMasters
 from lightning_zerocompile.runtime.window import Windows
 from lightning_zerocompile.sharding.autocast import cast_inputs
 from lightning_zerocompile.sharding.buffers import Buffers, move_buffers
@@ -56,10 +56,8 @@ from lightning_zerocompile.sharding.module_swap import (
 from lightning_zerocompile.sharding.parameter import ShardedParameter
 from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
 
-# How long a rank that has failed waits for the others, and at most which part of `timeout`. On devices it learns later
-# that another has failed: a host that stands in the driver can only be freed from outside, see [Note: ended groups].
-_PATIENCE, _PATIENCE_ON_DEVICES = (timedelta(seconds=5), 10), (timedelta(seconds=15), 2)
-_RESCUE, _HERE = "rescue", "all here"  # the mark that decides of a rescue, and what it says if there is one
+_PATIENCE, _PART = timedelta(seconds=5), 10  # how long failed ranks wait for each other; at most a part of `timeout`
+_END = "the end of a run that failed"  # the mark of what they decide
 
 
 class Engine:
@@ -142,24 +140,13 @@ class Engine:
             if self.regions.compiled:
                 self._watched = weakref.finalize(self, self.regions.progress.watch())
         except BaseException:
-            self.abandon()
+            with keep_first_error(True, "the end of the set-up"):
+                self.abandon()
             raise
         self.windows = Windows(self.runtime)
         in_backward, windows = self.steps.in_backward, self.windows
         if in_backward is not None:
             in_backward.waits = lambda: windows.is_open or windows.in_accumulation
-        self._settled: SettledMasters | None = None
-        if device.type != "cpu" and dist.get_world_size() > 1:
-            self._settled = SettledMasters(
-                device,
-                self._state_of_masters,
-                masters=self._written_since,
-                buffers=self.model.buffers,
-                keep_on_host=self.steps.keep_on_host,
-                within=self._patience.total_seconds() / 2,
-            )
-            self.runtime.messages.ending = self._settled.groups_end
-            self.steps.update_begins = self._settled.update_begins
         self._has_cuda_graphs = config.cuda_graphs
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.defer_grad_sync
 
@@ -269,8 +256,6 @@ class Engine:
         refresh_all(self.model, modules_of(self.model), self.runtime.step_state)
 
     def _begin(self, what: str) -> None:
-        if self._settled is not None:
-            self._settled.step_begins()
         self.windows.meet_again()
         self.runtime.pass_mark(what)
         if self._has_cuda_graphs:  # see [Note: CUDA graphs]
@@ -477,45 +462,52 @@ class Engine:
         self._groups.destroy()
         self.leave_groups()
 
-    def rescue(self) -> bool:
-        """After a failure: makes the model an ordinary module again, if every rank ends its run within a few seconds.
+    def unshard_after_failure(self) -> bool:
+        """After an exception: makes the model an ordinary module again where that is sure to end, and to be right.
 
-        [Note: rescue] Collectives that the failed run has started may never end, so none of its process groups is used
-        or waited for. Each rank looks in the store whether all others have ended, too. On devices each rank also says
-        there whether its masters are settled, see [Note: settled masters]. The first rank that knows it of all, or
-        that will not wait any longer, decides for all (by one write, which the store makes atomic). Only then do the
-        ranks gather the masters on the CPU, over a new group whose waits are short. Where one rank has made a step more
-        than another, the module has rows of both, and a warning says so. With several ranks, writes to gathered values
-        that have not reached a master are lost.
+        [Note: after a failure] One rank has all rows, and needs nobody. Several ranks must gather, and a rank that
+        gathers alone waits in vain. So each rank says in the store how many steps it has made, and how many
+        collectives it has started. If all ranks say the same within a few seconds, and none was in an update, the
+        masters of all ranks are of the same step, and every collective that was started ends. Only then the model is
+        made whole. The first rank that knows this, or waits no longer, decides for all by one write. Several ranks lose
+        what was written to gathered values and has not reached a master.
 
         Returns:
             Whether the model is whole. If it is not, it is as it was before, and :meth:`abandon` must be called.
         """
         if not self.manages(self.model):
             return False
-        made: tuple[dist.ProcessGroup, ...] = ()
-        group = None
         try:
             if dist.get_world_size() == 1:
-                self.runtime.core.write_back()
-            else:
-                if not self._all_here():
-                    return False
-                count = self.steps.count if self._settled is None else self._settled.restore()
-                made = everyone, group = self._groups.make_on_cpu(2 * self._patience)
-                _warn_of_steps(count, everyone)
-            self.steps.give_back(unshard_parameters(self.model, group), group)
-        except RuntimeError:  # the store, a rank that is gone meanwhile, or a device that has failed raised it
-            return False
-        finally:
-            for one in made:
-                dist.destroy_process_group(one)
+                with contextlib.suppress(RuntimeError):  # what was written there may be of the step that has failed
+                    self.runtime.core.write_back()
+            elif why := self._why_not_whole():
+                return _stays_sharded(why)
+            self.steps.give_back(unshard_parameters(self.model))
+        except RuntimeError as error:  # a rank or the store is gone meanwhile, or the device has failed
+            return _stays_sharded(str(error))
         remove_regions(self.model)
         self._silence()
         self.attach_optimizers([])
         self.model.cpu()
         self.runtime.abandon()
         return True
+
+    def _why_not_whole(self) -> str:
+        """After a failure: why the ranks cannot make the model whole, alike on all of them; "": they can."""
+        messages, rank = self.runtime.messages, dist.get_rank()
+        messages.close()  # its thread would take the waits that come for a hang, and end this rank's groups
+        why = ""
+        if messages.ended is not None:
+            why = f"rank {rank} was waiting for another one, so its process group has ended"
+        elif self.steps.updates or self.runtime.step_state.updated:
+            why = f"rank {rank} ended in the middle of an update"
+        else:
+            patience = min(_PATIENCE, self.config.timeout / _PART)
+            place = f"{self.steps.count} {messages.started()} {default_group_position()}"
+            if not messages.all_count(f"{_END}/{place}", patience, lambda: messages.marked(_END, 0) is not None):
+                why = f"not all ranks ended at one place of the training within {patience.total_seconds():g} s"
+        return messages.mark(_END, 0, why)[1]
 
     def abandon(self) -> None:
         """After a failure: neither communicates nor waits, see [Note: abandoned communication] in csrc/runtime.cpp.
@@ -544,65 +536,17 @@ class Engine:
         self.runtime.meetings.leave_group()
         del self._groups
 
-    def _state_of_masters(self) -> MastersState:
-        versions = [sharded.local._version for sharded in self.runtime.sharded_parameters]
-        return MastersState(self.steps.count, self.runtime.step_state.updated, versions)
-
-    def _written_since(self, then: MastersState) -> list[Tensor]:
-        """What updates or user code may have written since a step began; see :class:`SettledMasters`."""
-        known = zip(self.runtime.sharded_parameters, then.versions, strict=True)
-        masters = [one.local for one, version in known if one.master.requires_grad or one.local._version != version]
-        return masters + self.steps.states_of_others()
-
-    def settle(self, drained: bool) -> None:
-        """After a failure, before groups are ended: notes whether the masters of this device are whole as they are.
-
-        ``drained``: whether the device has done all that its current stream holds. It is enough where optimizers update
-        on that stream, since this rank's groups have not been ended.
-        """
-        if self._settled is None:
-            return
-        beside = self.config.optimizer_in_backward or bool(self.config.offload)
-        patience = self._patience.total_seconds()
-        done = drained and (not beside or self.runtime.idle(patience))
-        if done and self.runtime.messages.ended is None:
-            self._settled.are_whole()
-
-    @property
-    def _patience(self) -> timedelta:
-        most, part = _PATIENCE if self.device.type == "cpu" else _PATIENCE_ON_DEVICES
-        return min(most, self.config.timeout / part)
-
-    def _all_here(self) -> bool:
-        """After a failure: whether all ranks have ended their run, with settled masters; see rescue."""
-        messages, patience = self.runtime.messages, self._patience
-
-        def decided() -> bool:
-            return messages.marked(_RESCUE, 0) is not None
-
-        here = None not in messages.reasons(patience).values()
-        if here and self.device.type != "cpu":  # groups may have been ended since; then the device goes on
-            here = self._settled is not None and self._settled.hold() and self.runtime.drained(patience.total_seconds())
-            here = here and messages.all_count(f"{_RESCUE}/settled", patience, decided)
-        return messages.mark(_RESCUE, 0, _HERE if here else "gone")[1] == _HERE
-
     def _silence(self) -> None:
         if self._watched is not None:
             self._watched()
 
 
-def _warn_of_steps(count: float, group: dist.ProcessGroup) -> None:
-    """After a failure ranks may have made different numbers of optimizer steps; collective over ``group``."""
-    counts: list[Any] = [0] * dist.get_world_size(group)
-    dist.all_gather_object(counts, count, group=group)
-    least, most = min(counts), max(counts)
-    if least != most or most % 1:
-        warnings.warn(
-            f"When the run ended rank {counts.index(least)} had made {least:g} optimizer steps, and rank "
-            f"{counts.index(most)} {most:g} (half a step: it was inside one). The module is whole again, with parts of "
-            "different steps. Load a checkpoint if that matters.",
-            stacklevel=2,
-        )
+def _stays_sharded(why: str) -> bool:
+    rank_zero_warn(
+        f"zerocompile: the module stays sharded, since {why}. Build it anew and go on from a checkpoint "
+        "(`trainer.fit(model, ckpt_path=...)`); `ModelCheckpoint(save_on_exception=True)` writes one if all raise."
+    )
+    return False
 
 
 def _slots_of(module: nn.Module) -> dict[str, ShardedParameter]:

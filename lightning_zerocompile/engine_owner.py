@@ -152,7 +152,7 @@ class EngineOwner:
 
         Args:
             failed: whether a rank has failed, so that ranks may be out of step. Then the module is made whole only if
-                the ranks can still do that, see [Note: rescue]; otherwise it stays in shards.
+                the ranks can still do that, see [Note: after a failure]; otherwise it stays in shards.
         """
         if self._engine is None:
             return
@@ -167,7 +167,7 @@ class EngineOwner:
                 engine.unshard()
                 whole = True
             elif self.config.unshard_after_fit:
-                whole = engine.rescue()
+                whole = engine.unshard_after_failure()
         finally:
             try:
                 if not whole:

@@ -36,7 +36,13 @@ from lightning_zerocompile.plugins.evaluation import UnequalEvaluation
 from lightning_zerocompile.plugins.launcher import ForkLauncher, KeepsWeightsOnly, Launcher, forks
 from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
 from lightning_zerocompile.ranks.abort import START_ANEW, destroy_group_at_exit, refuse_ended_group
-from lightning_zerocompile.ranks.errors import TEARDOWN, CommunicationError, in_phases, is_communication
+from lightning_zerocompile.ranks.errors import (
+    TEARDOWN,
+    CommunicationError,
+    in_phases,
+    is_communication,
+    keep_first_error,
+)
 from lightning_zerocompile.sharding.checks import check_has_parameters, explain, trainer_settings
 from lightning_zerocompile.sharding.meta_init import place
 
@@ -451,8 +457,14 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._evaluation.end(exception)
         self._failed = True  # ranks may be out of step: no collective from here on
+        with keep_first_error(True, "the end of the evaluation"):
+            self._evaluation.end(exception)
+        with keep_first_error(True, "telling the other ranks"):
+            self._tell(exception)
+
+    def _tell(self, exception: BaseException) -> None:
+        """Says in the exception what is known of its cause, and tells the others that this rank ends."""
         explained = explain(str(exception)) if type(exception) is RuntimeError else None
         if explained is not None:  # a hook raised it, outside of steps
             exception.args = (explained,)
@@ -465,7 +477,6 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
                 exception.args = (f"{ended}\nThis rank's own error: {exception}",)
             self.messages.leave(f"{type(exception).__name__}: {exception}")
             drained = self.engine.runtime.drained(_DRAINS)
-            self.engine.settle(drained)
             if not drained:  # the rest of the tear-down waits for the device
                 self.messages.end(f"zerocompile: rank {self.global_rank} has ended its run: {exception}")
                 if isinstance(exception, CommunicationError):
@@ -473,20 +484,24 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if not self._failed:
-            _optimizers_to_device(self.optimizers, torch.device("cpu"))
-        if self._failed or self.config.unshard_after_fit:
-            self._close(self._failed)
-        if self._engine is None:
-            self._restore_module()  # also if set-up has failed half-way
-        if self._engine is None and self.lightning_module is not None and not self._failed:
-            self.lightning_module.cpu()
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        if self.accelerator is not None and not self._failed:  # on a device it waits for collectives of other ranks
-            self.accelerator.teardown()
-        if self._failed:
+        failed = self._failed
+        with keep_first_error(failed, "the end of the run"):
+            if not failed:
+                _optimizers_to_device(self.optimizers, torch.device("cpu"))
+            if failed or self.config.unshard_after_fit:
+                self._close(failed)
+        with keep_first_error(failed, "taking back what was changed in the module"):
+            if self._engine is None:
+                self._restore_module()  # also if set-up has failed half-way
+            if self._engine is None and self.lightning_module is not None and not failed:
+                self.lightning_module.cpu()
+        with keep_first_error(failed, "the teardown"):
+            if self.cluster_environment is not None:
+                self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            if self.accelerator is not None and not failed:  # on a device it waits for collectives of other ranks
+                self.accelerator.teardown()
+        if failed:
             self._checkpoints.abandon()
         else:
             self._checkpoints.finish()

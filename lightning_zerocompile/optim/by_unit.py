@@ -249,8 +249,7 @@ class UnitStepper:
         one_by_one: every unit is updated on its own, see [Note: optimizer in backward].
         ranks: how many the shard group has.
         one_pass: updates the units of some optimizers; ``None``: torch updates all.
-        begins: called before each update in a step, when the current stream waits for its gradients. What the
-            optimizer keeps is then in :meth:`state_of`.
+        begins: called before each update in a step.
 
     Attributes:
         in_one_pass: how many updates of units ``one_pass`` has made.
@@ -277,15 +276,10 @@ class UnitStepper:
         self._units, self._updated, self._kept, self._gradients = units, updated, kept, gradients
         self._full_param_optimizers, self.together = full_param_optimizers, together
         self._plans = WeakKeyDictionary[Optimizer, _Plan]()
-        self._states: dict[Optimizer, Any] = {}  # of those that are updated now
 
     def forget(self) -> None:
         """Lets go of all parameters."""
         self._plans.clear()
-
-    def state_of(self, optimizer: Optimizer) -> Any:
-        """The optimizer's state, by master; while a unit is updated the optimizer itself has another one."""
-        return self._states.get(optimizer, optimizer.state)
 
     @contextmanager
     def around(
@@ -496,7 +490,6 @@ class UnitStepper:
         """
         pairs = list(zip(one.masters, values, strict=True))
         state, states = optimizer.state, None
-        outermost = self._states.setdefault(optimizer, state) is state
         succeeded = False
         try:
             if whole or staged:
@@ -535,8 +528,6 @@ class UnitStepper:
             if not whole and not staged:  # see [Note: versions of updates]
                 increment_version([value for value in values if value.grad is not None])
             new_state, optimizer.state = optimizer.state, state
-            if outermost:
-                del self._states[optimizer]
             changed = states is None or not states.unchanged(new_state)
             if not changed:
                 one.states = states

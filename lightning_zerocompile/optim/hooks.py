@@ -11,7 +11,6 @@ from operator import is_
 from types import MethodType
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
@@ -33,10 +32,8 @@ from lightning_zerocompile.optim.supported import (
 from lightning_zerocompile.optim.taken_over import (
     give_back,
     is_whole,
-    keep_on_host,
     sharded_states,
     take_masters,
-    written_by_updates,
 )
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.master import as_plain_tensors, bound_gradient, index_of
@@ -64,8 +61,9 @@ class OptimizerSteps:
 
     Attributes:
         last: the optimizers that were attached last; it stays as it is when none are attached (``attach([])``).
-        count: how many steps have succeeded. A step, or a backward, that raised after it had updated units counts as
-            half a step.
+        count: how many steps have succeeded.
+        updates: whether a step, or a backward, has begun to update parameters, and no step has succeeded since. So it
+            stays true after a step that raised half-way.
         in_backward: updates units inside the backward; ``None`` without ``optimizer_in_backward``.
     """
 
@@ -92,7 +90,6 @@ class OptimizerSteps:
             one_pass=OnePass(runtime.core, runtime.device) if self._config.update_in_one_pass else None,
             begins=self._update_begins,
         )
-        self.update_begins: Callable[[], None] = lambda: None
         self._restore: dict[Optimizer, Callable[[], None]] = {}  # ends the watch over each
         self._taken: set[tuple[Any, ...]] = set()  # see check_gradients
         self._offloaded: list[list[Tensor]] = []  # what each optimizer had when it was offloaded
@@ -102,7 +99,7 @@ class OptimizerSteps:
         self.in_backward: InBackward | None = None  # with `optimizer_in_backward`
         if self._config.optimizer_in_backward:
             self.in_backward = InBackward(runtime, self._stepper, self._offload, self._through_lightning)
-        self.count = 0.0
+        self.count, self.updates = 0, False
         self.last: list[Optimizer] = []
         self._by_unit = False  # whether the running step has updated units
 
@@ -181,20 +178,12 @@ class OptimizerSteps:
         """Of parameters for which the watched optimizers keep something."""
         return sum(len(optimizer.state) for optimizer in self._restore)
 
-    def states_of_others(self) -> list[Tensor]:
-        """What updates write of optimizers that were made elsewhere; their states outlive the run."""
-        return written_by_updates(map(self._stepper.state_of, list(self._taken_over)))
-
-    def keep_on_host(self) -> Callable[[], None]:
-        """Returns a function that gives these optimizers back what they count on the host now, and no later state."""
-        return keep_on_host(map(self._stepper.state_of, self._taken_over))
-
-    def give_back(self, parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    def give_back(self, parameters: Mapping[Tensor, Tensor]) -> None:
         """Gives optimizers that were made elsewhere the whole parameters in the place of their masters; collective.
 
-        ``parameters``, ``group``: as for :func:`~lightning_zerocompile.optim.taken_over.give_back`.
+        ``parameters``: the whole parameters, by their masters.
         """
-        give_back(self._taken_over, parameters, group)
+        give_back(self._taken_over, parameters)
         self._taken_over = {}
 
     def _watch(self, optimizer: Optimizer) -> Callable[[], None]:
@@ -360,7 +349,7 @@ class OptimizerSteps:
     def backward_failed(self) -> None:
         """Called after a backward that raised, which may have updated a part of the model."""
         if self.in_backward is not None and self.in_backward.failed():
-            self.count += 0.5
+            self.updates = True
 
     def skip(self, optimizer: Optimizer) -> None:
         """Releases what a step releases, and updates nothing: called in the place of a step that loss scaling skips."""
@@ -416,7 +405,7 @@ class OptimizerSteps:
             by_unit = yield from self._running_step(optimizer)
         finally:
             step_state.in_step, self._by_unit = before
-        self.count += 1
+        self.count, self.updates = self.count + 1, False
         if self.in_backward is not None:
             self.in_backward.stepped(optimizer)
         self._stepped()
@@ -432,9 +421,6 @@ class OptimizerSteps:
         self._running.append(optimizer)
         try:
             yield
-        except BaseException:
-            self.count += 0.5 * self._by_unit
-            raise
         finally:
             self._running.pop()
             if not self._by_unit:
@@ -442,7 +428,7 @@ class OptimizerSteps:
         return self._by_unit
 
     def _update_begins(self) -> None:
-        self.update_begins()
+        self.updates = True
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         if self._runtime.core.any_other_dtype():

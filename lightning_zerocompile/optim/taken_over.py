@@ -9,10 +9,9 @@ whole state, on the CPU. An optimizer that ``configure_optimizers`` makes belong
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -65,15 +64,12 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def give_back(
-    optimizers: Iterable[Optimizer], parameters: Mapping[Tensor, Tensor], group: dist.ProcessGroup | None = None
-) -> None:
+def give_back(optimizers: Iterable[Optimizer], parameters: Mapping[Tensor, Tensor]) -> None:
     """Puts the whole parameters where the optimizers hold masters, with their whole state, on the CPU; collective.
 
     Args:
         optimizers: the same, in the same order, on all ranks.
         parameters: the whole parameters, by their masters.
-        group: a process group of the same ranks, on the CPU; it communicates instead of the shard group.
     """
     for optimizer in optimizers:
         for held in optimizer.param_groups:
@@ -84,49 +80,13 @@ def give_back(
                 held["params"][position] = whole
                 state = optimizer.state.pop(master, None)
                 if state is not None:
-                    optimizer.state[whole] = {name: _whole(kept, group) for name, kept in state.items()}
+                    optimizer.state[whole] = {name: _whole(kept) for name, kept in state.items()}
 
 
-def written_by_updates(states: Iterable[Mapping[Tensor, Mapping[str, Any]]]) -> list[Tensor]:
-    """The local parts of optimizers' states, given by parameter, and what else is of them on a device."""
-    entries = (entry for state in states for entry in list(state.values()))
-    tensors = [kept for entry in entries for kept in list(entry.values()) if isinstance(kept, Tensor)]
-    local = [kept._local_tensor for kept in tensors if isinstance(kept, DTensor)]
-    return local + [kept for kept in tensors if not isinstance(kept, DTensor) and kept.device.type != "cpu"]
-
-
-def keep_on_host(states: Iterable[dict[Tensor, dict[str, Any]]]) -> Callable[[], None]:
-    """Remembers what optimizers count on the host; ``states``: theirs, by parameter.
-
-    Returns:
-        A function that writes it back, and drops the states of parameters that have none now.
-    """
-    known = [(state, set(state)) for state in states]
-    entries = [(entry, dict(entry)) for state, _ in known for entry in state.values()]
-    counts = [
-        (kept, kept.clone())
-        for _, entry in entries
-        for kept in entry.values()
-        if isinstance(kept, Tensor) and not isinstance(kept, DTensor) and kept.device.type == "cpu"
-    ]
-
-    def write_back() -> None:
-        for state, parameters in known:
-            for parameter in [one for one in state if one not in parameters]:
-                del state[parameter]
-        for entry, before in entries:
-            entry.clear()
-            entry.update(before)
-        for kept, value in counts:
-            kept.copy_(value)
-
-    return write_back
-
-
-def _whole(kept: Any, group: dist.ProcessGroup | None) -> Any:
+def _whole(kept: Any) -> Any:
     if not isinstance(kept, Tensor):
         return kept
-    return (full_value(kept, group) if isinstance(kept, DTensor) else kept.detach()).cpu()
+    return (full_value(kept) if isinstance(kept, DTensor) else kept.detach()).cpu()
 
 
 def sharded_states(states: Sequence[tuple[Tensor, Mapping[str, Any]]], whole: bool) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_zerocompile.ranks.messages import CommunicationError, Late, Messages
-from lightning_zerocompile.ranks.waits import REMEDY
+from lightning_zerocompile.ranks.waits import remedy
 
 _ON_ITS_WAY = timedelta(seconds=30)  # how much later than this rank another one may come to the read of a number
 _PAUSE = 0.01  # seconds
@@ -281,7 +281,7 @@ class Consistency:
 
     def _apart(self, places: dict[int, str]) -> CommunicationError:
         where = "; ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()))
-        text = f"zerocompile: the ranks have come to different things: {where}. {REMEDY}"
+        text = f"zerocompile: the ranks have come to different things: {where}. {remedy(places.values())}"
         return CommunicationError(text, explained=True)  # nobody is gone
 
     def _passed(self, topic: str, message: int, ranks: Sequence[int]) -> tuple[int, str] | None:

@@ -7,7 +7,9 @@ next call in the main thread raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -18,7 +20,17 @@ from lightning_zerocompile.config import Config
 from lightning_zerocompile.ranks.abort import ended_group
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 
-__all__ = ["TEARDOWN", "CommunicationError", "explain", "in_phases", "is_communication", "phase"]
+__all__ = [
+    "TEARDOWN",
+    "CommunicationError",
+    "explain",
+    "in_phases",
+    "is_communication",
+    "keep_first_error",
+    "phase",
+]
+
+_log = logging.getLogger(__name__)
 
 TEARDOWN = "the teardown"  # the name of the phase in which Lightning tears the strategy down
 _GRACE = timedelta(seconds=5)  # how long the others may take to say that they live; at most a tenth of the timeout
@@ -95,6 +107,23 @@ def in_phases(names: Mapping[str, str]) -> Callable[[type[C]], type[C]]:
         return strategy
 
     return decorate
+
+
+@contextmanager
+def keep_first_error(failed: bool, doing: str) -> Iterator[None]:
+    """Around what is done at the end of a run, which may raise, too, where an error has ended the run.
+
+    Args:
+        failed: whether an error has ended it. Then what is raised here is logged, since it would come out in the place
+            of that error.
+        doing: what is done, for the log.
+    """
+    try:
+        yield
+    except Exception:
+        if not failed:
+            raise
+        _log.warning("zerocompile: after the error that has ended this run, %s raised, too.", doing, exc_info=True)
 
 
 def is_communication(error: RuntimeError) -> bool:

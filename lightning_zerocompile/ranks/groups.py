@@ -38,7 +38,6 @@ class Groups:
         inner: the group of the inner group's ranks, in which this rank gathers from secondary shards, see
             [Note: secondary shards] in csrc/secondary.cpp; None: there are no such shards.
         own: the groups that :meth:`destroy` destroys.
-        rows: the ranks of each shard group.
         spans_hosts: whether a shard group has ranks on several hosts, and whether an inner group has.
     """
 
@@ -50,7 +49,6 @@ class Groups:
     meetings: dist.ProcessGroup | None
     inner: dist.ProcessGroup | None
     own: tuple[dist.ProcessGroup, ...]
-    rows: list[list[int]]
     spans_hosts: tuple[bool, bool]
 
     @classmethod
@@ -104,7 +102,6 @@ class Groups:
             meetings=meetings,
             inner=inside,
             own=tuple(group for group in mine if group is not None),
-            rows=rows,
             spans_hosts=spans,
         )
 
@@ -114,14 +111,6 @@ class Groups:
             for group in (self.reductions, self.replicas, self.inner):
                 if group is not None:
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-    def make_on_cpu(self, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """New gloo groups: of all ranks, and of the shard group's ranks. All ranks must call; the caller destroys them.
-
-        ``timeout`` is that of their collectives.
-        """
-        everyone = [list(range(dist.get_world_size()))]
-        return new_group(everyone, "gloo", timeout), new_group(self.rows, "gloo", timeout)
 
     def destroy(self) -> None:
         """Destroys the groups in ``own``; none of their collectives may be in flight."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_zerocompile.ranks.consistency import Consistency
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
-from lightning_zerocompile.ranks.waits import MEETING, REMEDY
+from lightning_zerocompile.ranks.waits import MEETING, remedy
 
 _LOOK = 1.0  # seconds between two looks at the other ranks
 _PAUSE = 2e-3  # seconds that a rank first waits without sleep, and then sleeps between two questions
@@ -99,5 +99,5 @@ class Meetings:
     def _apart(self, number: int, what: str) -> CommunicationError:
         heard = self._messages.exchange_numbered(MEETING, number, what + self._messages.where())
         places = "; ".join(f"rank {rank} is in {theirs or 'something else'}" for rank, theirs in heard.items())
-        text = f"zerocompile: the ranks have come to different things: {places}. {REMEDY}"
+        text = f"zerocompile: the ranks have come to different things: {places}. {remedy([places])}"
         return CommunicationError(text, explained=True)  # nobody is gone

@@ -105,7 +105,6 @@ class Messages:
         ended: why this rank's process groups have ended, see [Note: ended groups]; None: they have not.
         among: the ranks that take part in a stream's collectives, by stream; streams of all ranks are left out.
         barriers: the barriers of mapped memory on this rank's device.
-        ending: called once, before this rank's process groups are ended, perhaps by another thread.
     """
 
     def __init__(self, device: str, name: str, timeout: timedelta) -> None:
@@ -122,7 +121,6 @@ class Messages:
         self._ending = threading.Lock()
         self.ended: str | None = None
         self.barriers: list[Barriers] = []
-        self.ending: Callable[[], None] = lambda: None
         self._stands_in: dict[int, tuple[int, float]] = {}  # by place in `barriers`: the barrier's number, since when
         self._has_left = False
         self._turn = 0
@@ -358,10 +356,7 @@ class Messages:
             if self.ended is not None:
                 return
             self.ended = f"{reason}\n{START_ANEW}"
-        try:
-            self.ending()
-        finally:
-            end_groups(reason, [barriers.end for barriers in self.barriers])
+        end_groups(reason, [barriers.end for barriers in self.barriers])
 
     def raise_if_ended(self) -> None:
         """Called before and after what communicates.

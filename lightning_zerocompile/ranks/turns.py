@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from lightning_zerocompile.ranks.messages import CommunicationError, Messages
-from lightning_zerocompile.ranks.waits import REMEDY
+from lightning_zerocompile.ranks.waits import remedy
 
 STREAM = "gate"  # the stream that a rank names when it reports that it waits at a gate
 KEPT = 1024  # decisions that stay in the store
@@ -121,7 +121,7 @@ class Turns:
         if theirs != what:
             self._proposal = (
                 f"{_FAILURE}the ranks have come to different things: rank {self._mine} is at {what}"
-                f"{self._messages.where()}, rank {first} at {theirs}. {REMEDY}"
+                f"{self._messages.where()}, rank {first} at {theirs}. {remedy([what, theirs])}"
             )
         elif self._messages.count(f"{self._topic}/arrived/{self._failures}") == len(self._ranks) * (number + 1):
             self._proposal = _GATE + what  # this rank is the last one

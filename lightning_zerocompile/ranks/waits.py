@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import CodeType, FrameType
 
@@ -35,14 +35,11 @@ _REPEATS = 2  # how often each report of a knot must be repeated
 _REPEATS_DIRECT = 10  # the same if the knot has direct collectives in it, which may take long
 _NAMED = 16  # groups of ranks that a message names at most
 
-REMEDY = (
-    "What communicates must run on every rank, in the same order: at stage 3 whatever reads or runs the model's "
-    "parameters; at every stage a checkpoint, `sync_dist=True`, `strategy.full_parameters`, collectives. Do it on all "
-    "ranks, not under `rank_zero_only` or `if trainer.is_global_zero`. For work of one rank let all ranks take full "
-    "values, `with strategy.full_parameters(module) as values:` (to save: `with strategy.full_state_dict(module):`), "
-    "and one use them; generate on all ranks, with `synced_gpus` left as it is; give all ranks equally many batches, "
-    "or take `unequal_work='evaluation'` if an evaluation has more on some (of an IterableDataset); let ranks that do "
-    "different things serve each other (`with strategy.unequal():` on all of them); or use stage 1 or 2."
+_ALL = "Do it on all ranks, not under `rank_zero_only` or `if trainer.is_global_zero`"
+_SAVE = f"{_ALL}: `trainer.save_checkpoint(path)` takes what each rank holds, and rank 0 alone writes the file."
+_REMEDY = (
+    f"{_ALL}. For work of one rank let all take full values, `with strategy.full_parameters(module) as values:`, and "
+    'one use them. Other ways: "Unequal work at stage 3" in the package\'s LIMITS.md.'
 )
 
 
@@ -154,6 +151,15 @@ class Jury:
         return suspects
 
 
+def remedy(places: Iterable[str]) -> str:
+    """What users can do about ranks that have come to different ``places``.
+
+    A rank that alone has come to a checkpoint is told about that. In `on_exception` a checkpoint is not at fault.
+    """
+    saves = any("a checkpoint" in place and "`on_exception`" not in place for place in places)
+    return _SAVE if saves else _REMEDY
+
+
 def explain_knot(lines: Mapping[int, str]) -> str:
     """The message for all ranks of a knot, from their reports (:meth:`Wait.line`) by rank."""
     ranks_at: dict[str, list[int]] = {}
@@ -161,7 +167,7 @@ def explain_knot(lines: Mapping[int, str]) -> str:
         ranks_at.setdefault(json.loads(lines[rank])["what"], []).append(rank)
     places = [f"{_names(ranks)} in {what}" for what, ranks in ranks_at.items()]
     more = ["..."] if len(places) > _NAMED else []
-    return f"zerocompile: ranks wait for each other: {'; '.join(places[:_NAMED] + more)}. {REMEDY}"
+    return f"zerocompile: ranks wait for each other: {'; '.join(places[:_NAMED] + more)}. {remedy(ranks_at)}"
 
 
 def meetings_left(lines: Mapping[int, str]) -> list[int]:

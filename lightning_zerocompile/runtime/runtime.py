@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -658,20 +657,6 @@ class Runtime:
         except RuntimeError:  # the device has failed, so nobody waits for it
             pass
         return True
-
-    def idle(self, within: float) -> bool:
-        """Whether this rank's device has done all that all of its streams hold, or does so in some seconds."""
-        if self.device.type == "cpu":
-            return True
-        done = threading.Event()
-
-        def wait() -> None:
-            with contextlib.suppress(RuntimeError):  # the device has failed, so its memory cannot be read
-                torch.cuda.synchronize(self.device)
-                done.set()
-
-        threading.Thread(target=wait, daemon=True, name="zerocompile-idle").start()
-        return done.wait(within)
 
     def abandon(self) -> None:
         """:meth:`shutdown` after a failure: waits for nothing, since the other ranks may not take part any more."""

@@ -15,13 +15,10 @@ from lightning_zerocompile.sharding.layout import on_the_wire
 ON_HOST = "_zerocompile_on_host"  # attribute of a DTensor of a device's mesh whose rows are kept in host memory
 
 
-def full_value(value: DTensor, group: dist.ProcessGroup | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def full_value(value: DTensor, dtype: torch.dtype | None = None) -> Tensor:
     """All shards of ``value`` as one detached tensor on its device, of ``value.shape``; collective over its mesh.
 
     If the rows are kept in host memory, the result is on the mesh's device.
-
-    ``group``: a process group on the CPU, of the same ranks in the same order. It communicates instead of the mesh's
-    own group, and the result is on the CPU.
 
     ``dtype``: the result has this dtype, and so has what travels; ``None``: that of ``value``.
 
@@ -31,19 +28,17 @@ def full_value(value: DTensor, group: dist.ProcessGroup | None = None, dtype: to
     rarely: the first may still write its name when the second does. So here the shards travel by ``all_gather``.
     """
     local, placements = value._local_tensor.detach(), value.placements
-    place = local.device if group is None else torch.device("cpu")
-    if group is None and value.__dict__.get(ON_HOST):
-        place = torch.device(value.device_mesh.device_type)
-    if group is not None and all(placement.is_replicate() for placement in placements):
-        return local.to(place, dtype, copy=True)
+    place = torch.device(value.device_mesh.device_type) if value.__dict__.get(ON_HOST) else local.device
+    if value.device_mesh.size() == 1 and not placements[0].is_partial():
+        return local.to(place, dtype, copy=True)  # also where the process group has ended
     # `cpu()` may have moved the shard to a device for which the mesh's group has no backend
-    local = local.to(value.device_mesh.device_type if group is None else place)
+    local = local.to(value.device_mesh.device_type)
     if len(placements) == 1 and isinstance(placements[0], Partial):
         return _reduced(local, placements[0], value).to(place, dtype)
     if len(placements) != 1 or type(placements[0]) is not Shard:
         return DTensor.full_tensor(value).detach().to(dtype=dtype)
     local = local.to(dtype=dtype)
-    dim, group = placements[0].dim % value.ndim, group or value.device_mesh.get_group()
+    dim, group = placements[0].dim % value.ndim, value.device_mesh.get_group()
     size, world = value.shape[dim], dist.get_world_size(group)
     most = -(-size // world)
     padded = local.new_zeros([most if d == dim else n for d, n in enumerate(value.shape)])

@@ -560,7 +560,7 @@ def _check_own(path: str, module: nn.Module, *_: Any) -> None:
             refuse_left(f"{path}.{name}" if path else name)
 
 
-def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[Tensor, Tensor]:
+def unshard_parameters(model: nn.Module) -> dict[Tensor, Tensor]:
     """Makes the model an ordinary module with full parameters on the CPU; collective over the shard group.
 
     Each parameter gets the dtype back that it had, whatever the optimizer kept it in. On a device no more than one
@@ -568,7 +568,6 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
 
     Args:
         model: a sharded model.
-        group: a group on the CPU, of the shard group's ranks; it communicates instead of the shard group.
 
     Returns:
         The whole parameters, by their masters.
@@ -577,7 +576,7 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
     for module in model.modules():
         for sharded in module.__dict__.get(PARAMETERS, {}).values():
             if sharded not in full:
-                value = _whole_value(sharded, group)
+                value = _whole_value(sharded)
                 with as_plain_tensors():
                     full[sharded] = whole = _whole_parameter(sharded, value)
                     whole.__dict__.update(sharded.attributes())
@@ -592,9 +591,9 @@ def unshard_parameters(model: nn.Module, group: dist.ProcessGroup | None = None)
     return {sharded.master: parameter for sharded, parameter in full.items()}
 
 
-def _whole_value(sharded: ShardedParameter, group: dist.ProcessGroup | None) -> Tensor:
+def _whole_value(sharded: ShardedParameter) -> Tensor:
     value = sharded.master.detach()
-    whole = full_value(value, group) if isinstance(value, DTensor) else value
+    whole = full_value(value) if isinstance(value, DTensor) else value
     return whole.to(sharded.dtype).to("cpu")
 
 

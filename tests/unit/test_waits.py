@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_zerocompile.ranks.waits import DIRECT, Jury, Wait, explain_knot, knot, meetings_left
+from lightning_zerocompile.ranks.waits import DIRECT, Jury, Wait, explain_knot, knot, meetings_left, remedy
 
 
 def _wait(stream: str, number: int = 1, on: Any = (), **started: int) -> Wait:
@@ -72,7 +72,14 @@ def test_the_message() -> None:
     said = {rank: _wait("gather", 5).line() for rank in range(1, 9)} | {0: _wait("message", 2, [1]).line()}
     text = explain_knot(said)
     assert "rank 0 waits in message 2; ranks 1, 2, 3, 4, 5, 6, 7, 8 wait in gather 5." in text
-    assert "strategy.full_parameters" in text and "`synced_gpus`" in text
+    assert "strategy.full_parameters" in text and '"Unequal work at stage 3"' in text
+
+
+def test_a_rank_that_saves_alone_is_told_about_checkpoints_alone() -> None:
+    saves, runs = "a checkpoint, in `on_train_batch_start`", "the gather of unit `layers.0`, in `training_step`"
+    assert "`trainer.save_checkpoint(path)`" in remedy([runs, saves]) and "full_parameters" not in remedy([runs, saves])
+    failed = "a checkpoint, in `on_exception`"  # which another rank's error is the cause of
+    assert "save_checkpoint" not in remedy([runs, failed]) and "full_parameters" in remedy([runs])
 
 
 def test_meetings_that_were_left() -> None:

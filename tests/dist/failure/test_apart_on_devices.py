@@ -94,7 +94,7 @@ def test_one_rank_alone(ranks: Ranks, what: str, rank: int, stage: int, options:
         assert f"rank {rank} {PLACES[what]}" in text and "in `on_train_batch_start`" in text, text
         goes_on = re.search(rf"rank [{others}] has come to a training step", text)
         assert goes_on or "has ended another backward" in text, text
-        assert "Do it on all ranks" in text and "strategy.full_parameters" in text, text
+        assert "Do it on all ranks" in text and ("strategy.full_parameters" in text) != (what == "saves"), text
         assert seconds < 30, text
 
 

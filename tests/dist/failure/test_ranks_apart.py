@@ -71,7 +71,8 @@ def test_work_of_one_rank_alone(
             assert f"rank 1 is in {place}" in text and re.search(
                 r"different things: (rank 0|.*rank [2-9]) has ", text
             ), text
-        assert "Do it on all ranks" in text and "strategy.full_parameters" in text, text
+        assert "Do it on all ranks" in text, text
+        assert ("strategy.full_parameters" in text) != ("checkpoint" in place), text
         assert seconds < 30
 
 

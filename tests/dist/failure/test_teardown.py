@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -98,6 +99,32 @@ def test_interrupt_on_all_ranks() -> None:
     seconds = time.monotonic() - start
     failing.works()
     assert seconds < 10
+
+
+class _EndsBadly(models.Module):
+    def cpu(self) -> Any:
+        raise ValueError("at the end")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        raise Boom("first")
+
+
+@on_ranks()
+def test_the_first_error_comes_out() -> None:
+    """What the end of the run raises is logged."""
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logging.getLogger("lightning_zerocompile").addHandler(handler)
+    try:
+        with pytest.raises(Boom, match="first"):
+            failing.fit(_EndsBadly(), failing.strategy())
+    finally:
+        logging.getLogger("lightning_zerocompile").removeHandler(handler)
+    (record,) = logged
+    assert "the end of the run raised, too" in record.getMessage()
+    assert record.exc_info is not None and str(record.exc_info[1]) == "at the end"
+    failing.works()
 
 
 # ---- ranks that fail at different points ----

@@ -466,14 +466,14 @@ def test_a_backward_that_raises_half_way(stage: int) -> None:
             loss = engines.token_loss(model, data[1])
             with pytest.raises(RuntimeError, match="Load a checkpoint"):
                 engines.backward(engine, loss)
-        assert engine.steps.count == 1.5
+        assert (engine.steps.count, engine.steps.updates) == (1, True)
         with torch.no_grad():
             for sharded in engine.runtime.sharded_parameters:
                 sharded.local.copy_(kept[sharded.name])
         engine.steps.restored()
         model.fails = False
         engines.step(engine, optimizer, lambda: engines.token_loss(model, data[1]))
-        assert engine.steps.count == 2.5
+        assert (engine.steps.count, engine.steps.updates) == (2, False)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

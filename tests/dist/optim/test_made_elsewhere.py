@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -264,44 +263,6 @@ def test_an_optimizer_that_is_refused_is_as_it_was() -> None:
         held = [group["params"] for group in optimizer.param_groups]
         assert held[0][0] is first and held[1][0] is second
         assert set(optimizer.state) == {first}
-
-
-class Remembers(Made):
-    """Notes what its optimizer has counted before its step ``at``, after it, and when that is taken back."""
-
-    at = 0
-
-    def counts(self) -> list[float]:
-        held = [p for group in self.made.param_groups for p in group["params"]]
-        return [float(self.made.state[p]["step"]) for p in held if p in self.made.state]
-
-    def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
-        if batch_idx == self.at:
-            steps, undo = self.trainer.strategy.engine.steps, list[Callable[[], None]]()  # type: ignore[attr-defined]
-            self.before, self.undo = self.counts(), undo
-            steps.update_begins = lambda: undo or undo.append(steps.keep_on_host())
-
-    def on_train_batch_end(self, outputs: Any, batch: torch.Tensor, batch_idx: int) -> None:
-        if batch_idx == self.at:
-            self.after = self.counts()
-            self.undo[0]()
-            self.undone = self.counts()
-
-
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize(
-    ("stage", "options"),
-    [(3, EAGER), *(pytest.param(s, o, marks=pytest.mark.long) for s, o in ((1, EAGER), (2, AOT), (3, AOT)))],
-)
-@on_ranks()
-def test_counts_of_a_step_are_taken_back(stage: int, options: dict[str, Any], at: int) -> None:
-    """An optimizer whose update never ran has made no step, see [Note: settled masters]."""
-    module = Remembers("adamw")
-    module.at, number = at, len(list(module.parameters()))
-    strategy = ZeroCompileStrategy(stage=stage, **options)
-    models.make_trainer(strategy, max_steps=at + 1).fit(module, models.Batches(models.rank()))
-    assert module.before == module.undone == ([1.0] * number if at else [])
-    assert module.after == [at + 1.0] * number
 
 
 class MadeInTheRun(models.Module):
