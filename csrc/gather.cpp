@@ -47,9 +47,10 @@ int64_t Gathers::kept_elements(const Parameter& p, bool low) const {
   return PeerMemory::kept_elements(c10::multiply_integers(registry_.padded_size(p)) / registry_.world());
 }
 
-// Of the places of all kept casts of this rank.
+// Of the places of all kept casts of this rank. Only other devices' copies read them.
 int64_t Gathers::kept_bytes(bool low) const {
   int64_t elements = 0;
+  if (peers_ == nullptr) return elements;
   for (const auto& p : registry_.parameters()) elements += kept_elements(p, low);
   return elements * static_cast<int64_t>(sizeof(at::BFloat16));
 }

@@ -46,7 +46,7 @@ namespace zerocompile {
 // waits for nothing that a gather does, so the wait ends. If copies of both streams shared a queue of the driver's, those
 // of the gather could stand in front. Then the barrier gives up after 20 ms, and no later one waits.
 //
-// [Note: kept casts] By option each rank keeps the cast of its rows of every parameter in further mapped memory of its
+// [Note: kept casts] With memory to spare each rank keeps the cast of its rows of every parameter in further mapped memory of its
 // own, and gathers read from there. Then a cast is made once in a step, not in each gather, and the kernel that updates a
 // master can write it at once. The version of a master tells whether its kept cast is that of what it holds now. A place
 // is written again only after all ranks have read it. That is so once this rank has passed a barrier that came after the

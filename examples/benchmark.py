@@ -28,7 +28,7 @@ systems: limit        forward, backward and a fused AdamW over 1/W of the parame
                       Lightning's Trainer
          stage_1|2|3_beside  units are updated beside the backward (optimizer_in_backward=True; without --clip)
          stage_1|2|3_separate  torch updates units, and others cast and place them (update_in_one_pass=False)
-         stage_3_spare  with memory to spare: units that fit stay gathered (memory_budget="auto")
+         stage_3_spare  with memory to spare: units that fit stay gathered (keep_gathered="auto")
          fsdp2        fully_shard per layer, reshard after forward, layers compiled (ZeRO-3); fsdp2_keep: no reshard
                       after forward (ZeRO-2); each with `_prefetch1`, `_prefetch2`: + explicit prefetch of layers; with
                       `_tuned`: prefetch of one layer, buffers from NCCL and NCCL_CTA_POLICY=2, and symmetric memory and

@@ -259,7 +259,7 @@ def auto(name: str, seq: int, checkpointed: bool, rows: list[Ran], args: argpars
         fitting = [ran for ran in rows if fits(name, seq, checkpointed, ran, limit, args)]
         best = min((ran.seconds for ran in fitting), default=None)
         try:
-            taken = decide([needs] * dist.get_world_size(), Config(stage="auto", memory_limit=limit), True).stage
+            taken = decide([needs] * dist.get_world_size(), Config(stage="auto"), True).stage
         except PlanError:
             taken = None
         right = taken is None and best is None

@@ -444,7 +444,7 @@ def tune(model: Any, layers: Sequence[Any]) -> None:
 def our_options(args: argparse.Namespace) -> dict[str, Any]:
     """Of `Config` and of `ZeroCompileStrategy`."""
     _, stage, *words = args.system.split("_")
-    spare = {"memory_budget": "auto"} if "spare" in words else {}
+    spare = {"keep_gathered": "auto"} if "spare" in words else {}
     beside = {"optimizer_in_backward": True} if "beside" in words else {}
     hosts: dict[str, Any] = {"device_mesh": args.groups} if "hybrid" in words else {}
     if "inner" in words:

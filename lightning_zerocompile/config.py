@@ -139,7 +139,7 @@ class Config:
 
     Args:
         stage: 1 shards optimizer states, 2 gradients too, 3 parameters too. ``"auto"``: the fastest of them that fits,
-            by the plan, alike on all ranks; chosen at the first set-up and said in one line.
+            by the plan, in what is free then, alike on all ranks; chosen at the first set-up and said in one line.
         compile: ``"blocks"`` (or ``True``): each repeated block of the model is compiled, all equal ones with one
             compilation (a model without any as with ``"model"``); ``"model"``: each top-level child as one graph (of
             one that only holds others, such as a ``ModuleList``, each of these); ``False``: nothing is compiled,
@@ -170,27 +170,21 @@ class Config:
             ``compile="model"`` so are small blocks; where units are gathered or reduced at once (a window opens or
             closes, an optimizer has written them), smaller ones share collectives up to that.
         prefetch: how many units are gathered ahead of their use (stage 3).
-        keep_gathered: at stage 3, names of modules (or parameters) that stay gathered from one optimizer step to the
-            next, as at stage 2: those that only some ranks use in a step, and small ones that are used often.
+        keep_gathered: at stage 3, what stays gathered from one optimizer step to the next, as at stage 2. Names of
+            modules (or parameters): those that only some ranks use in a step, and small ones that are used often. Or
+            memory for fewer bytes moved: a number of bytes on each device, or ``"auto"``, three quarters of what is
+            free at the peak of the first two steps. It buys, once, after these two steps: where gathers are copies
+            between GPUs, each rank's rows in bfloat16 or float16, which are then cast once in a step and not in each
+            gather (2 bytes for each parameter, divided by the number of ranks); and with what is left whole units,
+            those that save most communication, with one recompilation.
         unequal_work: at stage 3, whether ranks serve each other's gathers in all evaluations: ``"evaluation"``, so that
             they may use different modules, generate texts of different lengths, or take batches from datasets without
             a length. ``False``: only where their numbers of batches differ. In training (and with Fabric) write
             ``with strategy.unequal():`` around unequal work, on all ranks.
-        memory_budget: at stage 3, bytes on each device that may be filled with units that stay gathered from one
-            optimizer step to the next: those that save most communication. ``"auto"``: three quarters of what is free
-            at the peak of the first two steps. The units are chosen once, after these two steps, with one
-            recompilation. ``None``: no units.
-        memory_limit: with ``stage="auto"``, bytes that each rank may use; ``None``: what is free at set-up (on the CPU
-            the ranks of a host share it).
         copy_engine: whether parameters are gathered, and bfloat16 gradients exchanged and then summed in float32, by
             copies between the GPUs of one host instead of NCCL's kernels, which take multiprocessors from the compute
             beside them; ``"auto"``: where all ranks are on one host and their GPUs reach each other's memory;
             ``True``: or raise (gathers only).
-        keep_casts: each rank keeps its rows of all parameters also in the dtype in which they are gathered, if that is
-            bfloat16 or float16, and the other ranks' GPUs copy them from there. Then they are cast once in a step, by
-            the optimizer's kernel (``update_in_one_pass``), and not in each gather. It takes their bytes on each GPU:
-            2 bytes for each parameter, divided by the number of ranks. It counts where ``copy_engine`` does, and is
-            worth its memory at stage 3. What eager code has read it may have written to, so that is cast anew.
         defer_grad_sync: at every stage the full gradients of an accumulation (Lightning's
             ``accumulate_grad_batches``, ``block_backward_sync``) wait, unreduced, for its last backward; otherwise only
             at stage 1, while stages 2 and 3 reduce after each backward and hold no full gradient. (With replicas on
@@ -302,7 +296,16 @@ class Config:
         int, Check("must be a positive number of bytes, for example 2**26.", holds=lambda size: size > 0)
     ] = 64 * 2**20
     prefetch: Annotated[int, Check("must be a number of units, 0 or more.", holds=lambda units: units >= 0)] = 1
-    keep_gathered: Annotated[tuple[str, ...], _names("modules, for example ['vision'].")] = ()
+    keep_gathered: Annotated[
+        tuple[str, ...] | int | Literal["auto"],
+        Check(
+            "must be names of modules, for example ['vision'], or a number of bytes on each device, '20GiB', or 'auto' "
+            "(three quarters of what is free at the peak of the first two steps).",
+            accepts=Sequence[str] | int | Literal["auto"],
+            convert=lambda kept: kept if kept == "auto" or isinstance(kept, int) else _as_names(kept),
+            holds=lambda kept: kept == "auto" or (kept >= 0 if isinstance(kept, int) else "" not in kept),
+        ),
+    ] = ()
     unequal_work: Annotated[
         Literal["evaluation", False],
         Check(
@@ -311,21 +314,6 @@ class Config:
             "work, on all ranks."
         ),
     ] = False
-    memory_budget: Annotated[
-        int | Literal["auto"] | None,
-        Check(
-            "is not understood; give a number of bytes on each device, 'auto' (three quarters of what is free at the "
-            "peak of the first two steps) or None (nothing more stays gathered).",
-            holds=lambda budget: not isinstance(budget, int) or budget >= 0,
-        ),
-    ] = None
-    memory_limit: Annotated[
-        int | None,
-        Check(
-            "must be a positive number of bytes on each device, or None (what is free).",
-            holds=lambda limit: limit is None or limit > 0,
-        ),
-    ] = None
     copy_engine: Annotated[
         bool | Literal["auto"],
         Check(
@@ -333,7 +321,6 @@ class Config:
             "True (or raise) or False."
         ),
     ] = "auto"
-    keep_casts: Annotated[bool, _FLAG] = False
     defer_grad_sync: Annotated[bool, _FLAG] = False
     keep_gradients: Annotated[bool, _FLAG] = False
     unshard_after_fit: Annotated[bool, _FLAG] = True
@@ -395,17 +382,9 @@ class Config:
     def _conflicts(self) -> Iterator[tuple[object, str]]:
         """Options that exclude each other: whether two were given, and what to do then."""
         yield (
-            self.memory_limit is not None and self.stage != "auto",
-            "`memory_limit` is what stage='auto' chooses by; drop it, or pass stage='auto'.",
-        )
-        yield (
             self.reshard_after_forward is not True and self.stage != 3,
             f"`reshard_after_forward={self.reshard_after_forward!r}` is for stage=3, which alone gathers in the "
             f"backward; got stage={self.stage!r}.",
-        )
-        yield (
-            self.keep_casts and self.copy_engine is False,
-            "`keep_casts` are what copies between GPUs read; drop `copy_engine=False`, or `keep_casts`.",
         )
         yield (
             self.offload and self.full_param_optimizers,
@@ -487,6 +466,16 @@ class Config:
         return options
 
     @property
+    def kept_names(self) -> tuple[str, ...]:
+        """The modules that stay gathered by name."""
+        return self.keep_gathered if isinstance(self.keep_gathered, tuple) else ()
+
+    @property
+    def memory_budget(self) -> int | Literal["auto"] | None:
+        """The bytes on each device that what stays gathered may fill; ``None``: only what has been named stays."""
+        return None if isinstance(self.keep_gathered, tuple) else self.keep_gathered
+
+    @property
     def checkpointed(self) -> bool:
         """Whether repeated blocks run again in the backward."""
         return self.recompute == "blocks"
@@ -539,6 +528,9 @@ _RENAMED = {
     "options": "compile_options={'options': {...}}",
     "activation_budget": "`recompute` (the share that is not saved: recompute=0.5 for 0.5, recompute=1 for 0)",
     "activation_checkpointing": "recompute='blocks'",
+    "memory_budget": "`keep_gathered` (keep_gathered='auto', or bytes)",
+    "keep_casts": "keep_gathered='auto' (or bytes), which buys casts first",
+    "memory_limit": "python -m lightning_zerocompile.plan --gpu-memory, which says what fits, and a stage of your own",
     "replicas": "`device_mesh` (device_mesh=2 or device_mesh='nodes')",
 }
 

@@ -102,10 +102,10 @@ class Engine:
         check_equal_on_all_ranks(model, settings_of(config) | dict(settings or {}))
         warn_of_shared_memory(model, device)
         inner = inner_size(config.reshard_after_forward, nodes, rows)
-        check_names(model, config.keep_gathered)
+        check_names(model, config.kept_names)
         islands = find_islands(model, config.fp32_modules, compute_dtype, autocast_dtype)
         one_graph = config.compile == "model"
-        units = plan_units(model, config.unit_bytes, compute_dtype, config.keep_gathered, one_graph, islands)
+        units = plan_units(model, config.unit_bytes, compute_dtype, config.kept_names, one_graph, islands)
         has_blocks = any(unit.block is not None for unit in units)
         if config.checkpointed and not has_blocks:
             raise RuntimeError(

@@ -35,7 +35,7 @@ class Choice:
 
     Attributes:
         stage: of ZeRO.
-        memory_budget: the option, as the stage runs with it.
+        keep_gathered: the option, as the stage runs with it.
         world_size: number of ranks.
         memory: bytes that each rank may use.
         peaks: what stages 1, 2 and 3 need, of the rank that needs most; without a batch: beside activations.
@@ -43,7 +43,7 @@ class Choice:
     """
 
     stage: Literal[1, 2, 3]
-    memory_budget: int | Literal["auto"] | None
+    keep_gathered: tuple[str, ...] | int | Literal["auto"]
     world_size: int
     memory: int
     peaks: tuple[int, ...]
@@ -55,7 +55,7 @@ class Choice:
 
     def applied(self, config: Config) -> Config:
         """The options that the run has."""
-        return dataclasses.replace(config, stage=self.stage, memory_budget=self.memory_budget, memory_limit=None)
+        return dataclasses.replace(config, stage=self.stage, keep_gathered=self.keep_gathered)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def choose_stage(
 
     Args:
         module: not sharded yet; it is not changed.
-        config: the strategy's options; ``memory_limit`` counts instead of what is free on the device.
+        config: the strategy's options.
         device: of this rank.
         compute_dtype, autocast_dtype: as in :func:`~lightning_zerocompile.plan.plan.make_plan`.
         batch: makes a batch of one rank, as ``training_step`` gets it.
@@ -126,7 +126,7 @@ def choose_stage(
             made = plan(optimizer)
         except OptimizerError as error:  # `configure_optimizers` asks the Trainer, as many do
             made, notes = plan(torch.optim.AdamW), (f"States are counted as AdamW's, since {error}",)
-        host, memory = ("", config.memory_limit) if config.memory_limit is not None else free_memory(device)
+        host, memory = free_memory(device)
         stages = made.stages
         needs = Needs(
             "", tuple(s.memory.peak for s in stages), tuple(s.traffic.total for s in stages), host, memory, notes
@@ -159,8 +159,7 @@ def decide(everyone: Sequence[Needs], config: Config, has_batch: bool) -> Choice
     usable = int(share * memory)
     peaks = tuple(max(sizes) for sizes in zip(*(needs.peaks for needs in everyone), strict=True))
     beside = "with activations" if has_batch else "beside activations"
-    has = "`memory_limit`" if config.memory_limit is not None else "what is free"
-    of = f"{in_units(usable)} ({share:.0%} of {has}, {in_units(memory)} a rank)"
+    of = f"{in_units(usable)} ({share:.0%} of what is free, {in_units(memory)} a rank)"
     listed = ", ".join(f"stage {stage} {in_units(peak)}" for stage, peak in enumerate(peaks, start=1))
     fitting = [stage for stage, peak in enumerate(peaks, start=1) if peak <= usable]
     if not fitting:
@@ -170,20 +169,13 @@ def decide(everyone: Sequence[Needs], config: Config, has_batch: bool) -> Choice
         )
     traffic = everyone[0].traffic
     stage = min(fitting, key=lambda one: (traffic[one - 1], one))
-    budget = config.memory_budget
-    if stage == 3 and budget is None:
-        if config.memory_limit is None:
-            budget = "auto"  # measured in the run
-        elif has_batch:
-            budget = usable - peaks[2]
-    kept = ""
-    if stage == 3 and budget is not None:
-        kept = f" Units that stay gathered: memory_budget={budget!r}."
+    gathered = "auto" if stage == 3 and not config.keep_gathered else config.keep_gathered  # measured in the run
+    kept = f" What stays gathered: keep_gathered={gathered!r}." if stage == 3 else ""
     reason = (
         f"stage='auto' takes stage {stage}: of those that fit it moves the least, {in_units(traffic[stage - 1])} a "
         f"step. There is room for {of}; they need, {beside}: {listed}.{kept}"
     )
-    return Choice(_STAGES[stage], budget, len(everyone), memory, peaks, " ".join([reason, *everyone[0].notes]))
+    return Choice(_STAGES[stage], gathered, len(everyone), memory, peaks, " ".join([reason, *everyone[0].notes]))
 
 
 _STAGES: dict[int, Literal[1, 2, 3]] = {1: 1, 2: 2, 3: 3}

@@ -159,10 +159,10 @@ def make_plan(
     ranks = _ranks(config, world_size, machine)
     flat = not machine.gloo and machine.ranks_per_node is not None and ranks.shards > machine.ranks_per_node
     shards = ranks.shards
-    check_names(module, config.keep_gathered)
+    check_names(module, config.kept_names)
     islands = find_islands(module, config.fp32_modules, compute_dtype, autocast_dtype)
     one_graph = config.compile == "model"
-    units = plan_units(module, config.unit_bytes, compute_dtype, config.keep_gathered, one_graph, islands)
+    units = plan_units(module, config.unit_bytes, compute_dtype, config.kept_names, one_graph, islands)
     sizes = unit_bytes(module, units, shards, compute_dtype, config.master_dtype, config.reduce_dtype, islands)
     blocks = [unit.name for unit in units if unit.block is not None]
     if measure is not None and (batch is None or not blocks):
@@ -209,7 +209,9 @@ def make_plan(
             "What the host needs to issue a step is not known (`measure=` times it), so short steps may take longer."
         )
     if config.memory_budget is not None:
-        notes.append("`memory_budget` is spent on what is free at the peak; units that it keeps are not in stage 3.")
+        notes.append(
+            "What `keep_gathered` buys with bytes is not in the figures of stage 3: it fills what is free at the peak."
+        )
     if ranks.replicas > 1:
         notes.append(
             "Bytes are those inside one replica. What it has reduced is summed over the replicas, 2 (R - 1)/R of a "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from lightning_zerocompile.runtime.runtime import EagerReads, Stats
 from lightning_zerocompile.sharding.full_values import ON_HOST
 
 _WORTH_KEEPING = 2**26  # bytes gathered for each backward, from which on to keep some of them saves time
-_SPARE = 0.75  # of free memory that may be filled, as `memory_budget="auto"` does
+_SPARE = 0.75  # of free memory that may be filled, as `keep_gathered="auto"` does
 _RECOMPILATIONS = 4  # from which on there is advice: a few follow from the first sizes, and from a budget
 _DRAINED = 0.8  # share of steps in which the device had nothing to do when the backward began
 _STEPS = 10  # from which on the host's figures count
@@ -62,7 +63,7 @@ class Report:
     Attributes:
         stage, world_size, replicas, device: of the run.
         compiled: how many modules, and by what; for people.
-        modes: options that advice looks at: ``mode`` and ``memory_budget``.
+        modes: options that advice looks at: ``mode`` and ``keep_gathered``.
         units: how many.
         stats, compile_stats, eager_reads: as the strategy's.
         compile_seconds: that torch.compile took.
@@ -82,7 +83,7 @@ class Report:
     replicas: int
     device: str
     compiled: str
-    modes: Mapping[str, str | int | None]
+    modes: Mapping[str, Any]
     units: int
     stats: Stats
     compile_stats: CompileStats
@@ -146,7 +147,7 @@ def report_of(engine: Engine, stats: Stats, compiled: CompileStats, host: HostTi
         replicas=runtime.world_size // runtime.mesh.size(),
         device=str(runtime.device),
         compiled=what_is_compiled(engine),
-        modes={"mode": config.mode, "memory_budget": config.memory_budget},
+        modes={"mode": config.mode, "keep_gathered": config.keep_gathered},
         units=len(engine.units),
         stats=stats,
         compile_stats=compiled,
@@ -241,9 +242,9 @@ def _advice(report: Report) -> Iterator[Advice]:
     spare = int(_SPARE * report.free) if report.free is not None else 0
     alone = report.world_size == report.replicas  # gathers nothing from others
     moves = not alone and report.stats.gather_bytes >= _WORTH_KEEPING * max(1, report.stats.backwards)
-    if report.stage == 3 and moves and report.modes["memory_budget"] is None and 0 < report.largest <= spare:
+    if report.stage == 3 and moves and report.modes["keep_gathered"] == () and 0 < report.largest <= spare:
         yield Advice(
             "memory",
-            f"{in_units(report.free)} are free at the peak: `memory_budget='auto'` keeps units gathered that fit, and "
+            f"{in_units(report.free)} are free at the peak: `keep_gathered='auto'` keeps units gathered that fit, and "
             "saves their gathers in the backward.",
         )

@@ -13,7 +13,7 @@ _STEP = 2  # the step that is counted: the first one compiles, and learns the or
 OFTEN = (
     "{} gathered up to {:.0f} times for each backward: code uses these modules again and again, with others between. "
     "Training is right, only slower. `keep_gathered={}` gathers them once a step and keeps them ({:.1f} MiB), "
-    "`memory_budget='auto'` does so for all that fit."
+    "`keep_gathered='auto'` does so for all that fit."
 )
 _NAMED = 4  # units that a message names at most
 

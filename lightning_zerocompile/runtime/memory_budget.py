@@ -1,9 +1,11 @@
-"""Stage 3 with memory to spare: units that stay gathered from one optimizer step to the next.
+"""Stage 3 with memory to spare: casts that are kept, and units that stay gathered between steps of the optimizer.
 
 [Note: memory budget] A unit that stays gathered is gathered once for each step of the optimizer, while other units are
 written, instead of once or twice for each backward. Which units stay is decided once, after the second step of an
 optimizer. By then every rank has been at its peak, and has counted how often each unit is gathered. The ranks take the
 smallest budget and rank 0's counts. For compiled code the shape of one argument changes, which costs one recompilation.
+Kept casts ([Note: kept casts] in csrc/peers.h) are bought first where they fit: they gain 2 % of a step at 4096 tokens
+(examples/BENCHMARKS.md), for the bytes of the model in half precision divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from lightning_zerocompile.runtime.runtime import Runtime
 
 _SHARE_OF_FREE_MEMORY = 0.75  # the share that "auto" may fill; the rest is for larger batches than those so far
 _LATENCY_BYTES = 2**20  # what a link moves in the time that starting a collective takes: about 20 µs at 50 GB/s
-_DOING = "has shared out `memory_budget`"
+_DOING = "has shared out the bytes of `keep_gathered`"
 _STEPS = 2  # steps of optimizers before the decision
 
 
@@ -101,7 +103,7 @@ def _smallest_share(heard: Mapping[int, str]) -> str:
 
 
 class MemoryBudget:
-    """Decides once which units stay gathered, see [Note: memory budget].
+    """Decides once what stays gathered, see [Note: memory budget].
 
     Args:
         runtime: holds the model's parameters; its configuration says how much memory there is.
@@ -126,9 +128,13 @@ class MemoryBudget:
         if self._steps_left != 0:
             return
         self._steps_left = -1
-        self._runtime.keep(self._agree())
+        share = self._share()
+        share -= self._runtime.keep_casts(share)
+        chosen = json.dumps(choose(self._candidates(), share))
+        self._runtime.keep(json.loads(self._runtime.messages.of_first("kept", chosen, _DOING)))
 
-    def _agree(self) -> list[int]:
+    def _share(self) -> int:
+        """What each rank may fill, alike on all of them."""
         runtime = self._runtime
         budget = runtime.config.memory_budget
         free = ("", budget) if isinstance(budget, int) else free_memory(runtime.device)
@@ -136,11 +142,7 @@ class MemoryBudget:
         message, what = json.dumps(free), "what is free for units that stay gathered"
         runtime.messages.tell_numbered("budget", 0, message)
         share = int(runtime.messages.join_numbered("budget", 0, message, _smallest_share, what, late))
-        if not isinstance(budget, int):
-            share = int(_SHARE_OF_FREE_MEMORY * share)
-        mine = json.dumps(choose(self._candidates(), share))
-        kept: list[int] = json.loads(runtime.messages.of_first("kept", mine, _DOING))
-        return kept
+        return share if isinstance(budget, int) else int(_SHARE_OF_FREE_MEMORY * share)
 
     def _candidates(self) -> list[Candidate]:
         return [

@@ -72,7 +72,7 @@ class Stats:
             ``secondary_bytes`` of such shards that this rank holds now.
         place_copies: values of parameters that were copied to where CUDA graphs read them, or from there.
         peer_gathers, peer_reductions: gathers and reductions by copies between devices instead of a process group.
-        kept_casts: parameters of which a gather needed no cast on this rank, since it was kept (``keep_casts``).
+        kept_casts: parameters of which a gather needed no cast on this rank, since it was kept (``keep_gathered``).
         reductions: reduce-scatter (0-dim parameters: all-reduce) collectives, and ``reduce_bytes`` of their inputs.
         padded_copies: gradients that were padded by a copy because the world size does not divide their rows.
         graph_uses, graph_reductions: parameters that compiled graphs asked for, gradients that they delivered, and
@@ -356,8 +356,6 @@ class Runtime:
         barriers = DeviceBarriers("gather", names)
         self.core.set_peers(buffer, barriers.words, timeout)
         messages.barriers.append(barriers)
-        if self.config.keep_casts:
-            self._keep_casts()
         size = 0 if self._replicated else self.core.summing_peer_bytes()  # see [Note: replicas]
         summing = map_buffer(mesh, self.device, messages, "auto", size, "reductions")
         if summing is not None:
@@ -365,15 +363,23 @@ class Runtime:
             self.core.set_summing_peers(summing, barriers.words, timeout)
             messages.barriers.append(barriers)
 
-    def _keep_casts(self) -> None:
-        """See [Note: kept casts] in csrc/peers.h."""
+    def keep_casts(self, most: int) -> int:
+        """Keeps casts in memory of at most so many bytes, see [Note: kept casts] in csrc/peers.h; on all ranks.
+
+        Returns:
+            The bytes that they take; 0: they do not fit, or gathers are no copies.
+        """
         low = self.casts.lowers
         size = self.core.kept_cast_bytes(low)
+        if not 0 < size <= most:
+            return 0
+        torch.cuda.empty_cache()  # what is mapped is not of torch's allocator
         kept = map_buffer(self.mesh, self.device, self.messages, "auto", size // 2, "casts")
-        if kept is not None:
-            self.core.keep_casts(kept, low)
-        elif size > 0:
-            _log.warning("zerocompile: no casts are kept (`keep_casts`): a GPU could not map %d further bytes", size)
+        if kept is None:
+            _log.warning("zerocompile: no casts are kept: a GPU could not map %d further bytes", size)
+            return 0
+        self.core.keep_casts(kept, low)
+        return size
 
     def _install(self, sharded: ShardedParameter, places: Places) -> None:
         for module, local_name in places.of(sharded.name):

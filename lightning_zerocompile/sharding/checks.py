@@ -36,11 +36,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of a user's pass or fun
 def settings_of(config: Config) -> dict[str, str]:
     """The options and versions that must be equal on all ranks, as the model must be: texts, by name.
 
-    Neither the memory budget nor the memory limit is among them: devices may differ, and the ranks agree on the
-    smallest.
+    Bytes of ``keep_gathered`` are not among them: devices may differ, and the ranks agree on the smallest.
     """
-    names = [field.name for field in fields(config) if not field.name.startswith("memory_")]
-    options = {f"option `{name}`": _ADDRESS.sub("", repr(getattr(config, name))) for name in names}
+    chosen = {field.name: getattr(config, field.name) for field in fields(config)}
+    chosen["keep_gathered"] = config.kept_names
+    options = {f"option `{name}`": _ADDRESS.sub("", repr(value)) for name, value in chosen.items()}
     if isinstance(config.device_mesh, DeviceMesh):
         options["the ranks of `device_mesh`"] = str(config.device_mesh.mesh.tolist())
     package = __name__.partition(".")[0]

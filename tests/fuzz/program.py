@@ -38,8 +38,7 @@ class Options:
     mode: Literal["eager", "blocks", "model"] = "eager"
     prefetch: int = 1
     unit_bytes: int = 2**26
-    keep_gathered: tuple[str, ...] = ()
-    memory_budget: int | None = None
+    keep_gathered: tuple[str, ...] | int = ()
     defer_grad_sync: bool = False
     keep_gradients: bool = False
     optimizers: Literal["one", "halves", "alternate"] = "one"
@@ -295,8 +294,7 @@ def _options(modes: tuple[str, ...]) -> st.SearchStrategy[Options]:
         mode=st.sampled_from(modes),
         prefetch=st.sampled_from((1, 0, 2)),
         unit_bytes=st.sampled_from((2**26, 1, 100)),
-        keep_gathered=st.sampled_from(((), (), ("net.layers",), ("net.head", "net.layers.0"))),
-        memory_budget=st.sampled_from((None, None, 0, 300, 10**9)),
+        keep_gathered=st.sampled_from(((), (), (), ("net.layers",), ("net.head", "net.layers.0"), 0, 300, 10**9)),
         defer_grad_sync=st.sampled_from((False, False, True)),
         keep_gradients=st.sampled_from((False, False, False, True)),
         optimizers=st.sampled_from(("one", "one", "halves", "alternate")),
@@ -328,7 +326,7 @@ def _allowed(program: Program) -> Program:
         if waits:
             model = replace(model, block=tuple("raw_same" if k == "raw_two_reads" else k for k in model.block))
     if options.stage < 3:
-        options = replace(options, keep_gathered=(), memory_budget=None, inner=False, unequal=False)
+        options = replace(options, keep_gathered=(), inner=False, unequal=False)
     elif "by_rank" in model.block:
         options = replace(options, keep_gathered=("net.layers",))
     if options.mode == "eager":

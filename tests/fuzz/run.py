@@ -194,7 +194,7 @@ def body(program: Program, folder: str) -> list[str]:
     mode: Any = False if options.mode == "eager" else options.mode
     strategy = ZeroCompileStrategy(
         stage=options.stage, compile=mode, compile_options={"backend": "aot_eager"}, prefetch=options.prefetch,
-        unit_bytes=options.unit_bytes, keep_gathered=options.keep_gathered, memory_budget=options.memory_budget,
+        unit_bytes=options.unit_bytes, keep_gathered=options.keep_gathered,
         defer_grad_sync=options.defer_grad_sync, keep_gradients=options.keep_gradients, master_dtype=None,
         timeout=_TIMEOUT, offload="optimizer" if options.offload else False,
         recompute="blocks" if options.activations.startswith("again") else options.recompute,

@@ -1,4 +1,4 @@
-"""With `keep_casts` gathers read what was cast before: the numbers are to the bit those without it."""
+"""With memory to spare gathers read what was cast before: the numbers are to the bit those without it."""
 
 from __future__ import annotations
 
@@ -62,8 +62,12 @@ def _evaluates(engine: Engine, model: Any) -> None:
             model(models.Batches(models.rank())[0])
 
 
+def _bytes_of_casts(model: nn.Module) -> int:
+    """On each of two ranks, with what their places are rounded up by; no unit is so small that it fits the rest."""
+    return sum(-(-len(p) // 2) * (p.numel() // len(p)) * 2 + 32 for p in model.parameters())
+
+
 def _trained(
-    stage: int,
     scope: Any,
     keep: bool,
     kind: Callable[..., Any],
@@ -74,7 +78,8 @@ def _trained(
 ) -> Seen:
     torch.manual_seed(0)
     model, data, losses = net(), models.Batches(models.rank()), []
-    with engines.engine(model, stage, compile=scope, param_dtype=torch.bfloat16, keep_casts=keep, **options) as engine:
+    kept = _bytes_of_casts(model) if keep else ()
+    with engines.engine(model, 3, compile=scope, param_dtype=torch.bfloat16, keep_gathered=kept, **options) as engine:
         parameters = list(model.parameters())
         apart = len(parameters) > 12 and not options.get("optimizer_in_backward")  # in the middle of a block
         optimizers = [kind(parameters[:6]), kind(parameters[6:])] if apart else [kind(parameters)]
@@ -117,10 +122,8 @@ def _foreach(parameters: list[Tensor]) -> torch.optim.Optimizer:
     ids=["updates", "foreach", "one-writes", "all-write", "evaluates", "one-unit", "offload", "in-backward"],
 )
 @pytest.mark.parametrize("scope", [False, "blocks"], ids=["eager", "blocks"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_bits_are_those_without(
     worlds: Worlds,
-    stage: int,
     scope: Any,
     kind: Callable[..., Any],
     between: Callable[[Engine, Any], None],
@@ -128,32 +131,30 @@ def test_the_bits_are_those_without(
     backwards: int,
     options: dict[str, Any],
 ) -> None:
-    if stage < 3 and between is _one_rank_writes:
-        pytest.skip("values that stay gathered have to be gathered anew by all ranks")
     arguments = (kind, between, net, backwards, options)
-    ran = [worlds(2).run(_trained, stage, scope, keep, *arguments, timeout=180) for keep in (True, False)]
+    ran = [worlds(2).run(_trained, scope, keep, *arguments, timeout=180) for keep in (True, False)]
     for (one, losses, kept, copies, gathers), (other, expected, none, _, _) in zip(*ran, strict=True):
         assert losses == expected and len(set(losses)) == len(losses)
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a, b)
         assert none == 0 and copies == gathers
         placed = kind is _adamw and not options  # by the kernel that updates
-        if placed or (stage == 3 and scope):  # eager code may have written to what it has read: that is cast anew
-            assert kept > STEPS * (10 if net is Net else 1)
+        if placed or scope:  # eager code may have written to what it has read: that is cast anew
+            assert kept > (STEPS - 3) * (10 if net is Net else 1)  # they are bought after the second step
 
 
-def _fitted(stage: int, keep: bool) -> tuple[list[float], int]:
+def _fitted(keep: bool) -> tuple[list[float], int]:
     """Under autocast masters are float32, and so are gathers until the ranks have agreed to move casts."""
     module = models.Module(lambda: models.ByteModel(64), optimizer="adamw", lr=1e-3)
-    strategy = ZeroCompileStrategy(stage, compile=False, keep_casts=keep)
+    kept = _bytes_of_casts(module) if keep else ()
+    strategy = ZeroCompileStrategy(3, compile=False, keep_gathered=kept)
     models.fit(module, strategy, 8, precision="bf16-mixed")
     return module.losses, strategy.stats.kept_casts
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_mixed_precision(worlds: Worlds, stage: int) -> None:
+def test_mixed_precision(worlds: Worlds) -> None:
     for (losses, kept), (expected, none) in zip(
-        *(worlds(2).run(_fitted, stage, keep, timeout=120) for keep in (True, False)), strict=True
+        *(worlds(2).run(_fitted, keep, timeout=120) for keep in (True, False)), strict=True
     ):
         assert losses == expected
-        assert none == 0 and (kept > 0) is (stage == 3)  # values that stay gathered are float32
+        assert none == 0 < kept

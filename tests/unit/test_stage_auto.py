@@ -55,15 +55,14 @@ def test_the_smallest_memory_counts_and_a_host_is_shared() -> None:
 
 
 def test_what_stays_gathered() -> None:
-    """Stage 3 by choice fills what is left: measured in the run, or what the limit leaves where a batch was planned."""
-    _, _, three = _needs(1).peaks
+    """Stage 3 by choice fills what is left, measured in the run, unless the option says something else."""
+    one, _, three = _needs(1).peaks
     memory = int(three / 0.6) + 2
-    limited = Config(stage="auto", memory_limit=memory)
-    assert decide([_needs(memory)], AUTO, has_batch=False).memory_budget == "auto"
-    assert decide([_needs(memory)], limited, has_batch=False).memory_budget is None
-    assert decide([_needs(int(three / 0.9) + 2)], limited, has_batch=True).memory_budget in (0, 1)
-    own = Config(stage="auto", memory_budget=7)
-    assert decide([_needs(memory)], own, has_batch=False).memory_budget == 7
+    assert decide([_needs(memory)], AUTO, has_batch=False).keep_gathered == "auto"
+    assert decide([_needs(int(one / 0.6) + 2)], AUTO, has_batch=False).keep_gathered == ()
+    for given in (7, ("head",)):
+        own = Config(stage="auto", keep_gathered=given)
+        assert decide([_needs(memory)], own, has_batch=False).keep_gathered == given
 
 
 def test_an_error_of_one_rank_is_everybodys() -> None:
@@ -78,8 +77,6 @@ def _batch() -> Tensor:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"stage": 2, "memory_limit": 5}, "`memory_limit` is what stage='auto' chooses by"),
-        ({"stage": "auto", "memory_limit": 0}, "`memory_limit=0` must be a positive number"),
         ({"stage": "fast"}, "or 'auto'"),
         ({"stage": 2, "plan_batch": _batch}, "has no meaning with another stage"),
         ({"stage": "auto", "plan_batch": torch.zeros(2)}, "must be a function"),

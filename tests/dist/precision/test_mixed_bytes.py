@@ -250,10 +250,10 @@ BUDGET = 528 + 2 * 1844  # `first` and two blocks, without padding: what costs m
 @on_ranks()
 def test_units_that_stay_gathered(micro: int) -> None:
     """They are whole, also if they were low before; the others are low."""
-    # `memory_budget` keeps some units, in float32, when the ranks agree on what the others move, or later.
+    # `keep_gathered` keeps some units, in float32, when the ranks agree on what the others move, or later.
     start, results = models.ByteModel(), []
     options: dict[str, Any]
-    for options in ({"stage": 1}, {"stage": 3, "memory_budget": BUDGET}):
+    for options in ({"stage": 1}, {"stage": 3, "keep_gathered": BUDGET}):
         torch._dynamo.reset()
         with mixed.engine(copy.deepcopy(start), compile="blocks", defer_grad_sync=True, **options) as engine:
             trained = mixed.train(engine, STEPS + 3, micro)

@@ -74,8 +74,8 @@ def test_blocks_are_gathered_into_their_places(prefetch: int) -> None:
     "options",
     [
         {"recompute": "blocks"},
-        {"memory_budget": 4000},
-        {"memory_budget": 10**9},
+        {"keep_gathered": 4000},
+        {"keep_gathered": 10**9},
         {"optimizer_in_backward": True},
         {"keep_gathered": ["layers.1"]},
         {"device_mesh": "all"},

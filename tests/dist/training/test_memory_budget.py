@@ -26,15 +26,18 @@ def _sizes(engine: Any) -> dict[int, int]:
 
 
 def _run(scope: Any, budget: Any, recompiles: int) -> list[str]:
-    """Trains at stage 3; `budget`: None, "auto", a number of bytes, or by rank; further ranks take them in turn."""
+    """Trains at stage 3; `budget`: (), "auto", a number of bytes, or by rank; further ranks take them in turn."""
     torch._dynamo.reset()
     counters.clear()
     twin, problems = models.Whole(models.ByteModel()), []
     model = models.Whole(models.ByteModel())
     model.load_state_dict(twin.state_dict())
     _plain(twin.to(models.device()))
-    data, mine = models.Batches(models.rank()), budget[models.rank() % 2] if isinstance(budget, tuple) else budget
-    with engines.engine(model, 3, compile=scope, memory_budget=mine) as engine:
+    data, mine = (
+        models.Batches(models.rank()),
+        budget[models.rank() % 2] if isinstance(budget, tuple) and budget else budget,
+    )
+    with engines.engine(model, 3, compile=scope, keep_gathered=mine) as engine:
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
         engine.attach_optimizers([optimizer])
         sizes, gathers, graphs = _sizes(engine), [], []
@@ -48,12 +51,12 @@ def _run(scope: Any, budget: Any, recompiles: int) -> list[str]:
             graphs.append(engine.regions.stats.dynamo_graphs)
         left = _sizes(engine)
         kept = {unit: size for unit, size in sizes.items() if unit not in left}
-        smallest = min(budget) if isinstance(budget, tuple) else budget if isinstance(budget, int) else None
+        smallest = min(budget) if isinstance(budget, tuple) and budget else budget if isinstance(budget, int) else None
         cell = f"{scope} {budget}: kept {kept} of {sizes}, gathers {gathers}, graphs {graphs}"
         once = engine.runtime.core.resident_units()
         if once:
             problems.append(f"{cell}: still gathered {once}")
-        if budget is None and (kept or gathers[1] != gathers[-1]):
+        if budget == () and (kept or gathers[1] != gathers[-1]):
             problems.append(f"{cell}: something is kept")
         if smallest is not None and sum(kept.values()) > smallest:
             problems.append(f"{cell}: more than the budget")
@@ -74,7 +77,7 @@ def _run(scope: Any, budget: Any, recompiles: int) -> list[str]:
 def test_units_that_stay() -> None:
     """Parameters equal DDP's, a kept unit is gathered once a step, equal blocks are compiled once more."""
     cells = [
-        (False, None, 0),
+        (False, (), 0),
         (False, "auto", 0),
         ("blocks", 0, 0),
         ("blocks", "auto", 4),
@@ -91,7 +94,7 @@ def test_units_that_stay() -> None:
 @on_ranks()
 def test_in_a_trainer(budget: Any) -> None:
     module, twin = models.pair(models.Module)
-    strategy = ZeroCompileStrategy(stage=3, compile=False, memory_budget=budget, unshard_after_fit=False)
+    strategy = ZeroCompileStrategy(stage=3, compile=False, keep_gathered=budget, unshard_after_fit=False)
     models.train(module, strategy, 5)
     left = strategy.engine.runtime.used_units()
     strategy.engine.unshard()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,11 @@ def _peaks(batch: Any = None, **options: Any) -> list[int]:
     return [stage.memory.peak for stage in plan.stages]
 
 
+def _free(size: int) -> Any:
+    """So many bytes are free on this rank, of memory that it does not share."""
+    return mock.patch("lightning_zerocompile.plan.auto.free_memory", return_value=("", size))
+
+
 @pytest.mark.parametrize("options", [EAGER, pytest.param(AOT, marks=pytest.mark.long)], ids=["eager", "aot_eager"])
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks()
@@ -38,9 +44,9 @@ def test_the_fastest_that_fits(stage: int, options: dict[str, Any], tmp_path: Pa
     options = {"unit_bytes": 1, **options}
     limit = int(_peaks(**options)[stage - 1] / SHARE_WITHOUT_BATCH) + 2 + models.rank()  # of several the smallest
     module, twin = models.pair()
-    strategy = ZeroCompileStrategy(stage="auto", memory_limit=limit, **options)
+    strategy = ZeroCompileStrategy(stage="auto", **options)
     trainer = models.make_trainer(strategy, max_steps=3)
-    with models.heard() as heard:
+    with models.heard() as heard, _free(limit):
         trainer.fit(module, models.Batches(models.rank()))
     models.reference(twin, 3)
     assert models.deviation(module, twin) < 1e-6
@@ -63,8 +69,9 @@ def test_where_none_fits() -> None:
     limit = int(_peaks(unit_bytes=1, **EAGER)[2] / SHARE_WITHOUT_BATCH) - 2
     module = models.Module()
     before = list(module.parameters())
-    strategy = ZeroCompileStrategy(stage="auto", memory_limit=limit + 100 * models.rank(), unit_bytes=1, **EAGER)
-    with pytest.raises(RuntimeError, match=r"no stage fits in .* KiB .*stage 3 .* KiB\. Use more ranks"):
+    strategy = ZeroCompileStrategy(stage="auto", unit_bytes=1, **EAGER)
+    said = r"no stage fits in .* KiB .*stage 3 .* KiB\. Use more ranks"
+    with pytest.raises(RuntimeError, match=said), _free(limit + 100 * models.rank()):
         models.make_trainer(strategy, max_steps=1).fit(module, models.Batches(models.rank()))
     assert all(p is q for p, q in zip(module.parameters(), before, strict=True)) and strategy.choice is None
 
@@ -75,11 +82,12 @@ def test_a_batch_makes_activations_count() -> None:
     peaks = _peaks(tokens(), unit_bytes=1, **EAGER)
     assert peaks[2] > _peaks(unit_bytes=1, **EAGER)[2]
     options = {"stage": "auto", "plan_batch": tokens, "unit_bytes": 1, **EAGER}
-    strategy = ZeroCompileStrategy(memory_limit=int(max(peaks) / SHARE) + 2, **options)
-    models.fit(models.Module(), strategy, 2)
+    strategy = ZeroCompileStrategy(**options)
+    with _free(int(max(peaks) / SHARE) + 2):
+        models.fit(models.Module(), strategy, 2)
     assert strategy.choice is not None and strategy.choice.peaks == tuple(peaks)
-    strategy = ZeroCompileStrategy(memory_limit=int(min(peaks) / SHARE) - 2, **options)
-    with pytest.raises(RuntimeError, match="they need, with activations: stage 1"):
+    strategy, said = ZeroCompileStrategy(**options), "they need, with activations: stage 1"
+    with pytest.raises(RuntimeError, match=said), _free(int(min(peaks) / SHARE) - 2):
         models.fit(models.Module(), strategy, 2)
     strategy = ZeroCompileStrategy(stage="auto", plan_batch=wrong_tokens, **EAGER)
     with pytest.raises(RuntimeError, match=r"stage='auto' cannot plan the run: rank 0: .*float32\[4, 6\]"):

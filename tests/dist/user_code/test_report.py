@@ -241,11 +241,11 @@ def test_memory_that_is_free() -> None:
     small, _ = _reported(models.Module(), 2, stage=3, **EAGER)
     assert "memory" not in _about(small)  # nothing to gain
     report = replace(small, stats=replace(small.stats, gather_bytes=2**27 * small.stats.backwards))
-    assert report.free is not None and "memory_budget='auto'" in _about(report)["memory"]
+    assert report.free is not None and "keep_gathered='auto'" in _about(report)["memory"]
     assert "memory" not in _about(replace(report, free=report.largest))
     assert "memory" not in _about(replace(report, free=None))
     assert "memory" not in _about(replace(report, world_size=1))
-    for options in ({"stage": 3, "memory_budget": 0}, {"stage": 2}):
+    for options in ({"stage": 3, "keep_gathered": 0}, {"stage": 2}):
         other, _ = _reported(models.Module(), 2, **options, **EAGER)
         assert "memory" not in _about(replace(other, stats=report.stats))
 
