@@ -171,12 +171,12 @@ def check_equal_replicas(rows: Mapping[str, torch.Tensor], part: int, messages: 
     if found is not None:
         raise RuntimeError(
             f"The replicas differ: ranks {found.first} and {found.other} hold the same rows of parameter "
-            f"{first_of(found.names)}, with other values. Values that no rank has sent to the others come from "
+            f"{_first_of(found.names)}, with other values. Values that no rank has sent to the others come from "
             "files: let all hosts see the same folder in `load_pretrained`."
         )
 
 
-def first_of(names: Sequence[str]) -> str:
+def _first_of(names: Sequence[str]) -> str:
     """The first name, quoted, and how many more there are; for messages."""
     return f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 

@@ -239,7 +239,7 @@ def bind_before_accumulation(master: Tensor) -> None:
                 return None
             sharded = record_of(found)
             if sharded.step_state.in_step or sharded.step_state.awaits_backward:
-                raise RuntimeError(PASSED.format(sharded.name))
+                raise RuntimeError(_PASSED.format(sharded.name))
             if not isinstance(grad, DTensor):
                 raise RuntimeError(_OWN.format(sharded.name))
             gradient_of(found)
@@ -287,7 +287,7 @@ _OWN = (
     "from whole values (clamp, where, prod, a mask). In both cases it works to read the parameter as an attribute of "
     "its module, or to compute the term inside the module's forward."
 )
-PASSED = (
+_PASSED = (
     "In the backward of a step parameter `{}` itself has got a gradient. It may be this rank's own, and no reduction "
     "would average it. Either the parameter was an argument of a `torch.autograd.Function` or of a reentrant "
     "checkpoint: give them what the module has as an attribute (`module.weight`). Or the loss has a term that was "

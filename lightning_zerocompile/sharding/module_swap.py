@@ -34,7 +34,7 @@ from lightning_zerocompile.sharding.master import (
     release_master,
     replace,
 )
-from lightning_zerocompile.sharding.moved import Moved, bring_back
+from lightning_zerocompile.sharding.moved import bring_back
 from lightning_zerocompile.sharding.parameter import ATTRIBUTES, CLASSES, TRACED, Core, ShardedParameter, StepState
 from lightning_zerocompile.sharding.sharded import refuse_left, sharded_as
 from lightning_zerocompile.sharding.unsharded import sharded_of
@@ -600,7 +600,7 @@ def _whole_value(sharded: ShardedParameter) -> Tensor:
 def _whole_parameter(sharded: ShardedParameter, value: Tensor) -> nn.Parameter:
     """``value`` as a parameter: the same object as before the sharding, unless that was on the meta device."""
     original, requires_grad = sharded.original, sharded.master.requires_grad
-    if isinstance(original, Moved) and not original.is_meta:
+    if not original.is_meta:
         return bring_back(original, value, requires_grad)
     return nn.Parameter(value, requires_grad=requires_grad)
 

@@ -51,18 +51,15 @@ skip_code(Moved.__torch_function__.__func__.__code__)  # type: ignore[attr-defin
 
 def move_away(parameter: nn.Parameter, sharded: ShardedParameter) -> None:
     """Frees the memory of a parameter whose values the master of ``sharded`` has, and lets every use of it raise."""
-    if type(parameter) is not nn.Parameter:
-        return
-    if not parameter.is_meta:
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
     parameter.grad = None
+    if not parameter.is_meta:
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     parameter.__dict__.update({_NAME: sharded.name, _RECORD: weakref.ref(sharded)})
     parameter.__class__ = Moved
 
 
-def bring_back(moved: Moved, value: Tensor, requires_grad: bool) -> nn.Parameter:
+def bring_back(parameter: nn.Parameter, value: Tensor, requires_grad: bool) -> nn.Parameter:
     """Makes what :func:`move_away` has changed an ordinary parameter again, with this value, and returns it."""
-    parameter: nn.Parameter = moved
     parameter.__class__ = nn.Parameter
     for name in (_NAME, _RECORD):
         del parameter.__dict__[name]
