@@ -75,7 +75,7 @@ def _property(name: str, marked: bool) -> property:
         """Called if ``value`` is no parameter, see [Note: parameters under other names]."""
         if name in self._parameters:
             raise AttributeError(f"`{name}` of a sharded {type(self).__name__} is a parameter: it cannot be set so.")
-        _forget_removed(self)
+        _forget_removed(self, _classes_of(self, name))
         object.__setattr__(self, name, value)
 
     skip_code(get.__code__)
@@ -97,20 +97,42 @@ def _register_parameter(self: nn.Module, name: str, param: Any) -> None:
 
     Of a new parameter in the place of another one the master takes the values, see :func:`replace`. One under a name of
     its own is found when the next step begins, see :func:`refresh_all`.
+
+    A parametrization that a forward registers and removes again (PEFT's LoRA on the weights of experts) deletes a name
+    and brings it back. Meanwhile the module's class is one of torch's, derived from the one that is made here. Nothing
+    is new then, so nothing changes but ``_parameters``.
     """
     sharded = sharded_of(param) if isinstance(param, Tensor) else None
     held = self.__dict__.get(PARAMETERS, {}).get(name) if self._parameters.get(name) is not None else None
     if sharded is None and held is not None and isinstance(param, nn.Parameter):
         replace(held, param)
         return
+    new = sharded is not None and self.__dict__.get(PARAMETERS, {}).get(name) is not sharded  # under this name
+    classes = _classes_of(self, name) if new else None
     base: Any = getattr(type(self), BASE)
     base.register_parameter(self, name, param if sharded is None else sharded.master)
-    if sharded is not None:
-        _forget_removed(self)
-        type(self).__dict__[CLASSES].add(self, name, sharded)
+    if sharded is not None and classes is not None:
+        _forget_removed(self, classes)
+        classes.add(self, name, sharded)
 
 
-def _forget_removed(module: nn.Module) -> None:
+def _classes_of(module: nn.Module, name: str) -> ClassCache:
+    """What has made the module's class, which changes with the names of its parameters.
+
+    Raises:
+        RuntimeError: somebody has derived another class from it, and given that to the module.
+    """
+    classes: ClassCache | None = type(module).__dict__.get(CLASSES)
+    if classes is None:
+        raise RuntimeError(
+            f"Parameter `{name}` of a sharded {getattr(type(module), BASE).__qualname__} gets another name while the "
+            f"module has another class, {type(module).__qualname__}, so the new name could not be read. First remove "
+            "the parametrization: `torch.nn.utils.parametrize.remove_parametrizations(module, name)`."
+        )
+    return classes
+
+
+def _forget_removed(module: nn.Module, classes: ClassCache) -> None:
     """Removes the module's properties for names under which it has no parameter any more."""
     members = module.__dict__
     held = members.get(PARAMETERS, {})
@@ -118,7 +140,7 @@ def _forget_removed(module: nn.Module) -> None:
         for key in (TRACED + name, CAST + name, ATTRIBUTES + name):
             members.pop(key, None)
         del held[name]
-    type(module).__dict__[CLASSES].swap(module, frozenset(held))
+    classes.swap(module, frozenset(held))
 
 
 def _refuse_copy(self: nn.Module, *_: Any) -> NoReturn:

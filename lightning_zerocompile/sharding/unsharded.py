@@ -80,6 +80,12 @@ class Unsharded(Tensor):
         return True  # so that an optimizer accepts it; `take_masters` then puts the master in its place
 
     @property  # type: ignore[override, misc, unused-ignore]
+    def grad_fn(self) -> Any:  # type: ignore[override, unused-ignore]
+        if torch._guards.TracingContext.try_get() is not None:
+            return Tensor.grad_fn.__get__(self)  # type: ignore[attr-defined, union-attr, unused-ignore]
+        return None  # as of a leaf, so that a parametrization may hold it as its parameter
+
+    @property  # type: ignore[override, misc, unused-ignore]
     def grad_dtype(self) -> torch.dtype | None:
         return self.__dict__[PARAMETER].master.grad_dtype  # type: ignore[no-any-return]
 
