@@ -268,7 +268,7 @@ def _live_after_step(stage: int) -> dict[str, Any]:
     profile.start()
     model = models.ByteModel()
     with pytest.MonkeyPatch.context() as patch:  # its pickles are freed in gloo's threads, unseen by the profiler
-        patch.setattr("lightning_zerocompile.engine.check_equal_on_all_ranks", lambda *_: None)
+        patch.setattr("lightning_zerocompile.engine.engine.check_equal_on_all_ranks", lambda *_: None)
         made = engines.make_engine(model, stage, compile=False)
     with engines.closing(made) as engine:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

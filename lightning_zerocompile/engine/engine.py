@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -18,10 +16,11 @@ from torch.optim import Optimizer
 from lightning_zerocompile.checkpoint.state import serving_full_values
 from lightning_zerocompile.compile.regions import Regions, top_level_modules
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.engine.ending import Ending
 from lightning_zerocompile.optim.hooks import OptimizerSteps
 from lightning_zerocompile.ranks.abort import refuse_ended_group
 from lightning_zerocompile.ranks.errors import keep_first_error
-from lightning_zerocompile.ranks.groups import Groups, default_group_position, inner_size, shard_groups
+from lightning_zerocompile.ranks.groups import Groups, inner_size, shard_groups
 from lightning_zerocompile.runtime.gather_watch import GatherWatch
 from lightning_zerocompile.runtime.memory_budget import MemoryBudget
 from lightning_zerocompile.runtime.runtime import Runtime
@@ -42,25 +41,16 @@ from lightning_zerocompile.sharding.master import as_plain_tensors, gradient_of
 from lightning_zerocompile.sharding.module_swap import (
     BASE,
     PARAMETERS,
-    make_whole,
     modules_of,
-    owner_of,
     refresh_all,
-    refuse_shards,
-    remove_regions,
-    restore_classes,
     swap_others,
     take_over,
-    unshard_parameters,
 )
 from lightning_zerocompile.sharding.parameter import ShardedParameter
 from lightning_zerocompile.sharding.plan import UnitPlan, check_names, plan_units
 
-_PATIENCE, _PART = timedelta(seconds=5), 10  # how long failed ranks wait for each other; at most a part of `timeout`
-_END = "the end of a run that failed"  # the mark of what they decide
 
-
-class Engine:
+class Engine(Ending):
     """Shards and compiles ``model``; collective over the default process group.
 
     Args:
@@ -122,7 +112,7 @@ class Engine:
         self._groups = Groups.make(device, backend, config.timeout, rows, inner, nodes)
         self._groups.connect(device)
         self.units = tuple(units)
-        self._watched: Callable[[], object] | None = None  # ends the messages about long compilations
+        self._watched = None
         self.runtime = Runtime(self._groups, device, config)
         # in the reductions' group: in the gathers' group it would wait for all gathers that the optimizer has started
         self.buffers = Buffers(model, self._groups.everyone, self.runtime.meetings.meet_in_step)
@@ -149,10 +139,6 @@ class Engine:
             in_backward.waits = lambda: windows.is_open or windows.in_accumulation
         self._has_cuda_graphs = config.cuda_graphs
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.defer_grad_sync
-
-    def manages(self, model: nn.Module) -> bool:
-        """Whether this is the sharded ``model``, and no other engine has taken it over."""
-        return self.model is model and owner_of(model) is self.runtime.core
 
     def _add_regions(self, units: Sequence[UnitPlan], wished: Sequence[nn.Module], islands: Islands) -> None:
         blocks = [(plan.name, plan.block) for plan in units if plan.block is not None]
@@ -449,104 +435,6 @@ class Engine:
             grads = {name: grad for name, grad in found.items() if isinstance(grad, DTensor)}
             self.runtime.reads.compare(f"`full_gradients` of {len(grads)} parameters")
             return {name: full_value(grad).clone() for name, grad in grads.items()}
-
-    # ---- the end ----
-
-    def unshard(self) -> None:
-        """Makes the model an ordinary module with full parameters, on the CPU; collective."""
-        self._silence()
-        self.attach_optimizers([])
-        if self.manages(self.model):
-            self.steps.give_back(make_whole(self.model))
-        self.runtime.shutdown()
-        self._groups.destroy()
-        self.leave_groups()
-
-    def unshard_after_failure(self) -> bool:
-        """After an exception: makes the model an ordinary module again where that is sure to end, and to be right.
-
-        [Note: after a failure] One rank has all rows, and needs nobody. Several ranks must gather, and a rank that
-        gathers alone waits in vain. So each rank says in the store how many steps it has made, and how many
-        collectives it has started. If all ranks say the same within a few seconds, and none was in an update, the
-        masters of all ranks are of the same step, and every collective that was started ends. Only then the model is
-        made whole. The first rank that knows this, or waits no longer, decides for all by one write. Several ranks lose
-        what was written to gathered values and has not reached a master.
-
-        Returns:
-            Whether the model is whole. If it is not, it is as it was before, and :meth:`abandon` must be called.
-        """
-        if not self.manages(self.model):
-            return False
-        try:
-            if dist.get_world_size() == 1:
-                with contextlib.suppress(RuntimeError):  # what was written there may be of the step that has failed
-                    self.runtime.core.write_back()
-            elif why := self._why_not_whole():
-                return _stays_sharded(why)
-            self.steps.give_back(unshard_parameters(self.model))
-        except RuntimeError as error:  # a rank or the store is gone meanwhile, or the device has failed
-            return _stays_sharded(str(error))
-        remove_regions(self.model)
-        self._silence()
-        self.attach_optimizers([])
-        self.model.cpu()
-        self.runtime.abandon()
-        return True
-
-    def _why_not_whole(self) -> str:
-        """After a failure: why the ranks cannot make the model whole, alike on all of them; "": they can."""
-        messages, rank = self.runtime.messages, dist.get_rank()
-        messages.close()  # its thread would take the waits that come for a hang, and end this rank's groups
-        why = ""
-        if messages.ended is not None:
-            why = f"rank {rank} was waiting for another one, so its process group has ended"
-        elif self.steps.updates or self.runtime.step_state.updated:
-            why = f"rank {rank} ended in the middle of an update"
-        else:
-            patience = min(_PATIENCE, self.config.timeout / _PART)
-            place = f"{self.steps.count} {messages.started()} {default_group_position()}"
-            if not messages.all_count(f"{_END}/{place}", patience, lambda: messages.marked(_END, 0) is not None):
-                why = f"not all ranks ended at one place of the training within {patience.total_seconds():g} s"
-        return messages.mark(_END, 0, why)[1]
-
-    def abandon(self) -> None:
-        """After a failure: neither communicates nor waits, see [Note: abandoned communication] in csrc/runtime.cpp.
-
-        The model keeps its shards (as DTensors) under its own classes. Process groups stay until the process ends. If
-        this rank destroyed one, what another rank still does with it would fail, and that would hide the exception
-        which the other rank is about to raise.
-        """
-        self._silence()
-        self.attach_optimizers([])
-        with contextlib.suppress(RuntimeError):  # a device that has failed raises it
-            self.runtime.bind_gradients()
-        if self.manages(self.model):
-            remove_regions(self.model)
-            restore_classes(self.model)
-            refuse_shards(self.model)
-        self.runtime.abandon()
-
-    def leave_groups(self) -> None:
-        """At the end of a run: holds no process group.
-
-        Python may collect the engine much later (see [Note: forks] in ranks/groups.py), and what is held until then
-        keeps its threads and sockets. At the end of the process see [Note: gloo's end].
-        """
-        self.buffers.leave_group()
-        self.runtime.meetings.leave_group()
-        del self._groups
-
-    def _silence(self) -> None:
-        if self._watched is not None:
-            self._watched()
-
-
-def _stays_sharded(why: str) -> bool:
-    rank_zero_warn(
-        f"zerocompile: the module stays sharded, since {why}. Build it anew and go on from a checkpoint "
-        "(`trainer.fit(model, ckpt_path=...)`); `ModelCheckpoint(save_on_exception=True)` writes one if all raise."
-    )
-    return False
 
 
 def _slots_of(module: nn.Module) -> dict[str, ShardedParameter]:
