@@ -11,6 +11,7 @@
 #include "runtime.h"
 #include "saved.h"
 #include "saved_binding.h"
+#include "watch.h"
 
 namespace py = pybind11;
 
@@ -69,6 +70,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("course", &GatherSequence::course);
 
   m.def("never_used", &never_used);
+
+  // Its mutex is held for moments, and never while it asks for the GIL. So only `close`, which waits, releases the GIL.
+  py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
+      .def(py::init<int64_t, int64_t, double>())
+      .def("start", &Watch::start)
+      .def("close", &Watch::close, Release())
+      .def("close_copies", &Watch::close_copies)
+      .def("send", &Watch::send)
+      .def("take", &Watch::take)
+      .def("file", &Watch::file)
+      .def("refuse", &Watch::refuse)
+      .def("leave", &Watch::leave)
+      .def("gone", &Watch::gone)
+      .def("left", &Watch::left)
+      .def("add_barriers", &Watch::add_barriers)
+      .def("set_groups", &Watch::set_groups)
+      .def("standing", &Watch::standing)
+      .def("end", &Watch::end)
+      .def("ended", &Watch::ended);
 
   py::class_<Stats>(m, "Stats")
       .def_readonly("gathers", &Stats::gathers)

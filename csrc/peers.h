@@ -36,7 +36,7 @@ namespace zerocompile {
 //   1, 2: the number of the last barrier that was entered, and of the last that was passed
 //   3: the unit of that which was entered
 // The host ends a wait that lasts for longer than `timeout`, and says which unit it was
-// (lightning_zerocompile/runtime/peer_memory.py). The kernel itself traps only if the host does not do so.
+// (watch.h). The kernel itself traps only if the host does not do so.
 //
 // [Note: pulls after pushes] In a backward gathers pull rows from the others' memory, and reductions push rows into it.
 // Where some ranks pull and others push, each of four GPUs moves 180 to 210 GB/s; where all of them pull, or all push,

@@ -1,13 +1,7 @@
-"""The end of a process group: what is pending on this rank's device returns, and nothing communicates any more.
+"""Process groups that have ended (see [Note: ended groups] in csrc/watch.h), and the end of all groups of a process.
 
-[Note: ended groups] On a device a collective that another rank never comes to blocks its stream. It also blocks the
-host, as soon as the host reads a number from the device. Only the end of the communicator frees them. Lightning's
-tear-down reads such numbers, and without that end this rank's error would never get out of it. So after ranks have come
-apart each of them ends all its groups of devices. Barriers of mapped memory, which belong to no group, are ended first:
-the end of a communicator frees memory, and so waits for whatever reads numbers. A group that has ended stays known to
-torch. Each later collective in it raises on this rank at once, and no new group can be made in the same store. The
-store keeps the reason, for errors of later runs. On the CPU nothing is ended: there our own waits raise, see
-[Note: ranks that wait for each other].
+No new group can be made in the store of a group that has ended. So the store keeps the reason, for the errors of later
+runs. On the CPU nothing is ended: there our own waits raise, see [Note: ranks that wait for each other].
 """
 
 from __future__ import annotations
@@ -15,9 +9,6 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -26,34 +17,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 _KEY = "zerocompile/ended"  # in the default store; the first rank that ends its groups says why
 _NONE = "zerocompile/none"
-_ENDS_WITHIN = 30.0  # seconds that the end of a group may take; NCCL waits for its own kernels
 
 START_ANEW = "This run's process group has ended, so start the processes anew, from the last checkpoint (`ckpt_path=`)."
 
 
-def end_groups(reason: str, barriers: Sequence[Callable[[], None]] = ()) -> None:
-    """Ends all process groups of this process that communicate on devices. It does not wait for other ranks.
+def note_end(reason: str) -> None:
+    """Called after this process's groups were ended: keeps ``reason`` for the errors of later runs.
 
-    It waits at most ``_ENDS_WITHIN`` seconds for them, and does not raise if a group or the store has failed before.
-
-    Args:
-        reason: why the groups end, for the errors of later runs.
-        barriers: functions to call first. Each ends barriers on this rank's device that belong to no process group.
+    It also lets the process end at once. Lightning destroys the default group at the process's end, and a group of NCCL
+    is destroyed only when its watchdog has ended, which sleeps for a minute after it has seen a dead rank.
     """
-    for end in barriers:
-        end()
     with suppress(RuntimeError):  # a store whose host has died raises it
         dist.distributed_c10d._get_default_store().compare_set(_KEY, "", reason)
-    # All groups end at once: the end of one may wait for the device, where kernels of another group still wait.
-    threads = [
-        threading.Thread(target=_abort, args=(group,), daemon=True, name="zerocompile-abort")
-        for group in groups_of_devices()
-    ]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + _ENDS_WITHIN
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    if groups_of_devices():
+        atexit.register(_forget_groups)
+
+
+def _forget_groups() -> None:
+    dist.group.WORLD = None  # `destroy_process_group` has nothing to do then; the extension keeps what has ended
 
 
 def groups_of_devices() -> list[dist.ProcessGroup]:
@@ -110,8 +91,3 @@ def _destroy() -> None:
         gc.collect()
         for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
             getattr(mesh, "_pg_registry", {}).clear()  # private: another torch may have none
-
-
-def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # the group has failed or ended before
-        group.abort()

@@ -18,12 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
-from lightning_zerocompile.ranks.abort import START_ANEW, end_groups
-from lightning_zerocompile.ranks.liveness import CLOSED, Liveness
+from lightning_zerocompile.ranks.abort import START_ANEW, groups_of_devices, note_end
+from lightning_zerocompile.ranks.liveness import CLOSED, Liveness, Watch
 from lightning_zerocompile.ranks.relay import Join, Relay, by_message, by_rank, firsts
 from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, StandingThread, Wait
 
@@ -38,6 +39,7 @@ _STANDS = "stands"  # the topic under which a rank says where it stands, on devi
 _BEGUN = "begun"  # the topic under which a rank says what it reduces in a backward in which it stands
 _JOINED = "joined"  # in a key, in the place of a rank: the answer that one rank has made of all messages
 _LEFT = "left"  # the topic under which a rank says why it has ended
+_CLEARED = "cleared"  # under which ranks count that they have removed what they had written
 _FEW = 3  # where there are no more other ranks than this, each rank asks all of them; else see [Note: relay]
 _LOOK = 1.0  # seconds: how often a rank that waits looks whether the other has ended
 _MANY = 16  # how many ranks are asked at one look at most
@@ -76,16 +78,6 @@ class CommunicationError(RuntimeError):
         self.explained = explained
 
 
-class Barriers(Protocol):
-    """Barriers on this rank's device that no process group knows of."""
-
-    def standing(self) -> tuple[int, str] | None:
-        """The number of the barrier that the device is in, and what it is for; None: it is in none."""
-
-    def end(self) -> None:
-        """Lets the device go on without the other ranks. It does not need the driver."""
-
-
 class Messages:
     """Messages between all ranks.
 
@@ -93,6 +85,7 @@ class Messages:
         device: the kind of device of the ranks, ``"cpu"`` or ``"cuda"``.
         name: this conversation's name: the same on all ranks, and that of no other conversation.
         timeout: how long a rank waits for a message.
+        watch: of this rank: hears of dead ranks, and ends what waits on this rank's device.
 
     Attributes:
         others: all global ranks but this one, in rising order.
@@ -102,27 +95,25 @@ class Messages:
         begun: returns the number of the next exchange of used flags, and how many units the backward that runs has
             begun to reduce before it; see [Note: begun reductions] in csrc/reductions.cpp.
         position: returns how many collectives of the default process group this rank has started; -1: it is not known.
-        ended: why this rank's process groups have ended, see [Note: ended groups]; None: they have not.
         among: the ranks that take part in a stream's collectives, by stream; streams of all ranks are left out.
-        barriers: the barriers of mapped memory on this rank's device.
     """
 
-    def __init__(self, device: str, name: str, timeout: timedelta) -> None:
+    def __init__(self, device: str, name: str, timeout: timedelta, watch: Watch) -> None:
         self._ranks, self._device = list(range(dist.get_world_size())), device
         self._mine = dist.get_rank()
         self.others = [rank for rank in self._ranks if rank != self._mine]
         self._name, self._timeout, self._few = name, timeout, _FEW
         self._pause = max(_PAUSE, _PAUSE_OF_RANK * len(self._ranks))
+        self._watch = watch
         self._liveness: Liveness | None = None
         self._direct = DirectCollectives()
         self._still = StandingThread()
         self._looks_without = 0  # how many looks in a row have found another rank gone
         self._told = (-1, "")  # what this rank has told last of the place where its main thread stands
-        self._ending = threading.Lock()
-        self.ended: str | None = None
-        self.barriers: list[Barriers] = []
-        self._stands_in: dict[int, tuple[int, float]] = {}  # by place in `barriers`: the barrier's number, since when
+        self._noted_end = False
         self._has_left = False
+        self._written: set[str] = set()  # keys in the store; see `clear`
+        self._last = ""  # where this rank's last numbered message stands
         self._turn = 0
         self._counts: Counter[str] = Counter()
         self.check: Callable[[], None] = lambda: None
@@ -147,46 +138,67 @@ class Messages:
         if self.others and self._liveness is None:
             doing = "has set its model up"
             first_says = partial(self.of_first, "liveness", doing=doing)
-            self._liveness = Liveness(self._ranks, self._mine, first_says, self._standing)
+            within = self._timeout.total_seconds()
+            self._liveness = Liveness(self._watch, len(self._ranks), self._mine, first_says, within, self._standing)
+
+    def watch_barriers(self, words: Tensor, kind: str, units: Sequence[str]) -> None:
+        """Sees to it that no barrier on this rank's device waits for a rank that is gone, or longer than the timeout.
+
+        Args:
+            words: see [Note: device barriers] in csrc/peers.h.
+            kind: what meets there, "gather" or "reduction".
+            units: their names, by number.
+        """
+        self._watch.add_barriers(words, kind, units)
+
+    def clear(self) -> None:
+        """Removes what this conversation has left in the store; called on all ranks after they have met for the last
+        time, if none of them has failed."""
+        # A rank may still ask for these:
+        last = {self._key(self._last, who) for who in (*map(str, self._ranks), _JOINED)}
+        with suppress(RuntimeError):  # a store whose host has ended raises it
+            for key in self._written - last:
+                self._store().delete_key(key)
+            if self.count(_CLEARED) == len(self._ranks):  # no rank asks any more
+                for key in (*last, f"zerocompile/{self._name}/{_CLEARED}"):
+                    self._store().delete_key(key)
 
     def close(self) -> None:
         """Ends this rank's part in the conversation; frees what :meth:`watch` has opened."""
         if self._liveness is not None:
             self._liveness.close()
+        else:
+            self._watch.close()
 
     def leave(self, reason: str) -> None:
         """Tells the others that this rank ends, and why. Only the first call counts. It neither blocks nor raises."""
         if self._has_left:
             return
         self._has_left = True
-        if self._liveness is not None:
-            self._liveness.leave(reason)
+        self._watch.leave(reason)
         with suppress(RuntimeError):  # a store whose host has died raises it
             self.tell(_LEFT, reason)
 
     def reasons(self, within: timedelta) -> dict[int, str | None]:
         """Why the others have ended, by global rank; ``None``: nothing was heard of that rank ``within`` that time."""
         deadline = time.monotonic() + within.total_seconds()
-        known = {} if self._liveness is None else self._liveness.left()
+        known = self._watch.left()
         return {rank: self._reason(rank, deadline, known.get(rank)) for rank in self.others}
 
     def _reason(self, rank: int, deadline: float, known: str | None) -> str | None:
         if known is not None and len(self.others) > _MANY:  # that many ranks would ask the store too much
             return known
         while (reason := self._look(self._key(_LEFT, rank))) == _NONE:
-            gone = self._gone(rank)
+            gone = self._watch.gone(rank)
             if gone is not None or time.monotonic() >= deadline:
                 return gone
             time.sleep(self._pause)
         return reason
 
-    def _gone(self, rank: int) -> str | None:
-        return None if self._liveness is None else self._liveness.gone(rank)
-
     def _end_of(self, rank: int) -> str | None:
         """Why a rank will not send the message that this one waits for; ``None``: it may still send it."""
         reason = self._look(self._key(_LEFT, rank))
-        return self._gone(rank) if reason == _NONE else reason
+        return self._watch.gone(rank) if reason == _NONE else reason
 
     def some(self, ranks: Sequence[int]) -> list[int]:
         """At most ``_MANY`` of ``ranks``, by turns: the requests of one look must not grow with the number of ranks."""
@@ -285,15 +297,19 @@ class Messages:
         """Called by a thread, on devices: tells where the main thread stands, and ends the groups if it stands in vain.
 
         The main thread stands in vain if it has not moved for some looks, and another rank has been gone for as long:
-        what the two have started together is done by then. See [Note: ended groups].
+        what the two have started together is done by then. See [Note: ended groups] in csrc/watch.h.
         """
         self._still.look()
-        liveness = self._liveness
-        if liveness is None or self.ended is not None:
+        ended = self._watch.ended()
+        if ended is not None:
+            if not self._noted_end:
+                self._noted_end = True
+                self._in_a_thread(lambda: note_end(ended))
             return
-        left = {rank: reason for rank, reason in liveness.left().items() if rank != self._mine}
+        self._watch.set_groups([group.group_name for group in groups_of_devices()])
+        left = {rank: reason for rank, reason in self._watch.left().items() if rank != self._mine}
         self._looks_without = self._looks_without + 1 if left else 0
-        device = self._device_stands()
+        device = self._watch.standing()
         if self._still.looks < _STILL:
             return
         stands = self.position(), self._still.where + self.where() + (f", its device in {device}" if device else "")
@@ -304,27 +320,6 @@ class Messages:
             rank = min(left)
             reason = f"zerocompile: rank {self._mine} waits for rank {rank}, {HAS_LEFT} {left[rank]}"
             self._in_a_thread(lambda: self.end(reason))
-
-    def _device_stands(self) -> str:
-        """What the barrier is for in which this rank's device stands; "": it stands in none.
-
-        If the device has stood in one barrier for the timeout, this ends the groups.
-        """
-        now, found = time.monotonic(), ""
-        for place, barriers in enumerate(self.barriers):
-            standing = barriers.standing()
-            if standing is None:
-                continue
-            number, found = standing
-            before, since = self._stands_in.get(place, (-1, now))
-            self._stands_in[place] = number, since if before == number else now
-            if before == number and now - since >= self._timeout.total_seconds():
-                reason = (
-                    f"zerocompile: rank {self._mine}'s device has waited for {self._timeout} in {found}{self.where()}. "
-                    "Another rank has died, hangs, or does not run the same step."
-                )
-                self._in_a_thread(lambda reason=reason: self.end(reason))  # type: ignore[misc]
-        return found
 
     @staticmethod
     def _in_a_thread(action: Callable[[], None]) -> None:
@@ -351,12 +346,17 @@ class Messages:
         return int(position), str(place)
 
     def end(self, reason: str) -> None:
-        """Ends this rank's process groups, see [Note: ended groups]. Only the first call counts."""
-        with self._ending:
-            if self.ended is not None:
-                return
-            self.ended = f"{reason}\n{START_ANEW}"
-        end_groups(reason, [barriers.end for barriers in self.barriers])
+        """Ends this rank's process groups, see [Note: ended groups] in csrc/watch.h. Only the first call counts."""
+        self._noted_end = True
+        self._watch.set_groups([group.group_name for group in groups_of_devices()])
+        if self._watch.end(reason):
+            note_end(reason)
+
+    @property
+    def ended(self) -> str | None:
+        """Why this rank's process groups have ended, see [Note: ended groups] in csrc/watch.h; None: they have not."""
+        reason = self._watch.ended()
+        return None if reason is None else f"{reason}\n{START_ANEW}"
 
     def raise_if_ended(self) -> None:
         """Called before and after what communicates.
@@ -364,8 +364,9 @@ class Messages:
         Raises:
             CommunicationError: this rank's process groups have ended; what the last collectives gave is not valid.
         """
-        if self.ended is not None:
-            raise CommunicationError(self.ended, explained=True)
+        ended = self.ended
+        if ended is not None:
+            raise CommunicationError(ended, explained=True)
 
     @property
     def last_knot(self) -> str | None:
@@ -376,7 +377,9 @@ class Messages:
 
     def tell(self, topic: str, message: str) -> None:
         """Leaves ``message`` in the store for all ranks that ask; never waits for another rank."""
-        self._store().set(self._key(topic, self._mine), message)
+        key = self._key(topic, self._mine)
+        self._written.add(key)
+        self._store().set(key, message)
 
     def forget(self, topic: str, number: int) -> None:
         """Removes this rank's message ``number`` from the store; all ranks must have read it."""
@@ -444,7 +447,9 @@ class Messages:
 
     def tell_numbered(self, topic: str, number: int, message: str) -> None:
         """Does :meth:`tell` for an endless series: message ``number`` takes the place of number ``number - SERIES``."""
-        self.tell(f"{topic}/{number % SERIES}", f"{number}:{message}")
+        self._last = f"{topic}/{number % SERIES}"
+        self._written.add(self._key(self._last, _JOINED))
+        self.tell(self._last, f"{number}:{message}")
 
     def exchange_numbered(self, topic: str, number: int, message: str, what: str = "") -> dict[int, str | None]:
         """Sends message ``number``; returns every rank's by global rank: :meth:`ask_numbered`'s answer and this rank's.
@@ -643,6 +648,8 @@ class Messages:
             The global rank that came there first, and its message.
         """
         store, key = self._store(), f"zerocompile/{self._name}/{topic}/"
+        self._written -= {f"{key}{number - SERIES}"}
+        self._written.add(f"{key}{number}")
         first = store.compare_set(f"{key}{number}", "", f"{self._mine}:{message}").decode()
         if self._mine == self._ranks[0] and number >= SERIES:
             store.delete_key(f"{key}{number - SERIES}")
@@ -663,11 +670,15 @@ class Messages:
         Returns:
             What stands there after this.
         """
-        return str(self._store().compare_set(f"zerocompile/{self._name}/{topic}", former, message).decode())
+        key = f"zerocompile/{self._name}/{topic}"
+        self._written.add(key)
+        return str(self._store().compare_set(key, former, message).decode())
 
     def count(self, topic: str) -> int:
         """Counts that this rank comes to ``topic``; returns how often all ranks have. Never waits for a rank."""
-        return int(self._store().add(f"zerocompile/{self._name}/{topic}", 1))
+        key = f"zerocompile/{self._name}/{topic}"
+        self._written.add(key)
+        return int(self._store().add(key, 1))
 
     def await_decision(
         self, topic: str, begins: str, what: str, place: tuple[str, int], ranks: Sequence[int], within: timedelta

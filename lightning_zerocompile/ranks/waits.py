@@ -118,13 +118,17 @@ class Jury:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
-        self._lines: dict[int, tuple[str, float]] = {}  # each rank's last report, and when it was heard
+        self._waits: dict[int, tuple[Wait, str, float]] = {}  # each rank's last report, its text, when it was heard
         self._suspects: dict[int, str] = {}  # the knot that was found last: its ranks' reports
         self._repeats: Counter[int] = Counter()  # how often each of these ranks has repeated its report since
 
     def hear(self, rank: int, line: str) -> None:
-        """Takes the report of a rank that waits; ``line`` is its :meth:`Wait.line`."""
-        self._lines[rank] = line, time.monotonic()
+        """Takes the report of a rank that waits; ``line`` is its :meth:`Wait.line`.
+
+        Raises:
+            ValueError, TypeError: it is no such line.
+        """
+        self._waits[rank] = Wait(**json.loads(line)), line, time.monotonic()
         suspected = self._suspects.get(rank)
         if suspected == line:
             self._repeats[rank] += 1
@@ -137,9 +141,9 @@ class Jury:
         A knot is returned once: after that its ranks' reports count anew.
         """
         oldest = time.monotonic() - _STALE
-        self._lines = {rank: said for rank, said in self._lines.items() if said[1] >= oldest}
-        waits = {rank: Wait(**json.loads(line)) for rank, (line, _) in self._lines.items()}
-        suspects = {rank: self._lines[rank][0] for rank in knot(waits, self._ranks)}
+        self._waits = {rank: said for rank, said in self._waits.items() if said[2] >= oldest}
+        waits = {rank: wait for rank, (wait, _, _) in self._waits.items()}
+        suspects = {rank: self._waits[rank][1] for rank in knot(waits, self._ranks)}
         if suspects != self._suspects:
             self._suspects = suspects
             self._repeats.clear()
@@ -147,7 +151,7 @@ class Jury:
         needed = _REPEATS_DIRECT if direct else _REPEATS
         if not suspects or any(self._repeats[rank] < needed for rank in suspects):
             return {}
-        self._lines, self._suspects = {}, {}
+        self._waits, self._suspects = {}, {}
         return suspects
 
 

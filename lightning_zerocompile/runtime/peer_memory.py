@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -18,35 +19,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_zerocompile.ranks.messages import Messages
 
 _log = logging.getLogger(__name__)
-_ENDED, _ENTERED, _PASSED, _UNIT = range(4)  # as in csrc/kernels.cu
 BARRIER_GRACE = timedelta(minutes=1)  # a barrier's kernel gives up so long after the host should have ended it
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # CUDA's variable: how many hardware queues streams are spread over
 _SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's variable: lets ranks share a device, for tests
 
 
-class DeviceBarriers:
-    """The barriers of one mapped buffer as the host sees them: see [Note: device barriers] in csrc/peers.h.
+def warn_of_one_queue(device: torch.device, world_size: int) -> None:
+    """Warns if all streams of the device share one queue: gathers and reductions of two ranks may come in different
+    orders, and each rank would then wait for what stands behind in the other's queue."""
+    if device.type == "cuda" and world_size > 1 and _has_one_queue():
+        warnings.warn(
+            f"zerocompile: with {_CONNECTIONS}=1 ranks can wait for each other for ever, since gathers and reductions "
+            f"share one queue of the device; start the processes without it (`unset {_CONNECTIONS}`).",
+            stacklevel=2,
+        )
 
-    Args:
-        kind: what meets there, "gather" or "reduction".
-        units: their names, by number.
 
-    Attributes:
-        words: [4] int64, pinned, which the device and the host share. Nothing of the driver's is needed to read or to
-            write them.
-    """
-
-    def __init__(self, kind: str, units: Sequence[str]) -> None:
-        self.words = torch.zeros(4, dtype=torch.int64, pin_memory=True)
-        self._kind, self._units = kind, units
-
-    def end(self) -> None:
-        """Lets every barrier that this rank's device is in, or comes to, go on without the other ranks."""
-        self.words[_ENDED] = 1
-
-    def standing(self) -> tuple[int, str] | None:
-        """The number of the barrier that the device is in, and what it is for; None: it is in none."""
-        ended, passed, entered, unit = (int(self.words[k].item()) for k in (_ENDED, _PASSED, _ENTERED, _UNIT))
-        return None if ended or passed >= entered else (entered, f"the {self._kind} of unit `{self._units[unit]}`")
+def _has_one_queue() -> bool:
+    return os.environ.get(_CONNECTIONS) == "1"
 
 
 def has_kernels(messages: Messages, load: Callable[[], None], wanted: bool | Literal["auto"]) -> bool:
@@ -128,6 +118,8 @@ def _unreachable(mesh: DeviceMesh, device: torch.device, messages: Messages) -> 
     reason = ""
     if len(hosts) > 1:
         reason = "the ranks are on several hosts"
+    elif _has_one_queue():
+        reason = f"`{_CONNECTIONS}=1`, with which a barrier on the device can wait for ever (unset it)"
     elif len(set(indices)) < len(indices) and os.environ.get(_SHARED) != "1":
         reason = "the ranks number their devices differently"
     elif not all(i == device.index or torch.cuda.can_device_access_peer(device.index, i) for i in indices):

@@ -28,10 +28,10 @@ from lightning_zerocompile.runtime import build, ops
 from lightning_zerocompile.runtime.activation_offload import ActivationOffload, Pack, without_hooks
 from lightning_zerocompile.runtime.peer_memory import (
     BARRIER_GRACE,
-    DeviceBarriers,
     has_copy_engines,
     has_kernels,
     map_buffer,
+    warn_of_one_queue,
 )
 from lightning_zerocompile.sharding.autocast import Casts, forward_of
 from lightning_zerocompile.sharding.checks import check_equal_replicas
@@ -212,7 +212,8 @@ class Runtime:
                 owner._bind(reduced)
 
         self.name = groups.everyone.group_name  # alike on all ranks, and no other runtime's
-        self.messages = Messages(device.type, self.name, config.timeout)
+        watch = core.Watch(dist.get_world_size(), dist.get_rank(), config.timeout.total_seconds())
+        self.messages = Messages(device.type, self.name, config.timeout, watch)
         self.comparisons = comparisons = Consistency(self.messages, config.timeout)
         self.reads = Reads(self.comparisons, config.timeout)
         self.core.set_callbacks(
@@ -268,6 +269,7 @@ class Runtime:
         self.casts = Casts(self.classes, self.core, self.messages, autocast_dtype)
         places = Places(model, self.device)
         places.check()
+        warn_of_one_queue(self.device, self.world_size)
         mapped = has_copy_engines(self.mesh, self.device, self.messages, self.config.copy_engine)
         for plan in units:
             sharded_parameters = []
@@ -349,19 +351,23 @@ class Runtime:
         if not has_kernels(messages, lambda: self.core.set_kernels(code, batches), wanted):
             return
         timeout = int((self.config.timeout + BARRIER_GRACE).total_seconds() * 1000)
-        names = list(self.unit_of)
         buffer = map_buffer(mesh, self.device, messages, wanted, self.core.peer_bytes(), "gathers")
         if buffer is None:
             return
-        barriers = DeviceBarriers("gather", names)
-        self.core.set_peers(buffer, barriers.words, timeout)
-        messages.barriers.append(barriers)
+        self.core.set_peers(buffer, self._watched_words("gather"), timeout)
         size = 0 if self._replicated else self.core.summing_peer_bytes()  # see [Note: replicas]
         summing = map_buffer(mesh, self.device, messages, "auto", size, "reductions")
         if summing is not None:
-            barriers = DeviceBarriers("reduction", names)
-            self.core.set_summing_peers(summing, barriers.words, timeout)
-            messages.barriers.append(barriers)
+            self.core.set_summing_peers(summing, self._watched_words("reduction"), timeout)
+
+    def _watched_words(self, kind: str) -> Tensor:
+        """The words of one mapped buffer's barriers, [4] int64, pinned: see [Note: device barriers] in csrc/peers.h.
+
+        ``kind``: what meets there.
+        """
+        words = torch.zeros(4, dtype=torch.int64, pin_memory=True)
+        self.messages.watch_barriers(words, kind, list(self.unit_of))
+        return words
 
     def keep_casts(self, most: int) -> int:
         """Keeps casts in memory of at most so many bytes, see [Note: kept casts] in csrc/peers.h; on all ranks.
@@ -648,6 +654,7 @@ class Runtime:
             self.activations.close()
         with contextlib.closing(self.messages):
             self.core.shutdown(wait=True)
+            self.messages.clear()
 
     def drained(self, within: float) -> bool:
         """Whether this rank's device has done all that its current stream holds, or does so in some seconds."""

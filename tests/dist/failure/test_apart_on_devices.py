@@ -164,20 +164,32 @@ def test_what_all_ranks_do_is_no_difference(ranks: Ranks, stage: int) -> None:
 
 
 class _Fake:
-    """What a rank has heard of the others."""
+    """A watch: what a rank has heard of the others."""
 
     def __init__(self) -> None:
         self.reasons: dict[int, str] = {}
         self.silence = 0  # looks at which nothing has been heard yet
+        self.reason: str | None = None
+
+    def ended(self) -> str | None:
+        return self.reason
+
+    def end(self, reason: str) -> None:
+        self.reason = reason
+
+    def set_groups(self, names: list[str]) -> None:
+        assert names == []
+
+    def standing(self) -> str:
+        return ""
 
     def left(self) -> dict[int, str]:
         self.silence -= 1
         return {} if self.silence >= 0 else self.reasons
 
 
-def _watched(messages: Messages, heard: _Fake, looks: int) -> str | None:
+def _watched(messages: Messages, looks: int) -> str | None:
     """What ends the groups while the main thread stands here and the watching thread looks."""
-    messages._liveness = heard  # type: ignore[assignment]
     watcher = threading.Thread(target=lambda: [messages._look_from_outside() for _ in range(looks)])
     watcher.start()
     watcher.join()
@@ -189,24 +201,21 @@ def _watched(messages: Messages, heard: _Fake, looks: int) -> str | None:
 
 @on_ranks(1)
 def test_when_groups_are_ended_from_outside() -> None:
-    def messages() -> Messages:
-        return Messages("cuda", "test", timedelta(minutes=5))
+    def heard(reasons: dict[int, str], silence: int = 0) -> Messages:
+        fake = _Fake()
+        fake.reasons, fake.silence = reasons, silence
+        return Messages("cuda", "test", timedelta(minutes=5), fake)  # type: ignore[arg-type]
 
-    heard = _Fake()
-    assert _watched(messages(), heard, 20) is None  # it stands still, and nobody is gone
-    heard.reasons = {0: "itself"}
-    assert _watched(messages(), heard, 20) is None
-    heard.reasons = {1: "RuntimeError: why"}
-    assert _watched(messages(), heard, 3) is None
-    heard.silence = 10
-    assert _watched(messages(), heard, 13) is None  # what is on its way may still end
-    heard.silence = 0
-    text = _watched(messages(), heard, 4)
+    assert _watched(heard({}), 20) is None  # it stands still, and nobody is gone
+    assert _watched(heard({0: "itself"}), 20) is None
+    why = {1: "RuntimeError: why"}
+    assert _watched(heard(why), 3) is None
+    assert _watched(heard(why, silence=10), 13) is None  # what is on its way may still end
+    text = _watched(heard(why), 4)
     assert text is not None and "rank 0 waits for rank 1, which has ended: RuntimeError: why" in text
     assert "start the processes anew" in text
-    heard.reasons = {1: DIED}
-    ended = messages()
-    assert DIED in (_watched(ended, heard, 4) or "")
+    ended = heard({1: DIED})
+    assert DIED in (_watched(ended, 4) or "")
     with pytest.raises(CommunicationError, match=DIED):
         ended.raise_if_ended()
     with pytest.raises(CommunicationError, match=DIED):
@@ -250,38 +259,3 @@ def test_a_moving_thread_is_not_standing() -> None:
     while not done.is_set():
         moved += 1
     assert most[0] < 50 and moved > 0
-
-
-class Standing:
-    """The barriers of a device that stands in one of them."""
-
-    def __init__(self) -> None:
-        self.number, self.ended = 7, False
-
-    def standing(self) -> tuple[int, str] | None:
-        return None if self.ended else (self.number, "the gather of unit `layers.0`")
-
-    def end(self) -> None:
-        self.ended = True
-
-
-@on_ranks()
-def test_a_barrier_in_which_a_device_stands_is_ended_and_named() -> None:
-    """After `timeout`, counted from when it came to this barrier and not to the one before."""
-    messages, barriers = Messages("cuda", "standing", timedelta(seconds=1)), Standing()
-    messages.barriers.append(barriers)
-    for number in (7, 8):
-        barriers.number = number
-        assert messages._device_stands() == "the gather of unit `layers.0`"
-        time.sleep(0.7)
-    messages._device_stands()
-    time.sleep(0.2)
-    assert messages.ended is None and not barriers.ended
-    time.sleep(0.5)
-    messages._device_stands()
-    deadline = time.monotonic() + 10
-    while not barriers.ended and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert barriers.ended
-    with pytest.raises(CommunicationError, match=r"has waited for 0:00:01 in the gather of unit `layers\.0`"):
-        messages.raise_if_ended()

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_zerocompile.ranks.messages import HAS_LEFT, SERIES, Messages
 from lightning_zerocompile.ranks.relay import by_message, by_rank, ranges_of, ranks_of
+from lightning_zerocompile.runtime import build
+from tests.support import engines, models
 from tests.support.harness import Worlds
 
 
@@ -36,7 +37,8 @@ class Counting(Messages):
 
 
 def _messages(name: str, few: int = 3, seconds: float = 20) -> Counting:
-    messages = Counting(init_device_mesh("cpu", (dist.get_world_size(),)), name, timedelta(seconds=seconds))
+    watch = build.load().Watch(dist.get_world_size(), dist.get_rank(), seconds)
+    messages = Counting("cpu", name, timedelta(seconds=seconds), watch)
     messages._few = few
     return messages
 
@@ -145,3 +147,27 @@ def _ended(name: str) -> str:
 def test_a_rank_that_has_ended(worlds: Worlds, world: int) -> None:
     text = worlds(world).run(_ended, f"ended {world}", timeout=60)[0]
     assert HAS_LEFT in text and "rank 1" in text and "it had enough" in text
+
+
+def _fits(stage: int) -> list[int]:
+    """How many keys of ours the store has after each of three runs."""
+    counts = []
+    for _ in range(3):
+        model, data = models.ByteModel(), models.Batches(models.rank())
+        with engines.engine(model, stage, compile=False, unit_bytes=1) as engine:
+            optimizer = engines.sgd(engine, model, lr=0.1)
+            for number in range(3):
+                with engine.training_step():
+                    engines.backward(engine, engines.token_loss(model, data[number]))
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.barrier()
+        counts.append(sum(b"zerocompile" in key.encode() for key in Messages._store().list_keys()))
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_leaves_nothing_in_the_store(worlds: Worlds, stage: int) -> None:
+    for first, *others in worlds(2).run(_fits, stage):
+        assert others == [first, first]
