@@ -2,18 +2,20 @@
 
 [Note: notebooks] Lightning starts the script again for each further rank. A notebook is no script, so there the running
 process is forked for each rank (``start_method="auto"``). Then the run is in children. From rank 0 the module gets its
-weights, the Trainer its metrics, and the strategy what it says of a run that has ended. One rank alone needs no further
-process: it runs in the notebook's own.
+weights, the Trainer its metrics, and the strategy what it says of a run that has ended. Layers that are made in
+``configure_model``, or are on the meta device, are only in the children, so they are made here, too, before the module
+gets the weights. One rank alone needs no further process: it runs in the notebook's own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import lightning.fabric.strategies.launchers as fabric_launchers
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.launcher import _Launcher
 from lightning.fabric.utilities import imports
@@ -21,6 +23,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from typing_extensions import override
 
 from lightning_zerocompile.config import Config
+from lightning_zerocompile.sharding.meta_init import initialize_all
 
 
 class Launched(Protocol):
@@ -89,12 +92,51 @@ class ForkLauncher(KeepsWeightsOnly, _MultiProcessingLauncher):
 
     @override
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
-        return super().get_extra_results(trainer) | {"last_run": self._strategy.tell_last_run()}
+        told = {"last_run": self._strategy.tell_last_run(), "names": list(trainer.lightning_module.state_dict())}
+        return super().get_extra_results(trainer) | told
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        if worker_output.weights_path is not None:
+            _make_layers(trainer, worker_output.extra["names"], worker_output.weights_path)
+        super()._recover_results_in_main_process(worker_output, trainer)
 
     @override
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         self._strategy.hear_last_run(extra["last_run"])
+
+
+def _make_layers(trainer: pl.Trainer, names: Sequence[str], path: str) -> None:
+    """Makes the layers of the module that the run has made, on the CPU, see [Note: notebooks].
+
+    Args:
+        trainer: of this process, in which nothing has run.
+        names: the state dict's, where the run has ended.
+        path: the file with the trained weights.
+
+    Raises:
+        RuntimeError: the layers cannot be made, or a layer is still missing, so its trained weights would be lost.
+    """
+    module, why = trainer.lightning_module, "The layer was made in the run's processes only."
+    try:
+        module.trainer = trainer
+        with torch.random.fork_rng(devices=()):
+            module.configure_model()
+            initialize_all(module, torch.device("cpu"))
+    except Exception as error:
+        why = f"Making the layers anew has raised {type(error).__name__}: {error}."
+    missing = sorted(set(names) - {name for name, value in module.state_dict().items() if not _is_meta(value)})
+    if missing:
+        raise RuntimeError(
+            f"The run has trained `{missing[0]}`, which the notebook's module has not. {why} Make the layers in "
+            f"`__init__` or `configure_model`; this run's weights are in a file: "
+            f"`module.load_state_dict(torch.load({path!r}))`."
+        )
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 class FabricLauncher(fabric_launchers._SubprocessScriptLauncher):

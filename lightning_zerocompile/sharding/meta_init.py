@@ -157,6 +157,18 @@ class Places:
         return None
 
 
+def initialize_all(model: nn.Module, device: torch.device) -> None:
+    """Initialises on ``device`` all that ``model`` has on the meta device, see [Note: meta device].
+
+    Raises:
+        RuntimeError: nothing says how to initialise a module.
+    """
+    places = Places(model, device)
+    for name, _ in list(model.named_parameters()):
+        places.parameter(name)
+    places.finish()
+
+
 def place(model: nn.Module, device: torch.device) -> None:
     """Moves modules without parameters that have an ``_apply`` of their own, such as torchmetrics' metrics.
 

@@ -258,6 +258,68 @@ def test_notebooks(tmp_path: Path, stage: int, options: dict[str, Any], devices:
     assert said["tested"] == pytest.approx(expected, abs=1e-6)
 
 
+LATE_LAYERS = """
+import json, sys, torch
+torch.set_num_threads(1)
+from lightning_zerocompile import ZeroCompileStrategy
+from tests.support import models
+
+class Module(models.Module):
+    def train_dataloader(self):
+        return models.Batches(self.trainer.global_rank)
+    def configure_model(self):
+        if where == "configure_model" and self.model is None:
+            with torch.device("meta" if meta else "cpu"):
+                self.model = models.Stacked(lambda: torch.nn.Linear(10, 10))
+    def setup(self, stage):
+        if where == "setup":
+            self.model = models.Stacked(lambda: torch.nn.Linear(10, 10))
+
+stage, options, where, meta, path = json.loads(sys.argv[1])
+torch.manual_seed(0)
+module = Module(lambda: None)
+trainer = models.make_trainer(ZeroCompileStrategy(stage, **options), accelerator="cpu", devices=2, max_steps=4)
+torch.manual_seed(0)
+error = ""
+try:
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+except RuntimeError as raised:
+    error = str(raised)
+print("said", json.dumps({"error": error, "parameters": [p.tolist() for p in module.parameters()]}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(3, {"compile": False}), pytest.param(1, {"compile_options": {"backend": "aot_eager"}}, marks=pytest.mark.long)],
+)
+def test_a_notebook_has_the_layers_that_a_run_has_made(tmp_path: Path, stage: int, options: dict[str, Any]) -> None:
+    path = tmp_path / "a.ckpt"
+    said = _interactive(LATE_LAYERS, [stage, options, "configure_model", False, str(path)])
+    torch.manual_seed(0)
+    plain = models.Module(lambda: models.Stacked(lambda: torch.nn.Linear(10, 10)))
+    optimizer, data = plain.configure_optimizers(), [models.Batches(rank) for rank in range(2)]
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.stack([plain.loss(batches[step]) for batches in data]).mean().backward()
+        optimizer.step()
+    saved = torch.load(path, weights_only=False)["state_dict"]
+    for one, (name, other) in zip(said["parameters"], plain.named_parameters(), strict=True):
+        assert torch.allclose(torch.tensor(one), other, rtol=0, atol=1e-6)
+        assert torch.equal(saved[name], torch.tensor(one))
+
+
+def test_a_notebook_has_layers_of_the_meta_device_and_says_which_it_cannot_have(tmp_path: Path) -> None:
+    arguments = [3, {"compile": False}]
+    said = _interactive(LATE_LAYERS, [*arguments, "configure_model", True, str(tmp_path / "a.ckpt")])
+    assert said["error"] == "" and len(said["parameters"]) == 7
+    said = _interactive(LATE_LAYERS, [*arguments, "setup", False, str(tmp_path / "b.ckpt")])
+    assert "has trained `model." in said["error"] and "`module.load_state_dict(torch.load(" in said["error"]
+    weights = torch.load(said["error"].split("torch.load('")[1].split("'")[0])
+    assert len(weights) == 7
+
+
 FABRIC_NOTEBOOK = """
 import json, sys, torch
 torch.set_num_threads(1)
