@@ -471,9 +471,7 @@ void Reductions::replicate_group(const std::vector<int64_t>& group, Reduction& r
 std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhile) {
   begun_ = 0;
   std::string used(registry_.parameters().size(), kUnused);
-  // In a window a rank may have failed: the others hear of it before they start reductions.
-  const bool deferred = gradients_.deferred();
-  bool asks = deferred;
+  bool asks = false;
   for (size_t i = 0; i < registry_.parameters().size(); ++i) {
     const auto& p = record(i);
     const bool contributed = gradients_.of(p).contributed || gradients_.has_part(p);
@@ -482,7 +480,7 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
   }
   const bool alone = registry_.all_ranks() == 1 || questions_.unite == nullptr;
   if (!alone) questions_.unite(exchanges_, used, /*asks=*/false);
-  if (!deferred) meanwhile();
+  meanwhile();
   while (!alone && asks) {
     auto answer = questions_.unite(exchanges_, used, /*asks=*/true);
     if (answer.empty() || answer.front() != kBegun) {
@@ -490,9 +488,8 @@ std::vector<char> Reductions::agree_on_used(const std::function<void()>& meanwhi
       break;
     }
     launch_begun(begun_in(answer));
-    if (!deferred) meanwhile();
+    meanwhile();
   }
-  if (deferred) meanwhile();
   exchanges_ += 1;
   TORCH_CHECK(used.size() == registry_.parameters().size(),
               "zerocompile: the ranks have different numbers of parameters");
@@ -546,7 +543,7 @@ void Reductions::launch_contributed(const std::vector<Units>& runs, bool partial
 // [Note: partial reductions] With replicas, what an accumulation reduces before its last backward stays the mean of one
 // replica: each rank keeps its rows (`early`), in the memory that the reduced gradient would have. The last backward
 // adds them to its own, and these are then summed over the replicas. So what crosses between replicas, mostly between
-// hosts, is sent once in a step. Rows that a bounded window reduces early wait in the same way for its end. Source:
+// hosts, is sent once in a step. Rows that a bounded window reduces wait in the same way for its end. Source:
 // FSDP2's `set_requires_all_reduce`. On the CPU a reduction is of all ranks anyway ([Note: replicas]), and nothing is
 // partial. A parameter that only an earlier backward has used counts as used ([Note: used flags]), so the sum over
 // replicas is never left out. One that is frozen meanwhile is summed, too: see
@@ -584,17 +581,6 @@ void Reductions::reduce_everything(bool partial, bool merged) {
   gradients_.reduced_all(partial);
   if (partial) keep_reduced(used);
   else gradients_.bind(std::exchange(reduced_, {}), used);
-}
-
-// The largest of a window's units, see [Note: bounded windows]. `used`: what `agree_on_used` has returned.
-void Reductions::reduce_early(const Units& units, const std::vector<char>& used) {
-  for (auto index : units) {
-    launch({index}, /*latest=*/{}, /*early=*/true);
-    gradients_.reduced(registry_.units()[index]);
-    launched_[index] = false;
-  }
-  retire(0);
-  keep_reduced(used);
 }
 
 // What was reduced early waits. A parameter that has a gradient on no rank (`used`) keeps None.

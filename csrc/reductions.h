@@ -79,7 +79,6 @@ class Reductions {
   void retire_updates(size_t keep);
   std::vector<char> agree_on_used(const std::function<void()>& meanwhile);
   void reduce_everything(bool partial, bool merged = false);
-  void reduce_early(const Units& units, const std::vector<char>& used);
 
   // what is on its way
   void settle() { retire(0); }

@@ -566,10 +566,10 @@ void Runtime::set_partial(bool partial) {
   window_.set_partial(partial);
 }
 
-void Runtime::set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes) {
+void Runtime::set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes, std::function<void()> reached) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   gradients_.set_sum_dtype(sum_dtype);
-  window_.set_max_bytes(max_bytes);
+  window_.set_bound(max_bytes, std::move(reached));
 }
 
 bool Runtime::deferred() const {

@@ -152,7 +152,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void finish_ended_backward();
   void set_deferred(bool deferred);
   void set_partial(bool partial);
-  void set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes);
+  void set_window(std::optional<at::ScalarType> sum_dtype, int64_t max_bytes, std::function<void()> reached);
   bool deferred() const;
   bool pending() const;
   bool in_backward() const { return phase() == Phase::Backward; }

@@ -1,9 +1,6 @@
 #include "window.h"
 
-#include <ATen/core/grad_mode.h>
-
-#include <algorithm>
-#include <vector>
+#include <utility>
 
 namespace zerocompile {
 
@@ -25,42 +22,32 @@ void Window::set_partial(bool partial) {
   gradients_.set_partial(partial);
 }
 
-void Window::reduce_at_end() {
-  const bool some = gradients_.deferred();
-  if (some && max_bytes_ < 0) return;
-  gathers_.meet_others("the end of a backward");  // see [Note: unequal work]: another rank may still be in its own
-  if (some) reduce_largest();
-  else reductions_.reduce_everything(gradients_.partial());
+void Window::set_bound(int64_t bytes, std::function<void()> reached) {
+  max_bytes_ = bytes;
+  reached_ = std::move(reached);
 }
 
-// [Note: bounded windows] At the end of each backward of a window the largest units are reduced until what is left
-// fits. Which ones follows from the used flags and the parameters' sizes, so all ranks choose the same; what comes
-// later for such a unit is reduced later and added. Nothing is bound before the window closes: it may be dropped.
-void Window::reduce_largest() {
-  at::NoGradGuard no_grad;
-  reductions_.agree_on_order();
-  const auto used = reductions_.agree_on_used([] {});
-  std::vector<std::pair<int64_t, int64_t>> sizes;  // (bytes, unit)
+// [Note: bounded windows] Where the gradients of all parameters that were trained since the window opened take more than
+// its bound, all that waits is reduced at the end of the backward, and the window goes on. What a rank has no gradient
+// of counts, too, so that all ranks reduce at the same place. Nothing is bound before the window closes: it may be
+// dropped.
+void Window::reduce_at_end() {
+  const bool waits = gradients_.deferred();
+  if (waits && !reaches_bound()) return;
+  gathers_.meet_others("the end of a backward");  // see [Note: unequal work]: another rank may still be in its own
+  if (waits) reached_();
+  reductions_.reduce_everything(waits || gradients_.partial(), /*merged=*/waits);
+}
+
+bool Window::reaches_bound() const {
+  if (max_bytes_ < 0) return false;
   int64_t total = 0;
-  for (auto index : reductions_.order()) {
-    int64_t bytes = 0;
-    for (auto i : registry_.units()[index].parameters) {
-      const auto& p = registry_.parameters()[i];
-      if (!used[i] || !gradients_.trains(p)) continue;
-      const auto dtype = gradients_.sum_dtype().value_or(p.cast_grad ? p.grad_dtype : p.dtype);
-      bytes += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(dtype));
-    }
-    if (bytes > 0) sizes.emplace_back(bytes, index);
-    total += bytes;
+  for (const auto& p : registry_.parameters()) {
+    if (!gradients_.trains(p)) continue;
+    const auto dtype = gradients_.sum_dtype().value_or(p.cast_grad ? p.grad_dtype : p.dtype);
+    total += c10::multiply_integers(p.size) * static_cast<int64_t>(c10::elementSize(dtype));
   }
-  std::stable_sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-  std::vector<int64_t> largest;
-  for (const auto& [bytes, index] : sizes) {
-    if (total <= max_bytes_) break;
-    largest.push_back(index);
-    total -= bytes;
-  }
-  reductions_.reduce_early(largest, used);
+  return total > max_bytes_;
 }
 
 // The window closes (or an accumulation ends without a further backward): one reduction of all that was deferred.

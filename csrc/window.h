@@ -1,6 +1,6 @@
 // Windows and accumulations: what waits for their end, and how much of it may.
 //
-// `Window` owns the limit on the bytes that wait. It decides what is reduced when a backward ends and when the window
+// `Window` owns the bound on the bytes that wait. It decides what is reduced when a backward ends and when the window
 // does, and what user code finds in the `grad` of a master until then. The gradients themselves are in `Gradients`.
 //
 // Lock: whoever calls holds the runtime's mutex.
@@ -11,6 +11,7 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <utility>
 
@@ -34,7 +35,7 @@ class Window {
 
   void set_deferred(bool deferred);
   void set_partial(bool partial);
-  void set_max_bytes(int64_t bytes) { max_bytes_ = bytes; }
+  void set_bound(int64_t bytes, std::function<void()> reached);
   void flush();
 
   std::pair<Tensor, Unbound> unbound_gradient(int64_t parameter, bool waiting);
@@ -43,7 +44,7 @@ class Window {
 
  private:
   void reduce_at_end();
-  void reduce_largest();
+  bool reaches_bound() const;
 
   const Registry& registry_;
   Gathers& gathers_;
@@ -51,6 +52,7 @@ class Window {
   Reductions& reductions_;
   BackwardPhase& backward_;
   int64_t max_bytes_ = -1;  // of gradients that wait for the end of a window; negative: any
+  std::function<void()> reached_;  // called before what waits is reduced; raises if another rank does not come to it
 };
 
 }  // namespace zerocompile

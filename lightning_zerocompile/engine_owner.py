@@ -205,8 +205,9 @@ class EngineOwner:
                 holds the whole model meanwhile), and ``"use"`` gathers each parameter at each use, as outside.
                 ``"auto"`` (default) is ``"window"`` if parameters, gradients and an optimizer's moments fit in half of
                 what is free on every rank; that is decided in the first window.
-            max_bytes: how many bytes of full gradients may wait. When a backward leaves more, the largest units are
-                reduced then, and bound when the window closes. ``None``: any number.
+            max_bytes: how many bytes of full gradients may wait. If those of all parameters that were trained since the
+                window opened take more, each backward reduces all that waits, and the shards wait for the window's end.
+                ``None``: any number.
             accumulate_dtype: ``None``: gradients are summed in their own dtype; ``torch.float32``: in fp32. They are
                 communicated in ``reduce_dtype``, or else in their own dtype.
 

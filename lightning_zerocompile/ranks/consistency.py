@@ -38,9 +38,7 @@ class Consistency:
     def __init__(self, messages: Messages, timeout: timedelta) -> None:
         self._messages, self._timeout = messages, timeout
         self._marks = 0  # how many marks this rank has passed
-        self._window = 0
-        self._used = ("used", 0)  # the last exchange of used flags: its series and its number there
-        self._outside = 0  # how many of these exchanges were outside of windows
+        self._used = 0  # how many exchanges of used flags there were
         self._begun = (-1, 0)  # an exchange of used flags, and how many units another rank reduces before it
         self._compared = ""  # the last gather that was compared
         self._reads = 0  # how many reads were compared
@@ -48,19 +46,10 @@ class Consistency:
         self._place = (-1, "")  # where the last gather outside of steps was: the marks before it, and the hook
         self._at_place = 0  # how many gathers there were at that place
 
-    def in_window(self, number: int) -> None:
-        """The used flags that are exchanged from here on belong to window ``number``; 0: to no window.
-
-        A rank that has failed inside a window may be in the next one, or in none, while others still exchange messages
-        in the first. The messages of different windows must not be confused, so each window has numbers of its own.
-        """
-        self._window = number
-        self._used = ("used in a window", number * 2**20) if number else ("used", self._outside)
-
     @property
     def next_exchange(self) -> int:
-        """The number of the next exchange of used flags outside of windows."""
-        return self._outside + 1
+        """The number of the next exchange of used flags."""
+        return self._used + 1
 
     def order(self, order: list[int]) -> list[int]:
         """Rank 0's order of units, on all ranks. ``order`` is this rank's, and counts on rank 0 only.
@@ -147,12 +136,9 @@ class Consistency:
         Raises:
             CommunicationError: a rank has not sent its letters in time, or has ended.
         """
-        series, number = self._used
         if not asks:
-            number += 1
-            self._outside += not self._window
-            self._used = (series, number)
-            self._messages.tell_numbered(series, number, used)
+            self._used += 1
+            self._messages.tell_numbered("used", self._used, used)
             return used
         what = f"the end of backward number {exchange}"
 
@@ -160,15 +146,13 @@ class Consistency:
             return self._messages.silent(rank, f"has ended backward number {exchange}")
 
         def begun(missing: Sequence[int]) -> str | None:
-            if self._window:  # nothing is reduced in its backwards
-                return None
-            latest = (number, self._messages.has_begun(number, missing))
+            latest = (self._used, self._messages.has_begun(self._used, missing))
             if latest <= self._begun or not latest[1]:
                 return None
             self._begun = latest
             return f"+{latest[1]}"
 
-        return self._messages.join_numbered(series, number, used, _largest_letters, what, late, begun)
+        return self._messages.join_numbered("used", self._used, used, _largest_letters, what, late, begun)
 
     def read(self, what: str, within: timedelta) -> None:
         """Compares what the ranks read, where each reads a number of a sharded tensor, before the read communicates.
@@ -188,7 +172,7 @@ class Consistency:
         """
         mine, number, start = dist.get_rank(), self._reads, time.monotonic()
         looked = start
-        message = json.dumps([what, [*self._used, self._marks]])
+        message = json.dumps([what, [self._used, self._marks]])
         self._messages.tell_numbered("read", number, message)
         met = False
         try:
@@ -226,7 +210,7 @@ class Consistency:
     def _asks(self, read: str) -> str:
         """For an error: what another rank reads, by its message."""
         what, place = json.loads(read)
-        elsewhere = place != [*self._used, self._marks]
+        elsewhere = place != [self._used, self._marks]
         return f"asks for {what}" + (", after other backwards or batches" if elsewhere else "")
 
     def meet(self, stream: str, what: str) -> None:
@@ -292,10 +276,9 @@ class Consistency:
                 count: it may have heard this rank's message, and gone on rightly.
             ranks: the ranks of which this message was not heard.
         """
-        series, number = self._used
         found = None
         for rank in self._messages.some(ranks):
-            if self._messages.heard_now(series, number + 1, rank) is not None:
+            if self._messages.heard_now("used", self._used + 1, rank) is not None:
                 found = rank, "has ended another backward"
         first = self._messages.marked("mark", self._marks)
         if found is None and first is not None and first[0] in ranks:

@@ -22,13 +22,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 
 from lightning_zerocompile.config import Lifetime
-from lightning_zerocompile.ranks.messages import CommunicationError
+from lightning_zerocompile.ranks.messages import SERIES, CommunicationError
 from lightning_zerocompile.runtime.memory_budget import free_memory, smallest_share
 from lightning_zerocompile.runtime.runtime import Runtime
 
 Gathers = Literal["auto", "window", "use"]
 
 _TOPIC = "window"  # of the messages at the end of a window
+_BOUND = "bound of a window"  # of those where its bound is reached
 _GATHERED = "gathered in a window"  # of the messages after a failure
 _TOO_LARGE = (
     "`coalesce_grad_reduction(gather='auto')`: the whole model, its gradients and two moments take {:.1f} GiB in the "
@@ -47,7 +48,7 @@ class Windows:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._core = runtime, runtime.core
-        self._messages, self._consistency = runtime.messages, runtime.comparisons
+        self._messages = runtime.messages
         self._apart: dict[int, str] = {}  # what was gathered when a window failed, see [Note: ranks apart]
         self._world = runtime.world_size
         self._gathers_at_use = runtime.policy.lifetime is Lifetime.USE
@@ -67,11 +68,20 @@ class Windows:
         self.is_open = True
         before = self._core.stats().backwards
         apart = self._gathers_at_use and not held
-        self._consistency.in_window(0 if max_bytes is None else self._number)
         self._messages.check = self._check_others
         raised = True
+
+        def mine() -> dict[str, int | str]:  # in this all ranks must agree; if it is empty their backwards may differ
+            found: dict[str, int | str] = {}
+            if apart:
+                found["gathers"] = self._core.gathered_so_far()  # without those inside `strategy.unequal()`
+            if max_bytes is not None:
+                found["backwards"] = self._core.stats().backwards - before
+            return found
+
         try:
-            self._core.set_window(accumulate_dtype, -1 if max_bytes is None else max_bytes)
+            bound = -1 if max_bytes is None else max_bytes
+            self._core.set_window(accumulate_dtype, bound, lambda: self._agree_at_bound(mine()))
             self._core.set_deferred(True)
             if held:
                 self._core.hold()
@@ -88,23 +98,17 @@ class Windows:
             raise
         finally:
             self.is_open = False
-            self._consistency.in_window(0)
             if raised:
                 self._end_checks()
             self._core.set_deferred(False)
-            self._core.set_window(None, -1)
+            self._core.set_window(None, -1, lambda: None)
             if held:
                 self._core.let_go(raised)
-        mine: dict[str, int | str] = {}  # in this all ranks must agree; if it is empty their backwards may differ
-        if apart:
-            mine["gathers"] = self._core.gathered_so_far()  # without those inside `strategy.unequal()`
-        if max_bytes is not None:
-            mine["backwards"] = self._core.stats().backwards - before
         try:
             try:
                 self._runtime.meet_others("the end of a window")
                 self._core.publish_order()
-                self._agree(mine)
+                self._agree(_TOPIC, self._number, mine(), "the end")
             except BaseException:
                 self._come_apart(apart)
                 raise
@@ -181,11 +185,18 @@ class Windows:
         if accumulate_dtype not in (None, torch.float32):
             raise ValueError(f"`accumulate_dtype={accumulate_dtype!r}` is not supported; choose None or torch.float32.")
 
-    def _agree(self, mine: dict[str, int | str]) -> None:
-        """Raises if a rank is not at this window's end, or came to it in another way."""
+    def _agree_at_bound(self, mine: dict[str, int | str]) -> None:
+        """Called at the end of a backward, before what waits is reduced: a rank may have failed, or run another one.
+
+        A rank that has failed in a window may be in the next one meanwhile, so each window has numbers of its own.
+        """
+        self._agree(_BOUND, self._number * SERIES + int(mine["backwards"]), mine, "the bound")
+
+    def _agree(self, topic: str, number: int, mine: dict[str, int | str], where: str) -> None:
+        """Raises if a rank does not come to this place of the window (``where``), or came to it in another way."""
         if self._world == 1:
             return
-        what = f"the end of window {self._number} of `coalesce_grad_reduction`"
+        what = f"{where} of window {self._number} of `coalesce_grad_reduction`"
 
         def late(rank: int) -> CommunicationError:
             return CommunicationError(
@@ -194,7 +205,7 @@ class Windows:
                 "not, died or hangs."
             )
 
-        for message, rank in self._messages.different(_TOPIC, self._number, json.dumps(mine), what, late).items():
+        for message, rank in self._messages.different(topic, number, json.dumps(mine), what, late).items():
             theirs = json.loads(message)
             if "error" in theirs:
                 raise self._failed(rank, theirs["error"])

@@ -72,10 +72,10 @@ def test_gradients_that_share_memory(stage: int, compile: Any) -> None:
 
 @STAGES
 @on_ranks()
-def test_max_bytes_reduces_the_largest_units_early(stage: int) -> None:
+def test_where_max_bytes_are_reached_all_that_waits_is_reduced(stage: int) -> None:
     full = 2 * 4 + 2 * 520 + 3 * (40 + 40 + 840 + 84 + 840)
     found = []
-    for max_bytes in (full, 3000):
+    for max_bytes in (full, full - 1):
         model, twin = models.pair(models.ByteModel)
         data, held = models.Batches(models.rank()), []
         with engines.engine(model, stage) as engine:
@@ -89,8 +89,8 @@ def test_max_bytes_reduces_the_largest_units_early(stage: int) -> None:
         engines.window_reference(twin, [[0, 1, 2, 3]])
         assert models.deviation(model, twin) <= 1e-6
     (all_held, at_the_end), (held, early) = found
-    assert all_held == [full] * 4 and early > at_the_end
-    assert max(held) <= 3000 and min(held) > 0
+    assert all_held == [full] * 4 and held == [0] * 4
+    assert early == 4 * at_the_end
 
 
 class Scaled(nn.Module):
