@@ -6,61 +6,23 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernel_arguments.h"
 #include "text.h"
 
 namespace zerocompile {
 
 namespace {
 
-constexpr int64_t kThreads = Kernels::kRanks, kPerBlock = kThreads * 8 * 2;  // as in kernels.cu
-constexpr size_t kMost = 32;
-constexpr uintptr_t kAlignment = 16;
-
-// The arguments, as in kernels.cu.
-struct CastArguments {
-  int count, first_block[kMost];
-  int64_t numel[kMost];
-  const void* from[kMost];
-  void* to[kMost];
-  void* also[kMost];
-};
-
-struct Float8Arguments {
-  int count, first_block[kMost], through[kMost];
-  int64_t numel[kMost];
-  const void* from[kMost];
-  const void* scale[kMost];
-  void* to[kMost];
-  void* also[kMost];
-};
-
-struct SumArguments {
-  int count, peers, first_block[kMost];
-  float divisor, factor;
-  int64_t numel[kMost], place[kMost];
-  const void* own[kMost];
-  void* to[kMost];
-  bool adds[kMost];
-  const void* received[Kernels::kPeers];
-};
-
-struct BarrierArguments {
-  void* pads;
-  int64_t* words;
-  int* pushing;
-  int64_t number, unit;
-  uint64_t timeout;
-  int rank, world;
-};
+constexpr uintptr_t kVectorBytes = 16;  // the alignment that the kernels ask for
 
 // The driver's functions have had these types since CUDA 4 (cuda.h: CUresult is an enum, the handles are pointers).
-using LoadData = int(void**, const void*);
+using Load = int(void**, const char*);
 using Unload = int(void*);
 using GetFunction = int(void**, void*, const char*);
 
 bool fits(const at::Tensor& array, at::ScalarType dtype, int64_t numel) {
   return array.is_cuda() && array.scalar_type() == dtype && array.is_contiguous() && array.numel() == numel &&
-         reinterpret_cast<uintptr_t>(array.const_data_ptr()) % kAlignment == 0;
+         reinterpret_cast<uintptr_t>(array.const_data_ptr()) % kVectorBytes == 0;
 }
 
 int64_t blocks_of(int64_t numel) { return (numel + kPerBlock - 1) / kPerBlock; }
@@ -75,13 +37,13 @@ void Kernels::UnloadModule::operator()(void* module) const {
   }
 }
 
-Kernels::Kernels(const std::string& code, c10::Device device, bool batches)
+Kernels::Kernels(const std::string& path, c10::Device device, bool batches)
     : driver_(device, batches),
-      pushing_(at::zeros({2}, at::TensorOptions(at::kInt).device(device))),
+      state_(at::zeros({kBarrierStates}, at::TensorOptions(at::kInt).device(device))),
       module_(nullptr, UnloadModule{&driver_}) {
   const c10::DeviceGuard guard(device);
   void* module = nullptr;
-  driver_.check(driver_.function<LoadData>("cuModuleLoadData")(&module, code.c_str()), "loading the kernels");
+  driver_.check(driver_.function<Load>("cuModuleLoad")(&module, path.c_str()), "loading the kernels");
   module_.reset(module);
   auto* const get = driver_.function<GetFunction>("cuModuleGetFunction");
   driver_.check(get(&cast_, module, "zerocompile_cast"), "finding the kernel of casts");
@@ -93,10 +55,13 @@ Kernels::Kernels(const std::string& code, c10::Device device, bool batches)
   Float8Arguments no_float8{};
   SumArguments no_sums{};
   const auto scale = at::ones({}, at::TensorOptions(at::kFloat).device(device));
-  no_float8.scale[0] = scale.const_data_ptr();
+  no_float8.scale[0] = static_cast<const float*>(scale.const_data_ptr());
   no_casts.count = no_float8.count = no_sums.count = 1;
-  const auto words = at::zeros({4}, at::TensorOptions(at::kLong).pinned_memory(true));
-  BarrierArguments alone{nullptr, words.mutable_data_ptr<int64_t>(), nullptr, 0, 0, 0, 0, /*world=*/1};
+  const auto words = at::zeros({kBarrierWords}, at::TensorOptions(at::kLong).pinned_memory(true));
+  BarrierArguments alone{};
+  alone.words = static_cast<long long*>(words.mutable_data_ptr());
+  alone.state = state_.mutable_data_ptr<int>();
+  alone.world = 1;
   launch(cast_, 1, &no_casts);
   launch(float8_, 1, &no_float8);
   launch(sum_, 1, &no_sums);
@@ -121,43 +86,47 @@ bool Kernels::takes(const Float8Cast& cast) {
 bool Kernels::takes(const Sum& sum) {
   const auto numel = sum.to.numel();
   return fits(sum.to, at::kFloat, numel) && fits(sum.own, at::kBFloat16, numel) &&
-         sum.place * sizeof(at::BFloat16) % kAlignment == 0;
+         sum.place * sizeof(at::BFloat16) % kVectorBytes == 0;
 }
 
 void Kernels::launch(void* function, int64_t blocks, void* argument) const {
-  driver_.launch(function, blocks, kThreads, argument);
+  driver_.launch(function, blocks, kKernelThreads, argument);
 }
 
 void Kernels::barrier(const Barrier& barrier) const {
-  TORCH_CHECK(barrier.world <= kRanks, text("zerocompile: a kernel lets at most ", kRanks, " ranks meet"));
-  BarrierArguments arguments{barrier.pads,
-                             barrier.words.mutable_data_ptr<int64_t>(),
-                             barrier.after_pushes ? pushing_.mutable_data_ptr<int>() : nullptr,
-                             barrier.number,
-                             barrier.unit,
-                             static_cast<uint64_t>(barrier.timeout_ms) * 1'000'000,
-                             static_cast<int>(barrier.rank),
-                             static_cast<int>(barrier.world)};
+  TORCH_CHECK(barrier.world <= kKernelThreads,
+              text("zerocompile: a kernel lets at most ", kKernelThreads, " ranks meet"));
+  BarrierArguments arguments{};
+  arguments.pads = static_cast<unsigned long long* const*>(barrier.pads);
+  arguments.words = barrier.words;
+  arguments.state = state_.mutable_data_ptr<int>();
+  arguments.number = barrier.number;
+  arguments.unit = barrier.unit;
+  arguments.timeout = static_cast<unsigned long long>(barrier.timeout_ms) * 1'000'000;
+  arguments.rank = static_cast<int>(barrier.rank);
+  arguments.world = static_cast<int>(barrier.world);
+  arguments.half = static_cast<int>(barrier.turn % 2);
+  arguments.after_pushes = barrier.after_pushes;
   launch(barrier_, 1, &arguments);
 }
 
 void Kernels::set_pushing(bool pushing) const {
-  (void)driver_.write(pushing_, pushing ? 1 : 0);  // an old driver cannot, and then no barrier waits
+  (void)driver_.write(state_, pushing ? 1 : 0);  // an old driver cannot, and then no barrier waits
 }
 
 void Kernels::cast(const std::vector<Cast>& casts) const {
-  for (size_t start = 0; start < casts.size(); start += kMost) {
+  for (size_t start = 0; start < casts.size(); start += kMostArrays) {
     CastArguments arguments;
-    arguments.count = static_cast<int>(std::min(kMost, casts.size() - start));
+    arguments.count = static_cast<int>(std::min<size_t>(kMostArrays, casts.size() - start));
     int64_t blocks = 0;
     for (int k = 0; k < arguments.count; ++k) {
       const auto& [from, to, also] = casts[start + k];
       TORCH_CHECK(takes(casts[start + k]), "zerocompile: a kernel cannot cast these arrays");
       arguments.first_block[k] = static_cast<int>(blocks);
       arguments.numel[k] = from.numel();
-      arguments.from[k] = from.const_data_ptr();
-      arguments.to[k] = to.mutable_data_ptr();
-      arguments.also[k] = also.mutable_data_ptr();
+      arguments.from[k] = static_cast<const float*>(from.const_data_ptr());
+      arguments.to[k] = static_cast<unsigned short*>(to.mutable_data_ptr());
+      arguments.also[k] = static_cast<unsigned short*>(also.mutable_data_ptr());
       blocks += blocks_of(from.numel());
     }
     if (blocks > 0) launch(cast_, blocks, &arguments);
@@ -165,9 +134,9 @@ void Kernels::cast(const std::vector<Cast>& casts) const {
 }
 
 void Kernels::cast(const std::vector<Float8Cast>& casts) const {
-  for (size_t start = 0; start < casts.size(); start += kMost) {
+  for (size_t start = 0; start < casts.size(); start += kMostArrays) {
     Float8Arguments arguments;
-    arguments.count = static_cast<int>(std::min(kMost, casts.size() - start));
+    arguments.count = static_cast<int>(std::min<size_t>(kMostArrays, casts.size() - start));
     int64_t blocks = 0;
     for (int k = 0; k < arguments.count; ++k) {
       const auto& [from, to, also, scale, through] = casts[start + k];
@@ -175,10 +144,10 @@ void Kernels::cast(const std::vector<Float8Cast>& casts) const {
       arguments.first_block[k] = static_cast<int>(blocks);
       arguments.through[k] = through == at::kBFloat16 ? 1 : through == at::kHalf ? 2 : 0;
       arguments.numel[k] = from.numel();
-      arguments.from[k] = from.const_data_ptr();
-      arguments.scale[k] = scale.const_data_ptr();
-      arguments.to[k] = to.mutable_data_ptr();
-      arguments.also[k] = also.mutable_data_ptr();
+      arguments.from[k] = static_cast<const float*>(from.const_data_ptr());
+      arguments.scale[k] = static_cast<const float*>(scale.const_data_ptr());
+      arguments.to[k] = static_cast<unsigned char*>(to.mutable_data_ptr());
+      arguments.also[k] = static_cast<unsigned char*>(also.mutable_data_ptr());
       blocks += blocks_of(from.numel());
     }
     if (blocks > 0) launch(float8_, blocks, &arguments);
@@ -186,11 +155,11 @@ void Kernels::cast(const std::vector<Float8Cast>& casts) const {
 }
 
 void Kernels::sum(const std::vector<Sum>& sums, const std::vector<at::Tensor>& received, double divisor) const {
-  TORCH_CHECK(static_cast<int64_t>(received.size()) <= kPeers,
-              text("zerocompile: a kernel sums what at most ", kPeers, " peers sent, not ", received.size()));
-  for (size_t start = 0; start < sums.size(); start += kMost) {
+  TORCH_CHECK(static_cast<int64_t>(received.size()) <= kMostPeers,
+              text("zerocompile: a kernel sums what at most ", kMostPeers, " peers sent, not ", received.size()));
+  for (size_t start = 0; start < sums.size(); start += kMostArrays) {
     SumArguments arguments;
-    arguments.count = static_cast<int>(std::min(kMost, sums.size() - start));
+    arguments.count = static_cast<int>(std::min<size_t>(kMostArrays, sums.size() - start));
     arguments.peers = static_cast<int>(received.size());
     arguments.divisor = static_cast<float>(divisor);
     int exponent = 0;
@@ -198,7 +167,7 @@ void Kernels::sum(const std::vector<Sum>& sums, const std::vector<at::Tensor>& r
     for (size_t peer = 0; peer < received.size(); ++peer) {
       TORCH_CHECK(fits(received[peer], at::kBFloat16, received[peer].numel()),
                   "zerocompile: a kernel cannot sum what this peer sent");
-      arguments.received[peer] = received[peer].const_data_ptr();
+      arguments.received[peer] = static_cast<const unsigned short*>(received[peer].const_data_ptr());
     }
     int64_t blocks = 0;
     for (int k = 0; k < arguments.count; ++k) {
@@ -211,8 +180,8 @@ void Kernels::sum(const std::vector<Sum>& sums, const std::vector<at::Tensor>& r
       arguments.first_block[k] = static_cast<int>(blocks);
       arguments.numel[k] = to.numel();
       arguments.place[k] = place;
-      arguments.own[k] = own.const_data_ptr();
-      arguments.to[k] = to.mutable_data_ptr();
+      arguments.own[k] = static_cast<const unsigned short*>(own.const_data_ptr());
+      arguments.to[k] = static_cast<float*>(to.mutable_data_ptr());
       arguments.adds[k] = adds;
       blocks += blocks_of(to.numel());
     }

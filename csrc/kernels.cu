@@ -1,16 +1,13 @@
 // The device's half of kernels.h: three passes over memory that torch would make in three to seven, and a barrier that
-// the host can end. bfloat16 and float8 are their bits, so no header is needed and the code runs on every GPU that
-// torch runs on.
-// kernels.ptx is made from this file by
-//     nvcc -ptx -arch=compute_70 -o kernels.ptx kernels.cu
-// or NVRTC with the same target (that of CUDA 11.8, whose PTX older drivers read, too). It begins with the SHA-256 of
-// this file.
+// the host can end. NVRTC compiles it at the first use (runtime/kernels.py). bfloat16 and float8 are their bits, so no
+// header of CUDA's is needed and the code runs on every GPU that torch runs on.
+#include "kernel_arguments.h"
+
+using namespace zerocompile;
 
 namespace {
 
-constexpr int kThreads = 256, kVector = 8, kRounds = 2;
-constexpr long long kPerBlock = kThreads * kVector * kRounds;  // elements: the same number in kernels.cpp
-constexpr int kMost = 32, kPeers = 15;                         // as in kernels.cpp
+constexpr int kThreads = kKernelThreads, kVector = kKernelVector, kRounds = kKernelRounds;
 
 union Eight {
   uint4 bits;
@@ -65,16 +62,8 @@ __device__ float mean_of(float sum, float divisor, float factor) {
 
 }  // namespace
 
-struct Casts {
-  int count, first_block[kMost];
-  long long numel[kMost];
-  const float* from[kMost];
-  unsigned short* to[kMost];
-  unsigned short* also[kMost];
-};
-
 // to[k] = also[k] = from[k]
-extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_cast(const __grid_constant__ Casts casts) {
+extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_cast(const __grid_constant__ CastArguments casts) {
   const int k = found(casts.first_block, casts.count);
   const long long numel = casts.numel[k], start = (blockIdx.x - casts.first_block[k]) * kPerBlock;
   const float* from = casts.from[k] + start;
@@ -99,17 +88,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_cast(const __
   }
 }
 
-struct Float8Casts {
-  int count, first_block[kMost], through[kMost];
-  long long numel[kMost];
-  const float* from[kMost];
-  const float* scale[kMost];
-  unsigned char* to[kMost];
-  unsigned char* also[kMost];
-};
-
 // to[k] = also[k] = from[k] * scale[k]
-extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_float8(const __grid_constant__ Float8Casts casts) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    zerocompile_float8(const __grid_constant__ Float8Arguments casts) {
   const int k = found(casts.first_block, casts.count), through = casts.through[k];
   const long long numel = casts.numel[k], start = (blockIdx.x - casts.first_block[k]) * kPerBlock;
   const float* from = casts.from[k] + start;
@@ -143,18 +124,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_float8(const 
   }
 }
 
-struct Sums {
-  int count, peers, first_block[kMost];
-  float divisor, factor;  // `factor`: its inverse if that is exact, else 0
-  long long numel[kMost], place[kMost];
-  const unsigned short* own[kMost];
-  float* to[kMost];
-  bool adds[kMost];
-  const unsigned short* received[kPeers];
-};
-
 // to[k] = (own[k] + the sum over peers of received[peer][place[k] ...]) / divisor, added to what is there if adds[k]
-extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_sum(const __grid_constant__ Sums sums) {
+extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_sum(const __grid_constant__ SumArguments sums) {
   const int k = found(sums.first_block, sums.count);
   const long long numel = sums.numel[k], start = (blockIdx.x - sums.first_block[k]) * kPerBlock;
   const long long place = sums.place[k] + start;
@@ -202,22 +173,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_sum(const __g
   }
 }
 
-// See [Note: device barriers] in peers.h. The words are in the host's memory.
-struct Barrier {
-  unsigned* const* pads;  // [world], each of [world] words in the memory of that rank's device
-  volatile long long* words;
-  volatile int* pushing;  // in this device's memory; null: nothing is waited for
-  long long number, unit;
-  unsigned long long timeout;  // nanoseconds
-  int rank, world;
-};
-
 namespace {
 
-constexpr int kEnded = 0, kEntered = 1, kPassed = 2, kUnit = 3;  // as in runtime/peer_memory.py
-constexpr unsigned kSpins = 256;                                 // between looks at the host's memory, which is far
-constexpr int kPushes = 0, kGaveUp = 1;                          // of `pushing`
-constexpr unsigned long long kLongestPush = 20000000;            // nanoseconds
+constexpr unsigned kSpins = 256;                       // between looks at the host's memory, which is far
+constexpr unsigned long long kLongestPush = 20000000;  // nanoseconds
 
 __device__ unsigned long long now() {
   unsigned long long time;
@@ -225,55 +184,70 @@ __device__ unsigned long long now() {
   return time;
 }
 
-// What was written before on this device is seen by whoever takes the signal.
-__device__ unsigned give(unsigned* word) {
-  unsigned found;
-  asm volatile("atom.release.sys.cas.b32 %0, [%1], 0, 1;" : "=r"(found) : "l"(word) : "memory");
-  return found;
+// What was written before on this device is seen by whoever takes the word.
+__device__ void give(unsigned long long* place, unsigned long long word) {
+  asm volatile("st.release.sys.u64 [%0], %1;" : : "l"(place), "l"(word) : "memory");
 }
 
-__device__ unsigned take(unsigned* word) {
-  unsigned found;
-  asm volatile("atom.acquire.sys.cas.b32 %0, [%1], 1, 0;" : "=r"(found) : "l"(word) : "memory");
-  return found;
+__device__ unsigned long long take(const unsigned long long* place) {
+  unsigned long long word;
+  asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(word) : "l"(place) : "memory");
+  return word;
+}
+
+// Whether a word is of an earlier barrier than another one. Numbers wrap around.
+__device__ bool is_earlier(unsigned long long word, unsigned long long than) {
+  return static_cast<int>(static_cast<unsigned>(word >> 32) - static_cast<unsigned>(than >> 32)) < 0;
 }
 
 // Whether the wait goes on: not if the host has ended it. A host that does not end it in time does not run any more.
-__device__ bool waits_on(const Barrier& barrier, unsigned spins, unsigned long long start) {
+__device__ bool waits_on(const BarrierArguments& barrier, unsigned spins, unsigned long long start) {
   if (spins % kSpins != 0) return true;
   if (now() - start > barrier.timeout) asm volatile("trap;");
   return barrier.words[kEnded] == 0;
 }
 
-// See [Note: pulls after pushes] in peers.h.
-__device__ void await_pushes(volatile int* pushing) {
+// Whether another rank is in the same barrier as this one. It is waited for until it is in one.
+__device__ bool meets(const BarrierArguments& barrier, int peer) {
+  const auto word = static_cast<unsigned long long>(barrier.number) << 32 | static_cast<unsigned>(barrier.unit);
+  const int half = barrier.half * barrier.world;
+  give(barrier.pads[peer] + half + barrier.rank, word);
+  const unsigned long long* place = barrier.pads[barrier.rank] + half + peer;
   const unsigned long long start = now();
-  while (pushing[kPushes] != 0 && pushing[kGaveUp] == 0) {
-    if (now() - start > kLongestPush) pushing[kGaveUp] = 1;
+  unsigned long long found = take(place);
+  for (unsigned spins = 1; is_earlier(found, word); ++spins) {
+    if (!waits_on(barrier, spins, start)) return false;
+    found = take(place);
+  }
+  if (found != word) barrier.words[kOther] = static_cast<long long>(found);
+  return found == word;
+}
+
+// See [Note: pulls after pushes] in peers.h.
+__device__ void await_pushes(volatile int* state) {
+  const unsigned long long start = now();
+  while (state[kPushes] != 0 && state[kGaveUp] == 0) {
+    if (now() - start > kLongestPush) state[kGaveUp] = 1;
   }
 }
 
 }  // namespace
 
 // Thread k signals to rank k, and waits for its signal.
-extern "C" __global__ void __launch_bounds__(kThreads) zerocompile_barrier(const __grid_constant__ Barrier barrier) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    zerocompile_barrier(const __grid_constant__ BarrierArguments barrier) {
+  if (__syncthreads_or(barrier.state[kNotPassed])) return;
   const int peer = threadIdx.x;
   if (peer == 0) {
     barrier.words[kUnit] = barrier.unit;
     __threadfence_system();
     barrier.words[kEntered] = barrier.number;
-    if (barrier.pushing != nullptr) await_pushes(barrier.pushing);
+    if (barrier.after_pushes) await_pushes(barrier.state);
   }
   __syncthreads();
-  bool met = true;
-  if (peer < barrier.world && peer != barrier.rank) {
-    const unsigned long long start = now();
-    for (unsigned spins = 1; met && give(barrier.pads[peer] + barrier.rank) != 0; ++spins) {
-      met = waits_on(barrier, spins, start);
-    }
-    for (unsigned spins = 1; met && take(barrier.pads[barrier.rank] + peer) != 1; ++spins) {
-      met = waits_on(barrier, spins, start);
-    }
-  }
-  if (__syncthreads_and(met) && peer == 0) barrier.words[kPassed] = barrier.number;
+  const bool met = peer >= barrier.world || peer == barrier.rank || meets(barrier, peer);
+  const bool all = __syncthreads_and(met);
+  if (peer != 0) return;
+  if (all) barrier.words[kPassed] = barrier.number;
+  else barrier.state[kNotPassed] = 1;
 }

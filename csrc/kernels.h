@@ -33,15 +33,16 @@ class Kernels {
   // See [Note: device barriers].
   struct Barrier {
     void* pads;        // on the device: [world] pointers
-    at::Tensor words;  // [4] int64, pinned
+    long long* words;  // of `DeviceBarriers`
+    int64_t turn;      // how many barriers were launched before
     int64_t number, unit;
     int64_t timeout_ms, rank, world;
     bool after_pushes;  // see [Note: pulls after pushes]
   };
 
-  // `code`: the text of kernels.ptx. `batches`: see `Driver`. Raises where there is no driver, or one that cannot read
-  // the code.
-  Kernels(const std::string& code, c10::Device device, bool batches);
+  // `path`: of what kernels.cu was compiled to. `batches`: see `Driver`. Raises where there is no driver, or one that
+  // cannot read it.
+  Kernels(const std::string& path, c10::Device device, bool batches);
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
 
@@ -63,9 +64,6 @@ class Kernels {
   // From here on in the current stream this rank pushes, or does not: see [Note: pulls after pushes].
   void set_pushing(bool pushing) const;
 
-  static constexpr int64_t kPeers = 15;   // the most that a sum can take
-  static constexpr int64_t kRanks = 256;  // the most that a barrier can take
-
  private:
   void launch(void* function, int64_t blocks, void* argument) const;
 
@@ -75,7 +73,7 @@ class Kernels {
   };
 
   Driver driver_;
-  at::Tensor pushing_;  // [2] int32: whether this rank pushes; whether some barrier has given up to wait for that
+  at::Tensor state_;  // int32, by `BarrierState`
   std::unique_ptr<void, UnloadModule> module_;
   void *cast_ = nullptr, *float8_ = nullptr, *sum_ = nullptr, *barrier_ = nullptr;  // of the module
 };

@@ -71,6 +71,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("never_used", &never_used);
 
+  py::class_<DeviceBarriers, std::shared_ptr<DeviceBarriers>>(m, "DeviceBarriers")
+      .def(py::init<Tensor, std::string, std::vector<std::string>>())
+      .attr("WORDS") = static_cast<int>(kBarrierWords);
+
   // Its mutex is held for moments, and never while it asks for the GIL. So only `close`, which waits, releases the GIL.
   py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
       .def(py::init<int64_t, int64_t, double>())

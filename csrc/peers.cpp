@@ -62,18 +62,19 @@ const std::vector<at::Tensor>& MappedMemory::as(at::ScalarType dtype) {
   return tensors;
 }
 
-PeerMemory::PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group,
+PeerMemory::PeerMemory(at::Tensor buffer, std::shared_ptr<DeviceBarriers> barriers, const std::string& group,
                        std::shared_ptr<const Kernels> kernels, int64_t timeout_ms)
     : halves_(std::move(buffer), group),
-      words_(std::move(words)),
+      words_(std::move(barriers)),
       kernels_(std::move(kernels)),
       rank_(halves_.memory().get_rank()),
       world_(halves_.memory().get_world_size()),
       timeout_ms_(timeout_ms),
       half_bytes_(halves_.buffer().numel() / 2 / kCopyAlignment * kCopyAlignment) {
-  TORCH_CHECK(words_.scalar_type() == at::kLong && words_.numel() == 4 && words_.is_contiguous() && words_.is_pinned(),
-              text("zerocompile: the words of barriers are 4 of int64 in pinned memory, got sizes ", words_.sizes()));
   TORCH_CHECK(world_ > 1, "zerocompile: a buffer of peers is for two ranks or more");
+  const auto pad = 2 * static_cast<size_t>(world_) * sizeof(long long);
+  TORCH_CHECK(pad <= halves_.memory().get_signal_pad_size(), text("zerocompile: torch's signal pads are too small for ",
+                                                                  world_, " ranks"));
   TORCH_CHECK(kernels_ != nullptr, "zerocompile: peers meet by a kernel, and there are none");
 }
 
@@ -123,9 +124,12 @@ std::vector<at::Tensor> PeerMemory::places(const std::vector<Rows>& parameters) 
   return staged;
 }
 
-void PeerMemory::barrier(int64_t unit, bool after_pushes) {
-  kernels_->barrier({halves_.memory().get_signal_pad_ptrs_dev(), words_, ++barriers_, unit, timeout_ms_, rank_, world_,
-                     after_pushes});
+void PeerMemory::barrier(int64_t number, int64_t unit, bool after_pushes) {
+  const auto apart = words_->apart();
+  TORCH_CHECK(apart.empty(), text("zerocompile: ", apart));
+  kernels_->barrier({halves_.memory().get_signal_pad_ptrs_dev(), words_->words(), barriers_, number, unit, timeout_ms_,
+                     rank_, world_, after_pushes});
+  barriers_ += 1;
 }
 
 void PeerMemory::keep_casts(at::Tensor buffer, const std::string& group) {
@@ -145,7 +149,7 @@ bool PeerMemory::keeps(const std::vector<Rows>& parameters) const {
 
 // On the current stream: afterwards all ranks have read what they have gathered so far.
 void PeerMemory::meet_readers(int64_t unit) {
-  barrier(unit, /*after_pushes=*/false);
+  barrier(++asked_, unit, /*after_pushes=*/false);
   passed_ = met_ = mark(halves_.buffer().device());
   met_barrier_ = barriers_;
 }
@@ -174,6 +178,7 @@ int64_t PeerMemory::all_gather(std::vector<Rows>& parameters, int64_t unit) {
   const auto dtype = parameters.front().rows.scalar_type();
   const bool keeps = this->keeps(parameters);
   const auto found = keeps ? prepare_kept(parameters, unit) : 0;
+  const auto number = ++asked_;
   const auto& buffers = keeps ? kept_->as(dtype) : halves_.as(dtype);
   std::vector<int64_t> starts;
   if (!keeps) starts = starts_of(parameters, next_half(dtype));
@@ -183,7 +188,7 @@ int64_t PeerMemory::all_gather(std::vector<Rows>& parameters, int64_t unit) {
     staged.push_back(view_of(buffers[rank_], parameters[i].rows.sizes(), starts[i]));
   }
   stage(parameters, staged);
-  barrier(unit, /*after_pushes=*/takes_turns());
+  barrier(number, unit, /*after_pushes=*/takes_turns());
   passed_ = mark(halves_.buffer().device());
   Copies copies;
   for (int64_t step = 1; step <= world_; ++step) {
@@ -251,6 +256,7 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
 }
 
 void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit) {
+  const auto number = ++asked_;
   const auto& buffers = halves_.as(at::kBFloat16);
   const auto half = next_half(at::kBFloat16), slot = slot_bytes() / static_cast<int64_t>(sizeof(at::BFloat16));
   std::vector<int64_t> places;
@@ -271,7 +277,7 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
   if (takes_turns()) kernels_->set_pushing(true);
   copies.start(kernels_->driver());
   if (takes_turns()) kernels_->set_pushing(false);
-  barrier(unit, /*after_pushes=*/false);
+  barrier(number, unit, /*after_pushes=*/false);
   std::vector<at::Tensor> received;
   for (int64_t step = 1; step < world_; ++step) {
     received.push_back(view_of(buffers[rank_], {slot}, half + (step - 1) * slot));

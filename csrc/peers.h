@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "barriers.h"
 #include "kernels.h"
 #include "stream.h"
 
@@ -27,16 +28,20 @@ namespace zerocompile {
 // embedding, a head) goes through the process group: in several rounds it would wait for each of its barriers, and
 // measured that is slower.
 //
-// [Note: device barriers] The barrier is a kernel, of which no process group knows. Each rank has a pad of one word for
-// each rank, which all have mapped. Rank r signals to rank k by its word in k's pad, and waits for k's word in its own.
-// What has ended a process group must end the wait, too, while the driver may be in no state to do anything: a copy to
-// pageable memory that waits on the device holds one of its locks. So the kernel looks at words in the host's memory,
-// which the host writes and reads without the driver:
-//   0: not 0: go on without the others; what the barrier was to protect is not valid
-//   1, 2: the number of the last barrier that was entered, and of the last that was passed
-//   3: the unit of that which was entered
-// The host ends a wait that lasts for longer than `timeout`, and says which unit it was
-// (watch.h). The kernel itself traps only if the host does not do so.
+// [Note: device barriers] The barrier is a kernel, of which no process group knows. Each rank has a pad, which all have
+// mapped, of two words for each rank. Rank r signals to rank k by writing its word in k's pad, and waits until k's word in
+// its own is that of the same barrier. A word holds the barrier's number and its unit. A number is taken before anything
+// of a gather (reduction) can fail. So ranks of which one has left out a gather find each other's words different, and
+// raise. The two words of a rank are used in turn: by then both have passed the barrier in between, so the older word was
+// read. What has ended a process group must end the wait, too, while the driver may be in no state to do anything: a copy
+// to pageable memory that waits on the device holds one of its locks. So the kernel looks at words in the host's memory,
+// which the host writes and reads without the driver (`BarrierWord`):
+//   kEnded: not 0: go on without the others; what the barrier was to protect is not valid
+//   kEntered, kPassed: the number of the last barrier that was entered, and of the last that was passed
+//   kUnit: the unit of that which was entered
+//   kOther: the word of a rank that is in another barrier; 0: none is
+// The host ends a wait that lasts for longer than `timeout`, and says which unit it was (watch.h). The kernel itself traps
+// only if the host does not do so. After a barrier that was not passed this device comes to none any more.
 //
 // [Note: pulls after pushes] In a backward gathers pull rows from the others' memory, and reductions push rows into it.
 // Where some ranks pull and others push, each of four GPUs moves 180 to 210 GB/s; where all of them pull, or all push,
@@ -77,10 +82,9 @@ class MappedMemory {
 
 class PeerMemory {
  public:
-  // `buffer`: [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory). `words`: [4] int64,
-  // pinned, zeros. `timeout_ms`: the kernel's.
-  PeerMemory(at::Tensor buffer, at::Tensor words, const std::string& group, std::shared_ptr<const Kernels> kernels,
-             int64_t timeout_ms);
+  // `buffer`: [bytes] uint8, symmetric memory of `group` (torch.distributed._symmetric_memory). `timeout_ms`: the kernel's.
+  PeerMemory(at::Tensor buffer, std::shared_ptr<DeviceBarriers> barriers, const std::string& group,
+             std::shared_ptr<const Kernels> kernels, int64_t timeout_ms);
 
   // See [Note: one pass]. Where somebody has written the cast of a master already: to the rows of the gathered value; to
   // the place in the mapped memory.
@@ -134,7 +138,7 @@ class PeerMemory {
  private:
   int64_t next_half(at::ScalarType dtype);  // where it begins
   int64_t slot_bytes() const;               // of a half: what one peer sends
-  void barrier(int64_t unit, bool after_pushes);
+  void barrier(int64_t number, int64_t unit, bool after_pushes);
   bool takes_turns() const { return world_ > 2; }  // see [Note: pulls after pushes]
   void stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged);
   int64_t prepare_kept(std::vector<Rows>& parameters, int64_t unit);
@@ -143,9 +147,10 @@ class PeerMemory {
 
   MappedMemory halves_;
   std::optional<MappedMemory> kept_;  // absent: no casts are kept
-  at::Tensor words_;
+  std::shared_ptr<DeviceBarriers> words_;
   std::shared_ptr<const Kernels> kernels_;
-  int64_t rank_, world_, timeout_ms_, half_bytes_, turn_ = 0, barriers_ = 0;
+  int64_t rank_, world_, timeout_ms_, half_bytes_, turn_ = 0;
+  int64_t asked_ = 0, barriers_ = 0;  // how many barriers were asked for, and launched: see [Note: device barriers]
   Ready passed_;  // after the last barrier
   Ready met_;     // after the last one of `meet_readers`
   int64_t met_barrier_ = 0;

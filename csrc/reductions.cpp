@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "collectives.h"
+#include "kernel_arguments.h"
 #include "text.h"
 #include "views.h"
 
@@ -78,7 +79,7 @@ int64_t Reductions::peer_bytes() const {
   const auto& units = registry_.units();
   const auto usual = std::find_if(units.begin(), units.end(),
                                   [&](const Unit& u) { return u.sent == registry_.usual_bytes(); });
-  if (usual == units.end() || registry_.world() - 1 > Kernels::kPeers) return 0;
+  if (usual == units.end() || registry_.world() - 1 > kMostPeers) return 0;
   int64_t bytes = 0;
   for (auto i : usual->parameters) {
     const auto& p = record(i);

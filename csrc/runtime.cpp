@@ -106,10 +106,10 @@ int64_t Runtime::peer_bytes() const {
   return gathers_.peer_bytes();
 }
 
-void Runtime::set_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms) {
+void Runtime::set_peers(const Tensor& buffer, std::shared_ptr<DeviceBarriers> barriers, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
-  gathers_.set_peers(std::make_unique<PeerMemory>(buffer, words, group_name_, kernels_, timeout_ms));
+  gathers_.set_peers(std::make_unique<PeerMemory>(buffer, std::move(barriers), group_name_, kernels_, timeout_ms));
 }
 
 // How much memory `keep_casts` needs, see [Note: kept casts]. `low`: parameters of float32 may be gathered in a lower
@@ -126,9 +126,9 @@ void Runtime::keep_casts(const Tensor& buffer, bool low) {
 }
 
 // `batches`: see [Note: batched copies].
-void Runtime::set_kernels(const std::string& code, bool batches) {
+void Runtime::set_kernels(const std::string& path, bool batches) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  kernels_ = std::make_shared<const Kernels>(code, registry_.device(), batches);
+  kernels_ = std::make_shared<const Kernels>(path, registry_.device(), batches);
 }
 
 // How much memory `set_summing_peers` needs for a half; 0: no gradient can be summed there.
@@ -137,11 +137,11 @@ int64_t Runtime::summing_peer_bytes() const {
   return reductions_.peer_bytes();
 }
 
-void Runtime::set_summing_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms) {
+void Runtime::set_summing_peers(const Tensor& buffer, std::shared_ptr<DeviceBarriers> barriers, int64_t timeout_ms) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   registry_.check_running();
   reductions_.check_peers();
-  reductions_.set_peers(std::make_unique<PeerMemory>(buffer, words, group_name_, kernels_, timeout_ms));
+  reductions_.set_peers(std::make_unique<PeerMemory>(buffer, std::move(barriers), group_name_, kernels_, timeout_ms));
 }
 
 void Runtime::set_gradient_divisor(double divisor) {

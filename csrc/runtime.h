@@ -80,12 +80,12 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_in_step(bool in_step);
   void set_evaluates(bool evaluates);
   int64_t peer_bytes() const;
-  void set_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms);
+  void set_peers(const Tensor& buffer, std::shared_ptr<DeviceBarriers> barriers, int64_t timeout_ms);
   int64_t kept_cast_bytes(bool low) const;
   void keep_casts(const Tensor& buffer, bool low);
-  void set_kernels(const std::string& code, bool batches);
+  void set_kernels(const std::string& path, bool batches);
   int64_t summing_peer_bytes() const;
-  void set_summing_peers(const Tensor& buffer, const Tensor& words, int64_t timeout_ms);
+  void set_summing_peers(const Tensor& buffer, std::shared_ptr<DeviceBarriers> barriers, int64_t timeout_ms);
   void shutdown(bool wait);
   int64_t identity(int64_t parameter) const;
   Tensor resident_value(int64_t parameter);  // for Lifetime::Step: the tensor that graphs take as their input

@@ -30,7 +30,6 @@ constexpr size_t kLongest = 1 << 20;        // bytes of a record
 constexpr size_t kLongestReason = 4000;     // bytes of a reason; what an exception says first is what matters
 constexpr size_t kUnsent = 64 << 20;        // bytes that may wait for a rank that does not read
 constexpr size_t kInbox = 4096;             // texts that may wait for Python
-constexpr int kEnded = 0, kEntered = 1, kPassed = 2, kUnit = 3, kWords = 4;  // as in kernels.cu
 using std::chrono::duration;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
@@ -39,8 +38,6 @@ constexpr milliseconds kRound(500);    // how often the thread looks when nobody
 constexpr seconds kTokenWithin(3), kHangUpWithin(2);
 constexpr seconds kMayStillEnd(4);     // so long after a rank is gone, what it has started may still come to its end
 constexpr seconds kDeviceStands(3), kPythonStands(5);  // after that they count as standing
-
-int64_t load(const int64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 std::optional<int64_t> number(std::string_view digits) {
   int64_t found = -1;
@@ -415,11 +412,9 @@ void Watch::hang_up(Time now) {
 
 // ---- the device ----
 
-void Watch::add_barriers(at::Tensor words, std::string kind, std::vector<std::string> units) {
-  TORCH_CHECK(words.scalar_type() == at::kLong && words.numel() >= kWords && words.is_contiguous() && words.is_cpu(),
-              text("zerocompile: the words of barriers are int64 in the host's memory, got sizes ", words.sizes()));
+void Watch::add_barriers(std::shared_ptr<DeviceBarriers> barriers) {
   std::lock_guard lock(mutex_);
-  barriers_.push_back({std::move(words), std::move(kind), std::move(units), 0, Clock::now()});
+  barriers_.push_back({std::move(barriers), 0, Clock::now()});
 }
 
 void Watch::set_groups(std::vector<std::string> names) {
@@ -427,22 +422,10 @@ void Watch::set_groups(std::vector<std::string> names) {
   groups_ = std::move(names);
 }
 
-int64_t Watch::stands(const Barriers& barriers) {
-  const auto words = barriers.words.const_data_ptr<int64_t>();
-  const auto passed = load(words + kPassed), entered = load(words + kEntered);
-  return load(words + kEnded) != 0 || passed >= entered ? 0 : entered;
-}
-
-std::string Watch::standing_in(const Barriers& barriers) {
-  const auto unit = load(barriers.words.const_data_ptr<int64_t>() + kUnit);
-  const bool known = unit >= 0 && unit < static_cast<int64_t>(barriers.units.size());
-  return text("the ", barriers.kind, " of unit `", known ? barriers.units[unit] : std::to_string(unit), "`");
-}
-
 std::string Watch::standing() const {
   std::lock_guard lock(mutex_);
   for (const auto& one : barriers_) {
-    if (stands(one) != 0) return standing_in(one);
+    if (one.words->stands() != 0) return one.words->where();
   }
   return "";
 }
@@ -450,7 +433,7 @@ std::string Watch::standing() const {
 void Watch::look(Time now) {
   const Barriers* longest = nullptr;
   for (auto& one : barriers_) {
-    const auto number = stands(one);
+    const auto number = one.words->stands();
     if (number != one.number) one.number = number, one.since = now;
     if (number != 0 && (longest == nullptr || one.since < longest->since)) longest = &one;
   }
@@ -462,12 +445,15 @@ void Watch::look(Time now) {
 }
 
 std::string Watch::in_vain(const Barriers* longest, Time now) {
+  for (const auto& one : barriers_) {
+    if (const auto apart = one.words->apart(); !apart.empty()) return text("zerocompile: rank ", rank_, ": ", apart);
+  }
   if (longest != nullptr && now - longest->since >= duration<double>(timeout_)) {
     const auto limit = static_cast<long>(timeout_);
     char waited[32];
     std::snprintf(waited, sizeof waited, "%ld:%02ld:%02ld", limit / 3600, limit / 60 % 60, limit % 60);
     return text("zerocompile: rank ", rank_, "'s device has waited for ", std::string(waited), " in ",
-                standing_in(*longest), ". Another rank has died, hangs, or does not run the same step.");
+                longest->words->where(), ". Another rank has died, hangs, or does not run the same step.");
   }
   auto left = left_locked();
   left.erase(rank_);
@@ -479,7 +465,7 @@ std::string Watch::in_vain(const Barriers* longest, Time now) {
   if (!python_stands && !device_stands) return "";
   const auto& [rank, reason] = *left.begin();
   return text("zerocompile: rank ", rank_, " waits for rank ", rank, ", which has ended: ", reason,
-              longest == nullptr ? "" : text(", its device in ", standing_in(*longest)));
+              longest == nullptr ? "" : text(", its device in ", longest->words->where()));
 }
 
 bool Watch::end(std::string reason) {
@@ -498,7 +484,7 @@ std::optional<std::string> Watch::ended() const {
 void Watch::end_locked(std::string reason) {
   ended_ = std::move(reason);
   has_ended_ = true;
-  for (const auto& one : barriers_) __atomic_store_n(one.words.data_ptr<int64_t>() + kEnded, 1, __ATOMIC_RELEASE);
+  for (const auto& one : barriers_) one.words->end();
   // All at once: the end of one group may wait for the device, where kernels of another one still wait.
   for (const auto& name : groups_) {
     std::thread([name] {

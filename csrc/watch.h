@@ -1,8 +1,6 @@
 // Which ranks are gone, and the end of what waits for them: a thread that needs neither Python nor the driver.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -14,6 +12,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "barriers.h"
 
 namespace zerocompile {
 
@@ -68,8 +68,7 @@ class Watch {
   // Why other ranks, and this one, have ended in the middle of their run, or that they have died.
   std::map<int64_t, std::string> left() const;
 
-  // `words`: see [Note: device barriers]. `units`: names of what is met for, by number. `kind`: "gather", "reduction".
-  void add_barriers(at::Tensor words, std::string kind, std::vector<std::string> units);
+  void add_barriers(std::shared_ptr<DeviceBarriers> barriers);
   // The process groups, by name, that are aborted.
   void set_groups(std::vector<std::string> names);
   // What this rank's device stands in; "": in no barrier.
@@ -90,9 +89,7 @@ class Watch {
     std::string in, out;
   };
   struct Barriers {
-    at::Tensor words;
-    std::string kind;
-    std::vector<std::string> units;
+    std::shared_ptr<DeviceBarriers> words;
     int64_t number = 0;  // as `stands` said at the last look
     Time since;
   };
@@ -113,9 +110,8 @@ class Watch {
   void look(Time now);
   void end_locked(std::string reason);
   std::map<int64_t, std::string> left_locked() const;
-  static int64_t stands(const Barriers& barriers);  // the number of the barrier that the device is in; 0: in none
-  static std::string standing_in(const Barriers& barriers);
-  std::string in_vain(const Barriers* longest, Time now);  // why this rank waits in vain; "": as far as is known it does not
+  // Why this rank waits in vain, or computes what is wrong; "": as far as is known it does neither.
+  std::string in_vain(const Barriers* longest, Time now);
 
   const int64_t world_, rank_;
   const double timeout_;

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_zerocompile.ranks.abort import START_ANEW, groups_of_devices, note_end
 from lightning_zerocompile.ranks.liveness import CLOSED, Liveness, Watch
@@ -141,15 +140,12 @@ class Messages:
             within = self._timeout.total_seconds()
             self._liveness = Liveness(self._watch, len(self._ranks), self._mine, first_says, within, self._standing)
 
-    def watch_barriers(self, words: Tensor, kind: str, units: Sequence[str]) -> None:
+    def watch_barriers(self, barriers: Any) -> None:
         """Sees to it that no barrier on this rank's device waits for a rank that is gone, or longer than the timeout.
 
-        Args:
-            words: see [Note: device barriers] in csrc/peers.h.
-            kind: what meets there, "gather" or "reduction".
-            units: their names, by number.
+        ``barriers``: ``DeviceBarriers`` of the C++ extension.
         """
-        self._watch.add_barriers(words, kind, units)
+        self._watch.add_barriers(barriers)
 
     def clear(self) -> None:
         """Removes what this conversation has left in the store; called on all ranks after they have met for the last

@@ -32,7 +32,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -226,21 +226,46 @@ def build(recipe: Recipe, cache: Path) -> Path:
         check_trusted(binary)
         return binary
     binary = cache / f"{name}-{fingerprint(recipe, compiler)}.so"
+
+    def make(directory: Path) -> Path:
+        start = time.perf_counter()
+        library = _compile(recipe, compiler, directory)
+        _announce(
+            f"Compiled the C++ extension {recipe.module} in {time.perf_counter() - start:.1f} s; "
+            f"later runs load it from {binary}"
+        )
+        return library
+
+    provide(binary, make, compiler.version)
+    return binary
+
+
+def provide(target: Path, make: Callable[[Path], Path], compiler: str) -> None:
+    """See to it that a file is in the cache, whole, and that no other user could have put it there.
+
+    Args:
+        target: the file; its folder is the cache.
+        make: makes the file in the folder that it is given, and returns its path. Called if ``target`` is not there.
+        compiler: what made it, for the record.
+
+    Raises:
+        ExtensionBuildError: the cache directory cannot be used.
+    """
+    cache = target.parent
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(cache)
-        if not _is_whole(binary):
+        if not _is_whole(target):
             # [Note: one build per node]
             with _locked(cache / "build.lock"):
-                if not _is_whole(binary):
-                    _build_binary(recipe, compiler, binary)
-        check_trusted(binary)
+                if not _is_whole(target):
+                    _make_and_publish(target, make, compiler)
+        check_trusted(target)
     except OSError as error:
         raise ExtensionBuildError(
             f"Cannot use {cache} as the cache of the C++ extension: {error}. "
             f"Set {CACHE_VARIABLE} to a directory you can write to, preferably on a local disk."
         ) from error
-    return binary
 
 
 def import_binary(module: str, binary: Path) -> ModuleType:
@@ -377,28 +402,23 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _build_binary(recipe: Recipe, compiler: Compiler, binary: Path) -> None:
-    """Build in a directory of its own and publish by renaming, so that no one ever sees half a file."""
-    start = time.perf_counter()
+def _make_and_publish(target: Path, make: Callable[[Path], Path], compiler: str) -> None:
+    """Make a file in a directory of its own and publish it by renaming, so that no one ever sees half a file."""
     # The node's name: where a shared file system keeps locks local, another node may be building right now.
     prefix = f"build-{platform.node()}-"
-    for leftover in binary.parent.glob(f"{prefix}*"):
+    for leftover in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=binary.parent) as directory:
-        library = _compile(recipe, compiler, Path(directory))
-        record = {"sha256": hashlib.sha256(library.read_bytes()).hexdigest(), "compiler": compiler.version}
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as directory:
+        made = make(Path(directory))
+        record = {"sha256": hashlib.sha256(made.read_bytes()).hexdigest(), "compiler": compiler}
         written = Path(directory) / "record"
         written.write_text(json.dumps(record))
-        _sync(library)
+        _sync(made)
         _sync(written)
-        _record(binary).unlink(missing_ok=True)
-        library.rename(binary)
-        written.rename(_record(binary))
-        _sync(binary.parent)
-    _announce(
-        f"Compiled the C++ extension {recipe.module} in {time.perf_counter() - start:.1f} s; "
-        f"later runs load it from {binary}"
-    )
+        _record(target).unlink(missing_ok=True)
+        made.rename(target)
+        written.rename(_record(target))
+        _sync(target.parent)
 
 
 def _sync(path: Path) -> None:

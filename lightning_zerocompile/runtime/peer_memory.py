@@ -46,8 +46,8 @@ def has_kernels(messages: Messages, load: Callable[[], None], wanted: bool | Lit
         ValueError: ``wanted=True`` and one does not; the message says which, and why.
     """
     reason = first_failure(messages, "kernels", load)
-    if reason:
-        _log.info("zerocompile: gathers and reductions are not copies between devices: %s", reason)
+    if reason and dist.get_rank() == 0:
+        _log.warning("zerocompile: gathers and reductions go through NCCL, not by copies between devices: %s", reason)
     return not _refused(reason, wanted)
 
 

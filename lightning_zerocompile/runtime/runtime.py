@@ -24,7 +24,7 @@ from lightning_zerocompile.ranks.messages import CommunicationError, Messages
 from lightning_zerocompile.ranks.turns import END, Turns
 from lightning_zerocompile.ranks.turns import STREAM as GATES
 from lightning_zerocompile.ranks.waits import MEETING
-from lightning_zerocompile.runtime import build, ops
+from lightning_zerocompile.runtime import build, kernels, ops
 from lightning_zerocompile.runtime.activation_offload import ActivationOffload, Pack, without_hooks
 from lightning_zerocompile.runtime.peer_memory import (
     BARRIER_GRACE,
@@ -53,7 +53,7 @@ from lightning_zerocompile.sharding.parameter import ShardedParameter, StepState
 from lightning_zerocompile.sharding.plan import UnitPlan, find_blocks, places_of_blocks
 
 if TYPE_CHECKING:
-    from lightning_zerocompile.runtime.core import Saved
+    from lightning_zerocompile.runtime.core import DeviceBarriers, Saved
 
 _log = logging.getLogger(__name__)
 _PAUSE = 1e-3  # seconds between two looks at a device
@@ -347,27 +347,30 @@ class Runtime:
         ``batches``: see [Note: batched copies] in csrc/driver.cpp.
         """
         mesh, messages, wanted = self.mesh, self.messages, self.config.copy_engine
-        code = (build.source_directory() / "kernels.ptx").read_text()
-        if not has_kernels(messages, lambda: self.core.set_kernels(code, batches), wanted):
+        if not has_kernels(
+            messages, lambda: self.core.set_kernels(str(kernels.compiled(self.device)), batches), wanted
+        ):
             return
         timeout = int((self.config.timeout + BARRIER_GRACE).total_seconds() * 1000)
         buffer = map_buffer(mesh, self.device, messages, wanted, self.core.peer_bytes(), "gathers")
         if buffer is None:
             return
-        self.core.set_peers(buffer, self._watched_words("gather"), timeout)
+        self.core.set_peers(buffer, self._barriers("gather"), timeout)
         size = 0 if self._replicated else self.core.summing_peer_bytes()  # see [Note: replicas]
         summing = map_buffer(mesh, self.device, messages, "auto", size, "reductions")
         if summing is not None:
-            self.core.set_summing_peers(summing, self._watched_words("reduction"), timeout)
+            self.core.set_summing_peers(summing, self._barriers("reduction"), timeout)
 
-    def _watched_words(self, kind: str) -> Tensor:
-        """The words of one mapped buffer's barriers, [4] int64, pinned: see [Note: device barriers] in csrc/peers.h.
+    def _barriers(self, kind: str) -> DeviceBarriers:
+        """The barriers of one mapped buffer, watched: see [Note: device barriers] in csrc/peers.h.
 
         ``kind``: what meets there.
         """
-        words = torch.zeros(4, dtype=torch.int64, pin_memory=True)
-        self.messages.watch_barriers(words, kind, list(self.unit_of))
-        return words
+        core = build.load().DeviceBarriers
+        words = torch.zeros(core.WORDS, dtype=torch.int64, pin_memory=True)
+        barriers: DeviceBarriers = core(words, kind, list(self.unit_of))
+        self.messages.watch_barriers(barriers)
+        return barriers
 
     def keep_casts(self, most: int) -> int:
         """Keeps casts in memory of at most so many bytes, see [Note: kept casts] in csrc/peers.h; on all ranks.

@@ -63,6 +63,40 @@ def test_the_host_ends_a_barrier_while_the_driver_is_busy(worlds: Worlds) -> Non
     assert seconds < 5.0
 
 
+def _one_barrier_more() -> str:
+    """Rank 1 launches one barrier more than rank 0, and both train on."""
+    model, data = models.ByteModel(), models.Batches(models.rank())
+    engine = engines.make_engine(model, 3, compile=False, copy_engine=True, param_dtype=torch.bfloat16, unit_bytes=1)
+    assert engine.runtime.keep_casts(1 << 30) > 0
+    optimizer = engines.sgd(engine, model, lr=0.1)
+
+    def step(number: int) -> None:
+        with engine.training_step():
+            engines.backward(engine, engines.token_loss(model, data[number]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(3):
+        step(number)
+    if models.rank() == 1:
+        engine.runtime.core.meet_readers()
+    with pytest.raises(RuntimeError) as error:
+        for number in range(3, 40):
+            step(number)
+            time.sleep(0.2)
+    return str(error.value)
+
+
+def test_ranks_in_different_barriers_raise(worlds: Worlds) -> None:
+    ranks = worlds.fresh(2)
+    try:
+        for text in ranks.run(_one_barrier_more, timeout=60):
+            assert "ranks are in different barriers" in text
+            assert text.count(" of unit `") == 2
+    finally:
+        ranks.close(kill=True)
+
+
 class Sleeps(models.Module):
     """Rank 0 sleeps in a step whose gathers the ranks no longer compare; rank 1 waits for it on the device."""
 

@@ -19,7 +19,7 @@ from lightning_zerocompile.ranks.liveness import CLOSED, DIED, Liveness
 from lightning_zerocompile.ranks.waits import Wait
 from lightning_zerocompile.runtime import build
 
-ENDED, ENTERED, PASSED, UNIT = range(4)  # of the words of a barrier
+ENDED, ENTERED, PASSED, UNIT, OTHER = range(5)  # `BarrierWord` in csrc/kernel_arguments.h
 
 
 def _watch(world: int, rank: int, timeout: float = 300.0) -> Any:
@@ -207,14 +207,14 @@ def _dead_first_rank(words: torch.Tensor) -> Any:
     """The watch of rank 1; rank 0 has died."""
     theirs, ours = socket.socketpair()
     watch = _watch(2, 1)
-    watch.add_barriers(words, "gather", ["layers.0", "layers.1"])
+    watch.add_barriers(build.load().DeviceBarriers(words, "gather", ["layers.0", "layers.1"]))
     watch.start(ours.detach(), "", "", 0.0)
     theirs.close()
     return watch
 
 
 def test_a_barrier_ends_while_python_stands() -> None:
-    words = torch.tensor([0, 7, 6, 1])
+    words = torch.tensor([0, 7, 6, 1, 0])
     watch = _dead_first_rank(words)
     _hold_the_interpreter_lock(6.0)
     assert words[ENDED] == 1
@@ -228,19 +228,19 @@ def test_a_barrier_ends_while_python_stands() -> None:
 def test_groups_end_if_python_has_stood_for_long() -> None:
     """Where collectives are NCCL's there is no barrier to look at. Barriers end before communicators, which wait for
     the device."""
-    words = torch.tensor([0, 7, 7, 1])
+    words = torch.tensor([0, 7, 7, 1, 0])
     group = _Group("test_groups_end", words)
     watch = _dead_first_rank(words)
     watch.set_groups(["test_groups_end", "unknown"])
     watch.take()  # Python was there
     _hold_the_interpreter_lock(7.0)
     assert watch.ended() == f"zerocompile: rank 1 waits for rank 0, which has ended: {DIED}"
-    assert _within(10, lambda: group.aborted == [[1, 7, 7, 1]])
+    assert _within(10, lambda: group.aborted == [[1, 7, 7, 1, 0]])
     watch.close()
 
 
 def test_nothing_ends_while_a_rank_waits_for_nobody() -> None:
-    words = torch.tensor([0, 7, 7, 1])
+    words = torch.tensor([0, 7, 7, 1, 0])
     _Group("test_nothing_ends", words)
     watch = _dead_first_rank(words)
     watch.set_groups(["test_nothing_ends"])
@@ -255,9 +255,9 @@ def test_nothing_ends_while_a_rank_waits_for_nobody() -> None:
 
 def test_a_barrier_in_which_a_device_stands_is_ended_and_named() -> None:
     """After `timeout`, counted from when it came to this barrier and not to the one before."""
-    words = torch.tensor([0, 7, 6, 0])
+    words = torch.tensor([0, 7, 6, 0, 0])
     watch = _watch(1, 0, timedelta(seconds=2).total_seconds())
-    watch.add_barriers(words, "gather", ["layers.0"])
+    watch.add_barriers(build.load().DeviceBarriers(words, "gather", ["layers.0"]))
     watch.start(-1, "", "", 0.0)
     assert watch.standing() == "the gather of unit `layers.0`"
     time.sleep(1.4)
@@ -270,8 +270,23 @@ def test_a_barrier_in_which_a_device_stands_is_ended_and_named() -> None:
     watch.close()
 
 
+def test_ranks_in_different_barriers_are_named() -> None:
+    words = torch.tensor([0, 7, 6, 0, 0])
+    watch = _watch(1, 0)
+    watch.add_barriers(build.load().DeviceBarriers(words, "reduction", ["layers.0", "layers.1"]))
+    watch.start(-1, "", "", 0.0)
+    time.sleep(1.0)
+    assert watch.ended() is None
+    words[OTHER] = (2**32 - 1 << 32 | 1) - 2**64  # the largest number, as int64
+    assert _within(10, lambda: bool(words[ENDED] == 1))
+    text = watch.ended()
+    assert "was in the reduction of unit `layers.0` (barrier 7)" in text
+    assert "another rank's in the reduction of unit `layers.1` (barrier 4294967295)" in text
+    watch.close()
+
+
 def test_words_of_another_kind_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="the words of barriers are int64"):
-        _watch(1, 0).add_barriers(torch.zeros(4), "gather", [])
+    with pytest.raises(RuntimeError, match="the words of barriers are 5 of int64"):
+        build.load().DeviceBarriers(torch.zeros(5), "gather", [])
     with pytest.raises(RuntimeError, match="rank 2 of 2 ranks"):
         _watch(2, 2)
