@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_zerocompile.ranks.abort import START_ANEW, groups_of_devices, note_end
-from lightning_zerocompile.ranks.liveness import CLOSED, Liveness, Watch
+from lightning_zerocompile.ranks.liveness import CLOSED, DIED, Liveness, Watch
 from lightning_zerocompile.ranks.relay import Join, Relay, by_message, by_rank, firsts
 from lightning_zerocompile.ranks.waits import DIRECT, DirectCollectives, StandingThread, Wait
 
@@ -184,12 +184,20 @@ class Messages:
     def _reason(self, rank: int, deadline: float, known: str | None) -> str | None:
         if known is not None and len(self.others) > _MANY:  # that many ranks would ask the store too much
             return known
-        while (reason := self._look(self._key(_LEFT, rank))) == _NONE:
-            gone = self._watch.gone(rank)
-            if gone is not None or time.monotonic() >= deadline:
+        while True:
+            late = time.monotonic() >= deadline
+            try:
+                reason = self._look(self._key(_LEFT, rank))
+            except RuntimeError:  # the store's host has died; the watch may still be about to hear of it
+                reason = _NONE
+                if late and not self._watch.left().keys() - {self._mine}:
+                    raise
+            if reason != _NONE:
+                return reason
+            gone = self._watch.left().get(rank) or self._watch.gone(rank)
+            if gone is not None or late:
                 return gone
             time.sleep(self._pause)
-        return reason
 
     def _end_of(self, rank: int) -> str | None:
         """Why a rank will not send the message that this one waits for; ``None``: it may still send it."""
@@ -709,6 +717,8 @@ class Messages:
         key = f"zerocompile/{self._name}/{topic}"
         here = int(self._store().add(key, 1))
         while here < len(self._ranks) and time.monotonic() < deadline and not given_up():
+            if DIED in self._watch.left().values():
+                return False
             time.sleep(self._pause)
             here = int(self._store().add(key, 0))
         return here >= len(self._ranks)

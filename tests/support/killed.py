@@ -9,8 +9,8 @@ import faulthandler
 import itertools
 import logging
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -86,9 +86,7 @@ def kill(case: Case) -> Ending:
 
 
 def _kill(case: Case, folder: Path) -> Ending:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = 15_000 + 37 * CASES.index(case) + os.getpid() % 37  # not of those that NCCL's sockets get
     processes, outputs = [], [folder / f"{rank}.txt" for rank in (0, 1)]
     for rank in (0, 1):
         places = {"RANK": rank, "GROUP_RANK": rank, "NODE_RANK": rank, "LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": 0}
@@ -116,7 +114,8 @@ def _kill(case: Case, folder: Path) -> Ending:
         seconds = time.monotonic() - killed
         stands = "" if code is not None else _stands(other)
         said = output.read_text()[before:] + stands
-        return Ending(seconds, said, code, f"rank {case.victim}, which has ended: its process has died" in said)
+        named = re.search(f"[Rr]ank {case.victim}(, which)? has ended: its process has died", said)
+        return Ending(seconds, said, code, named is not None)
     finally:
         for one in processes:
             one.kill()
@@ -193,7 +192,7 @@ def _main() -> None:
             return f"NOT STARTED {case}\n{error}"
         good = ending.named and ending.code is not None
         end = "still there" if ending.code is None else f"exit code {ending.code}"
-        words = [one for one in ending.said.splitlines() if "Error" in one or one.startswith("zerocompile: ")]
+        words = [one for one in ending.said.splitlines() if "zerocompile: " in one]
         text = "\n".join(dict.fromkeys(one[:300] for one in words[:6])) if good else ending.said[-6000:]
         return f"{'ok' if good else 'WRONG'} {case}: {ending.seconds:.1f} s, {end}, named: {ending.named}\n{text}"
 

@@ -183,6 +183,9 @@ class _Fake:
     def standing(self) -> str:
         return ""
 
+    def gone(self, rank: int) -> None:
+        return None
+
     def left(self) -> dict[int, str]:
         self.silence -= 1
         return {} if self.silence >= 0 else self.reasons
@@ -220,6 +223,25 @@ def test_when_groups_are_ended_from_outside() -> None:
         ended.raise_if_ended()
     with pytest.raises(CommunicationError, match=DIED):
         ended.waits("a message", "message", 0, [1])
+
+
+class _WithoutStore(Messages):
+    """Its store's host has died."""
+
+    def _store(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("Connection reset by peer")
+
+
+@on_ranks(1)
+def test_who_has_died_is_known_without_the_store() -> None:
+    fake = _Fake()
+    messages = _WithoutStore("cuda", "test", timedelta(minutes=5), fake)  # type: ignore[arg-type]
+    messages.others = [1]
+    fake.reasons, fake.silence = {1: DIED}, 3  # it is heard a moment later
+    assert messages.reasons(timedelta(seconds=5)) == {1: DIED}
+    fake.reasons = {}
+    with pytest.raises(RuntimeError, match="Connection reset by peer"):
+        messages.reasons(timedelta(seconds=0.1))
 
 
 def test_what_comes_after_the_end_raises(one_process: None) -> None:
