@@ -26,7 +26,7 @@ from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.engine_owner import EngineOwner, check_device
 from lightning_zerocompile.optim.in_backward import CLIPPING
 from lightning_zerocompile.plugins.clipping import clip_norm, clip_value, refuse_scaling
-from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
+from lightning_zerocompile.plugins.compiled_module import put_plain_methods, warn_if_compiled
 from lightning_zerocompile.plugins.fabric_precision import (
     FabricHalfPrecision,
     autocast_dtype,
@@ -200,9 +200,9 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
                 "`strategy='zerocompile'` shards one module, and one is set up already. Put the modules into one "
                 "(`torch.nn.ModuleDict`) and set that up, or call `fabric.strategy.unshard()` first."
             )
-        config, parts = with_wish(self.config, module), compiled_parts(module)
+        warn_if_compiled(module)
         self._checkpoints.check_plugin()
-        if config.optimizer_in_backward:
+        if self.config.optimizer_in_backward:
             refuse_scaling(self._scaler, str(self.precision.precision))
         dtype = compute_dtype(self.precision, self.config.param_dtype)
         settings = {"`Fabric(precision=)`": repr(self.precision.precision)}
@@ -211,7 +211,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
         try:
             nodes = self.num_nodes
             config = self._choose(
-                config,
+                self.config,
                 module,
                 self.root_device,
                 compute_dtype=dtype,
@@ -219,7 +219,7 @@ class ZeroCompileFabricStrategy(EngineOwner, DDPStrategy):
                 optimizer=torch.optim.AdamW,  # assumed: the loop's own optimizers are set up later
                 nodes=nodes,
             )
-            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts, nodes))
+            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, nodes))
         except BaseException:
             self._restore_methods()
             raise

@@ -31,7 +31,7 @@ from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.plan import Plan, make_plan
 from lightning_zerocompile.plugins.callbacks import before_optimizer_state, prepare_callbacks
 from lightning_zerocompile.plugins.clipping import clip_value_in_backward
-from lightning_zerocompile.plugins.compiled_module import compiled_parts, put_plain_methods, with_wish
+from lightning_zerocompile.plugins.compiled_module import put_plain_methods, warn_if_compiled
 from lightning_zerocompile.plugins.evaluation import UnequalEvaluation
 from lightning_zerocompile.plugins.launcher import ForkLauncher, KeepsWeightsOnly, Launcher, forks
 from lightning_zerocompile.plugins.precision import StepsThroughEngine, autocast_dtype, compute_dtype, convert_plugin
@@ -227,10 +227,10 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
         self.accelerator.setup(trainer)
         if self._revert_methods is not None:  # the module has stayed sharded: what the user compiled is looked at anew
             self._revert_methods()
-        wish, parts = with_wish(self.config, module), compiled_parts(module)
+        warn_if_compiled(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         dtype = compute_dtype(self.precision_plugin, self.config.param_dtype)
-        config = self._chosen(wish, trainer, dtype)
+        config = self._chosen(trainer, dtype)
         layer_sync = self._layer_sync if fitting else None
         engine = self._engine
         to_synchronize = layer_sync is not None and self._revert_layers is None
@@ -247,7 +247,7 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
             autocast, settings = autocast_dtype(self.precision_plugin), trainer_settings(trainer)
             backend = self._get_process_group_backend()
             nodes = self.num_nodes
-            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, parts, nodes))
+            self._use(Engine(module, self.root_device, config, dtype, backend, autocast, settings, nodes))
             self.model_to_device()
         if fitting:  # after the ranks were compared
             check_has_parameters(module)
@@ -267,14 +267,14 @@ class ZeroCompileStrategy(EngineOwner, DDPStrategy):
     def _updates(self, fitting: bool) -> bool:
         return fitting and self.config.optimizer_in_backward
 
-    def _chosen(self, config: Config, trainer: pl.Trainer, dtype: torch.dtype | None) -> Config:
+    def _chosen(self, trainer: pl.Trainer, dtype: torch.dtype | None) -> Config:
         """The options with a stage in place of "auto", see [Note: stage auto]."""
-        if config.stage != "auto":
-            return config
+        if self.config.stage != "auto":
+            return self.config
         revert = put_plain_methods(self._module)
         try:
             return self._choose(
-                config,
+                self.config,
                 self._module,
                 self.root_device,
                 compute_dtype=dtype,

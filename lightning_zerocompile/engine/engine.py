@@ -61,7 +61,6 @@ class Engine(Ending):
         backend: of the process groups.
         autocast_dtype: of the autocast that every step runs under; ``None``: there is none.
         settings: other settings that all ranks must have alike, by name.
-        wished: parts of the model that are compiled, at the user's wish, although they are no blocks.
         nodes: number of hosts.
 
     Raises:
@@ -80,7 +79,6 @@ class Engine(Ending):
         backend: str,
         autocast_dtype: torch.dtype | None = None,
         settings: Mapping[str, str] | None = None,
-        wished: Sequence[nn.Module] = (),
         nodes: int = 1,
     ) -> None:
         self.model, self.device, self.config = model, device, config
@@ -125,7 +123,7 @@ class Engine(Ending):
             move_buffers(model.modules(), device)
             self.buffers.broadcast()
             self.regions = Regions(self.runtime, config)
-            self._add_regions(units, wished, islands)
+            self._add_regions(units, islands)
             swap_others(self.runtime.classes, model)
             if self.regions.compiled:
                 self._watched = weakref.finalize(self, self.regions.progress.watch())
@@ -140,7 +138,7 @@ class Engine(Ending):
         self._has_cuda_graphs = config.cuda_graphs
         self._accumulates_locally = self.runtime.policy.accumulates_locally or config.defer_grad_sync
 
-    def _add_regions(self, units: Sequence[UnitPlan], wished: Sequence[nn.Module], islands: Islands) -> None:
+    def _add_regions(self, units: Sequence[UnitPlan], islands: Islands) -> None:
         blocks = [(plan.name, plan.block) for plan in units if plan.block is not None]
         for name, block in blocks:
             if self.config.compile != "model":
@@ -150,11 +148,6 @@ class Engine(Ending):
                 self.regions.add(name, module, [])
         if self.config.compile == "blocks" and blocks:
             inside = {inner for _, block in blocks for inner in block.modules()}
-            names = {module: name for name, module in self.model.named_modules()} if wished else {}
-            for module in (module for module in names if module in wished):
-                if inside.isdisjoint(module.modules()) and next(module.parameters(), None) is not None:
-                    self.regions.add(names[module], module, [])
-                    inside.update(module.modules())
             self._add_leaves(inside)
         if self.config.param_dtype is not None and self.config.cast_forward_inputs:
             children = [child for _, child in top_level_modules(self.model)]
