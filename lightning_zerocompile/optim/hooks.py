@@ -11,6 +11,7 @@ from operator import is_
 from types import MethodType
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
@@ -96,9 +97,12 @@ class OptimizerSteps:
         self._taken_over: dict[Optimizer, None] = {}  # see [Note: optimizers made elsewhere]; in order
         self._running: list[Optimizer] = []  # their steps, the outermost first
         self._through_lightning: list[Optimizer] = []  # optimizers whose `step` runs through Lightning now
+        self._released: dict[Optimizer, int] = {}  # `StepState.looks` at the end of each one's last step
+        self._not_zeroed: set[Optimizer] = set()  # of these, when the last backward began
         self.in_backward: InBackward | None = None  # with `optimizer_in_backward`
         if self._config.optimizer_in_backward:
             self.in_backward = InBackward(runtime, self._stepper, self._offload, self._through_lightning)
+        self._has_warned = False  # of gradients that are not zeroed
         self.count, self.updates = 0, False
         self.last: list[Optimizer] = []
         self._by_unit = False  # whether the running step has updated units
@@ -124,6 +128,7 @@ class OptimizerSteps:
             restore()
         self._stepper.forget()
         self._restore, self._taken = {}, set()
+        self._released, self._not_zeroed = {}, set()
         known = {sharded.master for sharded in self._runtime.sharded_parameters}
         for number, optimizer in enumerate(optimizers):
             whole = sees_whole_values(optimizer, self._config.full_param_optimizers)
@@ -310,6 +315,8 @@ class OptimizerSteps:
 
     def backward_begins(self) -> None:
         """Called when the last backward before a step begins."""
+        looks = self._runtime.step_state.looks
+        self._not_zeroed = {optimizer for optimizer, before in self._released.items() if before == looks}
         self._offload_again()
         if self.in_backward is None:
             self._offload.backward_begins()
@@ -392,8 +399,9 @@ class OptimizerSteps:
             self.before(optimizer)
         if not through_lightning:
             self._update_begins()
+        self._warn_if_not_zeroed(optimizer)
         step_state = self._runtime.step_state
-        before = step_state.in_step, self._by_unit
+        before = step_state.in_step, self._by_unit, step_state.looks  # the optimizer's own looks do not count
         step_state.in_step, step_state.has_loss, self._by_unit = False, False, False
         try:
             if self.in_backward is not None and through_lightning:
@@ -404,17 +412,30 @@ class OptimizerSteps:
                     self._by_unit &= all(bound_gradient(parameter) is None for parameter in masters_of(optimizer))
             by_unit = yield from self._running_step(optimizer)
         finally:
-            step_state.in_step, self._by_unit = before
+            step_state.in_step, self._by_unit, step_state.looks = before
         self.count, self.updates = self.count + 1, False
         if self.in_backward is not None:
             self.in_backward.stepped(optimizer)
         self._stepped()
         if by_unit:
             self._runtime.core.forget_outstanding()
+        else:
+            masters = masters_of(optimizer)
+            self._runtime.masters_changed(masters)
+            self._release_gradients(masters)
+        if not self._config.keep_gradients:
+            self._released[optimizer] = step_state.looks
+
+    def _warn_if_not_zeroed(self, optimizer: Optimizer) -> None:
+        """Says once where nobody has zeroed the gradients that the optimizer's last step has released."""
+        if optimizer not in self._not_zeroed or self._has_warned:
             return
-        masters = masters_of(optimizer)
-        self._runtime.masters_changed(masters)
-        self._release_gradients(masters)
+        self._has_warned, name = True, type(optimizer).__name__
+        rank_zero_warn(
+            f"`{name}.step()` was called twice, and nobody has zeroed its gradients between. The first step has freed "
+            "them, so the second one uses the new gradients alone, where DDP would add these to the old ones. Call "
+            "`optimizer.zero_grad()` after each step, or set `keep_gradients=True` if they are to be added."
+        )
 
     def _running_step(self, optimizer: Optimizer) -> Generator[None, None, bool]:
         """Yields once, while the step runs. Returns whether it has updated units."""

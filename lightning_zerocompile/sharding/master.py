@@ -130,9 +130,12 @@ class Master(Sharded):
     @property  # type: ignore[override, misc, unused-ignore]
     def grad(self) -> Tensor | None:
         sharded = self.__dict__[PARAMETER]()
-        updated = sharded is not None and sharded.step_state.updated
-        if sharded is not None and not updated and not sharded.core.may_have_gradient(sharded.index):
-            return None
+        updated = False
+        if sharded is not None:
+            sharded.step_state.looks += 1
+            updated = sharded.step_state.updated
+            if not updated and not sharded.core.may_have_gradient(sharded.index):
+                return None
         with as_plain_tensors():
             found = gradient_of(self, waiting=True)
         if found is None and updated:
@@ -144,6 +147,7 @@ class Master(Sharded):
         with as_plain_tensors():
             sharded = self.__dict__[PARAMETER]()
             if sharded is not None:
+                sharded.step_state.looks += 1
                 if _takes_sum(self, sharded, value):
                     return
                 value = sharded.rows_of_gradient(value)

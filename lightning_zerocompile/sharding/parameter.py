@@ -108,6 +108,7 @@ class StepState:
             read in the place of one.
         gives_masters: whether an attribute of a module gives the master, see [Note: parameters by identity].
         taken: whether another strategy has taken over the model, or a part of it.
+        looks: how often the `grad` of a parameter was read or set; a `zero_grad` does this for each of its parameters.
     """
 
     in_step: bool = False
@@ -118,6 +119,7 @@ class StepState:
     changes: int = 0
     gives_masters: bool = False
     taken: bool = False
+    looks: int = 0
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_zerocompile.engine import Engine
-from tests.support import engines, twins
+from tests.support import engines, models, twins
 from tests.support.harness import on_ranks
+from tests.support.parity import AOT, EAGER
 
 PLACES = ("window", "bounded", "fp32", "accumulation")
 
@@ -92,3 +94,48 @@ def test_gradients_that_are_zeroed_in_place(stage: int, place: str) -> None:
                         if deviation > 1e-6:
                             problems.append(f"{scope=} {before=} {after=} by {way}: {deviation}")
     assert problems == [], "\n".join(problems)
+
+
+def _by_optimizer(model: Any, optimizers: list[Any], number: int) -> None:
+    optimizers[number].zero_grad()
+
+
+def _by_module(model: Any, optimizers: list[Any], number: int) -> None:
+    model.zero_grad()
+
+
+def _by_hand(model: Any, optimizers: list[Any], number: int) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _of_all_before(model: Any, optimizers: list[Any], number: int) -> None:
+    """As in a GAN, before the first of two backwards; the second comes after the first optimizer's step."""
+    if number == 0:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def _never(model: Any, optimizers: list[Any], number: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("zero", [_by_optimizer, _by_module, _by_hand, _of_all_before, _never])
+@pytest.mark.parametrize(("stage", "options"), [(1, EAGER), (3, AOT)])
+@on_ranks()
+def test_gradients_that_nobody_zeroes_are_warned_of_once(stage: int, options: dict[str, Any], zero: Any) -> None:
+    model = models.ByteModel()
+    with engines.engine(model, stage, **options) as engine, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parts = [model.layers.parameters(), model.head.parameters()]
+        optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+        engine.attach_optimizers(optimizers)
+        for step in range(6):
+            with engine.training_step():
+                loss = engines.token_loss(model, models.Batches(models.rank())[step])
+            zero(model, optimizers, step % 2)
+            engines.backward(engine, loss)
+            optimizers[step % 2].step()
+    said = [str(one.message) for one in caught if "nobody has zeroed" in str(one.message)]
+    assert len(said) == (zero is _never and models.rank() == 0)
+    assert all("`SGD.step()`" in one and "`optimizer.zero_grad()`" in one for one in said)
