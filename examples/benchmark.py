@@ -27,7 +27,6 @@ systems: limit        forward, backward and a fused AdamW over 1/W of the parame
          stage_1|2|3  this strategy, by a bare loop; with `_model`: the whole model as one graph; with `_trainer`: by
                       Lightning's Trainer
          stage_1|2|3_beside  units are updated beside the backward (optimizer_in_backward=True; without --clip)
-         stage_1|2|3_separate  torch updates units, and others cast and place them (update_in_one_pass=False)
          stage_3_spare  with memory to spare: units that fit stay gathered (keep_gathered="auto")
          fsdp2        fully_shard per layer, reshard after forward, layers compiled (ZeRO-3); fsdp2_keep: no reshard
                       after forward (ZeRO-2); each with `_prefetch1`, `_prefetch2`: + explicit prefetch of layers; with

@@ -45,7 +45,7 @@ SHAPES = {
     "tiny": Shape(64, 2, 4, 128, False, key_value_heads=2, head_dim=16, vocabulary=512),
 }
 BYTE_LM = "byte-lm"  # the model of train_lm.py, with the sizes that it has on the device
-STAGES = [f"stage_{stage}{scope}" for stage in (1, 2, 3) for scope in ("", "_model", "_beside", "_separate")] + [
+STAGES = [f"stage_{stage}{scope}" for stage in (1, 2, 3) for scope in ("", "_model", "_beside")] + [
     "stage_3_spare",
     *(f"stage_{stage}_hybrid" for stage in (1, 2, 3)),
     "stage_3_inner",
@@ -452,7 +452,6 @@ def our_options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "stage": int(stage),
         "compile": "model" if "model" in words else "blocks",
-        "update_in_one_pass": "separate" not in words,
         "reduce_dtype": torch.float32 if args.reduce_fp32 else None,
         "copy_engine": "auto" if args.hosts == 1 else False,
         **hosts,

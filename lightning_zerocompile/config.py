@@ -157,9 +157,8 @@ class Config:
             while the next one runs, and comes back before its backward; at most two blocks' activations stay on the
             device. With ``recompute`` it is little enough for the link to keep up. Tensors of less than 1 MiB stay.
         param_dtype: what floating-point parameters are gathered and computed in; ``None``: their own dtype (or the
-            Trainer's precision). With ``torch.bfloat16`` and ``reduce_dtype`` these are FSDP2's numerics.
-        cast_forward_inputs: with ``param_dtype``, whether floating-point tensors that are passed to the LightningModule
-            itself, to a child of it or to a repeated block are cast to it, as FSDP2 casts what its modules are passed.
+            Trainer's precision). Floating-point tensors that are passed to the module itself, to a child of it or to a
+            repeated block are cast to it, as FSDP2 does. With ``reduce_dtype`` these are FSDP2's numerics.
         fp32_modules: what computes in float32 where the model computes in half precision: ``"norms"`` (torch's, and
             modules without children whose class is called so), classes, names of classes, names of modules (``*``
             stands for any text). Their parameters are gathered in float32, their inputs are cast to it, and their
@@ -209,9 +208,6 @@ class Config:
             several backwards of one step need ``coalesce_grad_reduction()``. With ``offload``
             units stream through the device beside the backward, and a copy of the masters in the dtype in which they
             are gathered stays on the device at every stage.
-        update_in_one_pass: whether one kernel (Triton) updates a unit, casts what it has written and puts the cast
-            where gathers read it. It makes the update of torch's fused AdamW, Adam or SGD to the bit; torch updates
-            where it cannot, and all other optimizers.
         full_param_optimizers: class names of your optimizers that need whole parameters (Shampoo-like ones, kernels
             that take addresses): they see whole parameters, gradients and states, one unit at a time, on every rank.
             Only for those that update each parameter from its own gradient and state. Torch's own need no mention.
@@ -279,7 +275,6 @@ class Config:
     ] = None
     activation_offload: Annotated[bool, _FLAG] = False
     param_dtype: Annotated[torch.dtype | None, _DTYPE] = None
-    cast_forward_inputs: Annotated[bool, _FLAG] = True
     fp32_modules: Annotated[
         tuple[str | type[nn.Module], ...],
         Check(
@@ -336,7 +331,6 @@ class Config:
         Check("is not understood; choose 'optimizer' (its states and masters are kept in host memory) or False."),
     ] = False
     optimizer_in_backward: Annotated[bool, _FLAG] = False
-    update_in_one_pass: Annotated[bool, _FLAG] = True
     full_param_optimizers: Annotated[tuple[str, ...], _names("optimizer classes, for example ['Shampoo'].")] = ()
     process_group_backend: Annotated[str | None, Check("must be the name of a backend of torch.distributed.")] = None
     start_method: Annotated[
@@ -536,6 +530,8 @@ _RENAMED = {
 
 # Arguments of earlier versions that have nothing in their place, and why.
 _DROPPED = {
+    "cast_forward_inputs": "with `param_dtype` what modules are passed is always cast",
+    "update_in_one_pass": "one kernel updates and casts wherever it makes torch's update to the bit",
     "hierarchical_collectives": "NCCL chooses by topology",
     "offload_update": "optimizers stream through the device",
     "offload_budget": "with optimizer_in_backward=True large units stay on the device where that costs no memory",

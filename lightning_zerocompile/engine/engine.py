@@ -149,7 +149,7 @@ class Engine(Ending):
         if self.config.compile == "blocks" and blocks:
             inside = {inner for _, block in blocks for inner in block.modules()}
             self._add_leaves(inside)
-        if self.config.param_dtype is not None and self.config.cast_forward_inputs:
+        if self.config.param_dtype is not None:
             children = [child for _, child in top_level_modules(self.model)]
             in_islands = {inner for name in islands.modules for inner in self.model.get_submodule(name).modules()}
             modules = [self.model, *children, *(block for _, block in blocks)]

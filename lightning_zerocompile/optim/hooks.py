@@ -88,7 +88,7 @@ class OptimizerSteps:
             self._offload,
             one_by_one=self._config.optimizer_in_backward,
             ranks=runtime.mesh.size(),
-            one_pass=OnePass(runtime.core, runtime.device) if self._config.update_in_one_pass else None,
+            one_pass=OnePass(runtime.core, runtime.device),
             begins=self._update_begins,
         )
         self._restore: dict[Optimizer, Callable[[], None]] = {}  # ends the watch over each

@@ -5,7 +5,7 @@
 kernel reads them again, casts them, and writes the casts to this rank's rows of the gathered values and to the memory
 from which the other ranks read. Here one kernel does both. Where casts are kept ([Note: kept casts] in csrc/peers.h) it
 places those of units of stage 3, too. For other units (of stage 3, of a backward) the same kernel makes the update,
-faster than torch's, and places nothing. The option ``update_in_one_pass`` says whether this is on.
+faster than torch's, and places nothing.
 
 The kernel's arithmetic is that of torch's fused kernels, bit by bit. This holds for a version of torch and its
 compiler, and may not for another. So before a kind of update is made for the first time in a run, some values are

@@ -311,9 +311,8 @@ def explain(message: str, param_dtype: torch.dtype | None = None) -> str | None:
     if param_dtype is not None and "same dtype" in message:
         return (
             f"{message} (Parameters are read as {param_dtype}, since `param_dtype` asks for it. Inputs of modules are "
-            "cast where the LightningModule, a child of it or a repeated block is called, unless "
-            "`cast_forward_inputs=False`. Cast what this operation takes, or use the Trainer's precision='bf16-mixed', "
-            "which casts in each operation.)"
+            "cast where the LightningModule, a child of it or a repeated block is called, and not further inside. "
+            "Cast what this operation takes, or use the Trainer's precision='bf16-mixed', which casts in each one.)"
         )
     if "does not currently support double backward" in message and "compile=False" not in message:
         return (

@@ -137,8 +137,10 @@ def _trained(
     """The parameters and losses, how many updates of units were made in one pass, and how many gathers by copies."""
     torch.manual_seed(0)
     model, data, losses = uneven.Net(704), models.Batches(models.rank()), []
-    options = {"param_dtype": torch.bfloat16, "update_in_one_pass": in_one_pass} | options
+    options = {"param_dtype": torch.bfloat16} | options
     with engines.engine(model, stage, compile=scope, **options) as engine:
+        if not in_one_pass:
+            engine.steps._stepper._one_pass = None
         engine.steps._stepper.together = together
         optimizer = kind(model.parameters(), lr=1e-3, fused=True)
         engine.attach_optimizers([optimizer])

@@ -139,7 +139,7 @@ def _updated_in_rounds(together: int, fused: bool = True) -> tuple[list[Tensor],
 def test_nobody_places_what_nothing_was_offered_for() -> None:
     """See [Note: one pass]. On the CPU there is no kernel that could: nothing is offered, and torch updates."""
     model = models.ByteModel()
-    with engines.engine(model, 1, compile=False, update_in_one_pass=True) as engine:
+    with engines.engine(model, 1, compile=False) as engine:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         engine.attach_optimizers([optimizer])
         engines.step(engine, optimizer, lambda: engines.token_loss(model, models.Batches(0)[0]))

@@ -91,6 +91,19 @@ class Regression(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Widened(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class Inside(Regression):
+    """What a module makes inside of a child has the dtype that its code gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlet: Any = nn.Sequential(Widened(10, 1))
+
+
 def _data() -> Any:
     generator = torch.Generator().manual_seed(models.rank())
     return torch.utils.data.DataLoader([torch.randn(4, 3, 6, generator=generator) for _ in range(2)], batch_size=None)  # type: ignore
@@ -104,9 +117,8 @@ def test_param_dtype_casts_what_modules_are_passed(stage: int, options: dict[str
     models.make_trainer(ZeroCompileStrategy(stage, **options), max_epochs=1).fit(module, _data())
     assert module.seen == [torch.float32, (torch.bfloat16, torch.bfloat16)] * 2
     assert sum(len(inner._forward_pre_hooks) for inner in module.modules()) == 0
-    strategy = ZeroCompileStrategy(stage, cast_forward_inputs=False, **options)
-    with pytest.raises(RuntimeError, match=r"(?s)same dtype.*`cast_forward_inputs=False`"):
-        models.make_trainer(strategy, max_epochs=1).fit(Regression(), _data())
+    with pytest.raises(RuntimeError, match=r"(?s)same dtype.*not further inside\. Cast what"):
+        models.make_trainer(ZeroCompileStrategy(stage, **options), max_epochs=1).fit(Inside(), _data())
 
 
 # ---- statistics ----
