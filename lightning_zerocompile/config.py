@@ -1,13 +1,12 @@
 """What the user chose: each option once, with its type, its default, its help and the message for a wrong value."""
 
-import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from enum import Enum
-from functools import cache, wraps
-from types import NoneType
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -72,8 +71,33 @@ class Check:
     holds: Callable[[Any], bool] = lambda value: True
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) *([KMGT])(i?)B")
+
+
 def _as_dtype(value: Any) -> Any:
-    return getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    name = value.removeprefix("torch.")
+    return getattr(torch, _SHORT.get(name, name), value)
+
+
+def _as_bytes(value: Any) -> Any:
+    """The number of bytes of ``"80GiB"`` or ``"500MB"``."""
+    found = _BYTES.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return value
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (" KMGT".index(unit)))
+
+
+def _as_kept(value: Any) -> Any:
+    value = _as_bytes(value)
+    return value if value == "auto" or isinstance(value, int) else _as_names(value)
+
+
+def _as_time(value: Any) -> Any:
+    return timedelta(seconds=value) if type(value) in (int, float) else value
 
 
 def _as_names(value: Any) -> Any:
@@ -110,7 +134,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 _DTYPE = Check(
-    "is not a floating-point dtype; use for example torch.bfloat16 or None.",
+    "is not a floating-point dtype; use for example torch.bfloat16, 'bf16' or None.",
     accepts=torch.dtype | str | None,
     convert=_as_dtype,
     holds=lambda dtype: dtype is None or dtype.is_floating_point,
@@ -230,7 +254,7 @@ class Config:
             model together, a secondary shard each, and the backward's gathers are inside it. ``"nodes"``: the ranks of
             each host. It takes the bytes of all gathered parameters, divided by that number, on each rank.
 
-    ``param_dtype``, ``reduce_dtype`` and ``master_dtype`` take a dtype or its name.
+    Dtypes may be names (``"bf16"``), bytes texts (``"80GiB"``), and ``timeout`` a number of seconds.
 
     Raises:
         ValueError: an argument is outside what it allows; the message names it, what is allowed and the remedy.
@@ -279,16 +303,22 @@ class Config:
         tuple[str | type[nn.Module], ...],
         Check(
             "must be 'norms', classes of modules, names of classes, or names of modules, for example ['norms', "
-            "'*.router'].",
+            "'*.router']. A module that is called so is '*norm'.",
             accepts=Sequence[str | type[nn.Module]],
             convert=_as_modules,
-            holds=lambda modules: "" not in modules,
+            holds=lambda modules: {"", "norm", "Norm", "Norms"}.isdisjoint(modules),
         ),
     ] = ()
     reduce_dtype: Annotated[torch.dtype | None, _DTYPE] = None
     master_dtype: Annotated[torch.dtype | None, _DTYPE] = torch.float32
     unit_bytes: Annotated[
-        int, Check("must be a positive number of bytes, for example 2**26.", holds=lambda size: size > 0)
+        int,
+        Check(
+            "must be a positive number of bytes, for example 2**26 or '64MiB'.",
+            accepts=int | str,
+            convert=_as_bytes,
+            holds=lambda size: size > 0,
+        ),
     ] = 64 * 2**20
     prefetch: Annotated[int, Check("must be a number of units, 0 or more.", holds=lambda units: units >= 0)] = 1
     keep_gathered: Annotated[
@@ -296,8 +326,8 @@ class Config:
         Check(
             "must be names of modules, for example ['vision'], or a number of bytes on each device, '20GiB', or 'auto' "
             "(three quarters of what is free at the peak of the first two steps).",
-            accepts=Sequence[str] | int | Literal["auto"],
-            convert=lambda kept: kept if kept == "auto" or isinstance(kept, int) else _as_names(kept),
+            accepts=Sequence[str] | int | str,
+            convert=_as_kept,
             holds=lambda kept: kept == "auto" or (kept >= 0 if isinstance(kept, int) else "" not in kept),
         ),
     ] = ()
@@ -340,7 +370,13 @@ class Config:
         ),
     ] = "auto"
     timeout: Annotated[
-        timedelta, Check("must be a positive datetime.timedelta.", holds=lambda time: time > timedelta(0))
+        timedelta,
+        Check(
+            "must be a positive number of seconds, or a positive datetime.timedelta.",
+            accepts=timedelta | int | float,
+            convert=_as_time,
+            holds=lambda time: time > timedelta(0),
+        ),
     ] = timedelta(minutes=30)
     device_mesh: Annotated[
         int | Literal["nodes"] | tuple[int, int] | DeviceMesh,
@@ -362,7 +398,7 @@ class Config:
     ] = True
 
     def __post_init__(self) -> None:
-        for name, (hint, check) in _checks().items():
+        for name, (hint, check) in checks().items():
             given = getattr(self, name)
             value = check.convert(given)
             if not (_fits(value, hint) and check.holds(value)):
@@ -504,78 +540,7 @@ class Config:
 
 
 @cache
-def _checks() -> dict[str, tuple[Any, Check]]:
+def checks() -> dict[str, tuple[Any, Check]]:
+    """By option: its type, and what the type does not say."""
     hints = get_type_hints(Config, include_extras=True)
     return {option.name: get_args(hints[option.name]) for option in fields(Config)}
-
-
-# ---- constructors that take these options ----
-
-# Names of earlier versions, and what to write instead.
-_RENAMED = {
-    "checkpoint": "`state_dict_type` ('full' or 'sharded')",
-    "accumulate": "`defer_grad_sync` (True for 'local')",
-    "whole_values": "`full_param_optimizers`",
-    "backend": "compile_options={'backend': 'aot_eager'}",
-    "mode": "compile_options={'mode': 'reduce-overhead'}",
-    "dynamic": "compile_options={'dynamic': True}",
-    "options": "compile_options={'options': {...}}",
-    "activation_budget": "`recompute` (the share that is not saved: recompute=0.5 for 0.5, recompute=1 for 0)",
-    "activation_checkpointing": "recompute='blocks'",
-    "memory_budget": "`keep_gathered` (keep_gathered='auto', or bytes)",
-    "keep_casts": "keep_gathered='auto' (or bytes), which buys casts first",
-    "memory_limit": "python -m lightning_zerocompile.plan --gpu-memory, which says what fits, and a stage of your own",
-    "replicas": "`device_mesh` (device_mesh=2 or device_mesh='nodes')",
-}
-
-# Arguments of earlier versions that have nothing in their place, and why.
-_DROPPED = {
-    "cast_forward_inputs": "with `param_dtype` what modules are passed is always cast",
-    "update_in_one_pass": "one kernel updates and casts wherever it makes torch's update to the bit",
-    "hierarchical_collectives": "NCCL chooses by topology",
-    "offload_update": "optimizers stream through the device",
-    "offload_budget": "with optimizer_in_backward=True large units stay on the device where that costs no memory",
-}
-
-
-def takes_options(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a constructor ``(self, config, ...)``: it takes the options of :class:`Config` in its place.
-
-    Its signature, types and help are those of the options and of its other arguments, which LightningCLI reads. An
-    argument of an earlier version raises with what to write instead.
-    """
-    own = inspect.signature(init)
-    this, _, *others = own.parameters.values()
-    options = [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=None if option.default is MISSING else option.default,
-            annotation=_checks()[option.name][1].accepts or _checks()[option.name][0],
-        )
-        for option in fields(Config)
-    ]
-    hints = get_type_hints(init)
-    others = [parameter.replace(annotation=hints[parameter.name]) for parameter in others]
-    signature = own.replace(parameters=[this, *options, *others], return_annotation=None)
-
-    @wraps(init)
-    def initialise(*args: Any, **kwargs: Any) -> None:
-        for old, new in _RENAMED.items():
-            if old in kwargs:
-                raise TypeError(f"{type(args[0]).__name__} has no argument `{old}` any more; use {new}.")
-        for old, why in _DROPPED.items():
-            if old in kwargs:
-                raise TypeError(f"{type(args[0]).__name__} has no argument `{old}` any more; {why}. Drop it.")
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise TypeError(f"{type(args[0]).__name__}: {error}") from None
-        chosen = {option.name: given.pop(option.name) for option in options if option.name in given}
-        init(given.pop(this.name), Config(**chosen), **given)
-
-    initialise.__signature__ = signature  # type: ignore[attr-defined]
-    initialise.__annotations__ = {p.name: p.annotation for p in [*options, *others]} | {"return": NoneType}
-    initialise.__doc__ = Config.__doc__
-    del initialise.__wrapped__  # its signature is not ours
-    return initialise

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zerocompile.config import Config, takes_options
+from lightning_zerocompile.arguments import takes_options
+from lightning_zerocompile.config import Config
 from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.engine_owner import EngineOwner, check_device
 from lightning_zerocompile.plan.machine import Machine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pickle
+import re
 import typing
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from lightning_zerocompile import ZeroCompileStrategy
+from lightning_zerocompile.arguments import _ELSEWHERE, _RENAMED
 from lightning_zerocompile.config import Config
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -68,14 +70,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"unequal_work": "batches"}, "`unequal_work='batches'`.*False .they may have different numbers of batches"),
     ({"prefetch": -1}, "`prefetch=-1`.*0 or more"),
     ({"timeout": timedelta(seconds=-1)}, "`timeout=.*positive"),
-    ({"timeout": 5}, "`timeout=5`.*timedelta"),
+    ({"timeout": 0}, "`timeout=0`.*seconds"),
+    ({"timeout": "5"}, "`timeout='5'`.*timedelta"),
+    ({"unit_bytes": "64 apples"}, "`unit_bytes='64 apples'`.*'64MiB'"),
+    ({"fp32_modules": "norm"}, r"`fp32_modules='norm'` must be 'norms'.*'\*norm'"),
     ({"start_method": "spawn"}, r"`start_method='spawn'`.*'popen'"),
     ({"compile_options": {"options": ["max_autotune"]}}, "'options': .*dictionary"),
     ({"compile_options": ["dynamic"]}, "`compile_options=.*must be a dictionary of torch.compile's"),
     ({"compile_options": {"fullgraph": True}}, "`compile_options=.*`dynamic` and `options`"),
     ({"compile_options": {"dynamic": "yes"}}, "'dynamic': 'yes'.*True, False or None"),
     ({"keep_gradients": 1}, "`keep_gradients=1`.*True or False"),
-    ({"update_in_one_pass": "always"}, "`update_in_one_pass='always'`.*True.*False"),
     ({"unshard_after_fit": "no"}, "`unshard_after_fit='no'`.*True or False"),
 ]
 
@@ -87,14 +91,48 @@ def test_wrong_argument_is_named_with_the_remedy(arguments: dict[str, Any], mess
         ZeroCompileStrategy(**arguments)
 
 
-def test_misspelt_argument_raises() -> None:
-    with pytest.raises(TypeError, match="stagee"):
-        ZeroCompileStrategy(stagee=3)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("stagee", "did you mean `stage`?"),
+        ("kept_gathered", "did you mean `keep_gathered`?"),
+        ("xyz", "It has stage, compile, compile_options, "),
+        ("cpu_offload", "write offload='optimizer'"),
+        ("offload_parameters", "write offload='optimizer' (parameters are sharded"),
+        ("sharding_strategy", "write stage=3 for FULL_SHARD"),
+        ("auto_wrap_policy", "repeated blocks are found, so drop it"),
+        ("activation_checkpointing_policy", "write recompute='blocks'"),
+        ("reduce_bucket_size", "write `unit_bytes`"),
+        ("stage3_prefetch_bucket_size", "write `prefetch`"),
+        ("overlap_comm", "it is always so here, so drop it"),
+    ],
+)
+def test_an_argument_that_there_is_not(name: str, said: str) -> None:
+    """A misspelt one, and what FSDPStrategy and DeepSpeedStrategy call it."""
+    with pytest.raises(
+        TypeError, match=re.escape(f"ZeroCompileStrategy has no argument `{name}`") + ".*" + re.escape(said)
+    ):
+        ZeroCompileStrategy(**{name: 3})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [torch.bfloat16, "bfloat16", "torch.bfloat16"])
+def test_all_that_is_advised_exists() -> None:
+    """Whatever an error says to write is an argument."""
+    names = set(inspect.signature(ZeroCompileStrategy).parameters)
+    for advice in [*_RENAMED.values(), *_ELSEWHERE.values()]:
+        assert set(re.findall(r"\b(\w+)=", advice)) <= names | {"precision", "memory"}, advice
+    assert names.isdisjoint([*_RENAMED, *_ELSEWHERE])
+
+
+@pytest.mark.parametrize("value", [torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"])
 def test_dtypes_are_taken_by_value_and_by_name(value: torch.dtype | str) -> None:
     assert ZeroCompileStrategy(reduce_dtype=value).config.reduce_dtype is torch.bfloat16
+
+
+def test_units_and_seconds() -> None:
+    config = ZeroCompileStrategy(unit_bytes="64MiB", keep_gathered="1.5GB", timeout=60, master_dtype="fp32").config
+    assert (config.unit_bytes, config.keep_gathered, config.timeout) == (2**26, 1_500_000_000, timedelta(minutes=1))
+    assert config.master_dtype is torch.float32
+    assert ZeroCompileStrategy(keep_gathered="layers.0").config.keep_gathered == ("layers.0",)
 
 
 def test_defaults() -> None:
@@ -165,20 +203,22 @@ def test_strategy_can_be_pickled_before_launch() -> None:
     ],
 )
 def test_an_old_name_raises_with_the_new_one(old: dict[str, Any], new: str) -> None:
-    with pytest.raises(TypeError, match=f"`{next(iter(old))}` any more; use `?{new}"):
+    with pytest.raises(TypeError, match=f"`{next(iter(old))}` any more; (use|ask) `?{new}"):
         ZeroCompileStrategy(**old)
 
 
 @pytest.mark.parametrize(
     ("old", "why"),
     [
+        ({"cast_forward_inputs": True}, "with `param_dtype` what modules are passed is always cast"),
+        ({"update_in_one_pass": True}, "one kernel updates and casts wherever it makes torch's update to the bit"),
         ({"hierarchical_collectives": True}, "NCCL chooses by topology"),
         ({"offload_update": "cpu"}, "optimizers stream through the device"),
         ({"offload_budget": 2**30}, ".*large units stay on the device where that costs no memory"),
     ],
 )
 def test_an_argument_that_nothing_replaces_raises_with_the_reason(old: dict[str, Any], why: str) -> None:
-    with pytest.raises(TypeError, match=rf"`{next(iter(old))}` any more; {why}\. Drop it"):
+    with pytest.raises(TypeError, match=rf"`{next(iter(old))}` any more; {why}, so drop it"):
         ZeroCompileStrategy(**old)
 
 

@@ -26,6 +26,7 @@ ROOMS = (
     "runtime",
     "sharding",
     "ranks",
+    "arguments",
     "config",
 )
 
