@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zerocompile.compile.backend import Code, CompileStats, Graphs, _base
 from lightning_zerocompile.compile.progress import Progress
 from lightning_zerocompile.config import Config, Lifetime
-from lightning_zerocompile.runtime.activation_offload import ActivationOffload, Copies, run_again
+from lightning_zerocompile.runtime.activation_offload import ActivationOffload, run_again
 from lightning_zerocompile.runtime.runtime import Runtime
 from lightning_zerocompile.sharding.autocast import forward_of
 from lightning_zerocompile.sharding.module_swap import PARAMETERS, REGION, Seen
@@ -92,7 +91,6 @@ class Region:
     ran_eagerly: Callable[[bool], None] = lambda hooked: None  # called if a compiled region ran eagerly, even in part
     step_state: StepState = field(default_factory=StepState)
     checkpointed: bool = False  # it saves its inputs only and runs again in the backward
-    copies: Copies = field(default_factory=WeakKeyDictionary)  # of running statistics, for the second run
     offload: ActivationOffload[Saved] | None = None  # of what it saves
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,7 +101,7 @@ class Region:
 
     def _saving(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.checkpointed and torch.is_grad_enabled():
-            return run_again(partial(self._run, module), True, (module, *self.inside), self.copies, *args, **kwargs)
+            return run_again(partial(self._run, module), True, *args, **kwargs)
         return self._run(module, *args, **kwargs)
 
     def _run(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

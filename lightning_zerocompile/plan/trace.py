@@ -417,7 +417,7 @@ class _Recorder:
                 self._compile(name, child)
             if name in blocks and (checkpointed or own):
                 # Without random states, which checkpoints do not let the partitioner look at a device for.
-                child.forward = partial(run_again, child.forward, False, (), weakref.WeakKeyDictionary())
+                child.forward = partial(run_again, child.forward, False)
             if name in blocks and offloaded:
                 child.forward = partial(self._offloaded, child.forward)
         for name, parameter in module.named_parameters():

@@ -26,19 +26,17 @@ a block's graph ends, and it leaves inputs on the device, which with recomputed 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 LEAST = 2**20  # bytes: copying less costs the host more than it saves
 _hooks = torch._C._autograd
-Copies: TypeAlias = weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]]  # of buffers, by name
 _Other = TypeVar("_Other")  # what stands for a saved tensor that stays
 _View: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...]]  # how a tensor sees its storage
 
@@ -53,23 +51,11 @@ _NO_ROOM = (
 )
 
 
-def run_again(
-    forward: Callable[..., Any],
-    restores: bool,
-    modules: Iterable[nn.Module],
-    copies: Copies,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def run_again(forward: Callable[..., Any], restores: bool, /, *args: Any, **kwargs: Any) -> Any:
     """``forward``, which keeps its inputs only and runs again in the backward. torch's checkpoint has autograd save
     positional tensors, and would hold the others itself, where no hook for saved tensors sees them.
 
-    Args:
-        forward: called with ``args`` and ``kwargs``.
-        restores: whether the random state of the first run is restored for the second one.
-        modules: what it may call. Normalisations among them count each batch once in their running statistics.
-        copies: of these statistics; the same object in each call, so that CUDA graphs find them where they were.
+    ``restores``: whether the random state of the first run is restored for the second one.
     """
     names = tuple(kwargs)
 
@@ -77,32 +63,7 @@ def run_again(
         count = len(values) - len(names)
         return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    counting = [one for one in modules if isinstance(one, _NormBase) and one.training and one.track_running_stats]
-    contexts = (lambda: (nullcontext(), _copied_statistics(counting, copies))) if counting else noop_context_fn
-    values = *args, *kwargs.values()
-    return checkpoint(named, *values, use_reentrant=False, preserve_rng_state=restores, context_fn=contexts)
-
-
-@contextmanager
-def _copied_statistics(modules: Sequence[nn.Module], copies: Copies) -> Iterator[None]:
-    """Inside, these modules have copies of their buffers, and what they write to them is dropped."""
-    own = [(module, dict(module._buffers)) for module in modules]
-    for module, buffers in own:
-        of_module = copies.setdefault(module, {})
-        for name, buffer in buffers.items():
-            if buffer is None:
-                continue
-            copy = of_module.get(name)
-            if copy is None or (copy.shape, copy.dtype, copy.device) != (buffer.shape, buffer.dtype, buffer.device):
-                of_module[name] = buffer.clone()
-            else:
-                copy.copy_(buffer)
-        module._buffers.update(of_module)
-    try:
-        yield
-    finally:
-        for module, buffers in own:
-            module._buffers.update(buffers)
+    return checkpoint(named, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=restores)
 
 
 @contextmanager
