@@ -153,7 +153,10 @@ void Gathers::agree_on_scales() {
       }
     }
     const auto largest = at::stack(norms);
-    if (registry_.world() > 1) all_reduce(*group_, launch, largest, c10d::ReduceOp::MAX);
+    if (registry_.world() > 1) {
+      all_reduce(*group_, launch, largest, c10d::ReduceOp::MAX);
+      started_one();
+    }
     launch.then([this, indices, largest] { take_scales(indices, largest); });
     launch.finish();
   }

@@ -185,6 +185,7 @@ void Gathers::check_order(const Units& units, Way way, bool full, bool inner) {
       throw;
     }
   }
+  not_started_.meet(questions_, registry_.global_rank());
   const auto count = static_cast<int64_t>(units_.size());
   std::vector<int64_t> numbers;
   bool any_full = false, any_scales = false;
@@ -214,6 +215,7 @@ void Gathers::check_order(const Units& units, Way way, bool full, bool inner) {
 // later.
 void Gathers::come_apart(std::function<void()> meet) {
   meet_ = std::move(meet);
+  not_started_.forget();  // what is compared now are the collectives that were started
   for (const auto& unit : registry_.units()) {
     auto& state = of(unit);
     state.open_modules = state.graph_uses = 0;
@@ -231,17 +233,18 @@ void Gathers::come_apart(std::function<void()> meet) {
 void Gathers::launch(const Units& units, Way way, bool full, bool checked) {
   const auto* const where = way == Way::Back ? " in backward" : " in forward";
   RECORD_USER_SCOPE(text("zerocompile: gather ", registry_.names_of(units), where));
-  take_late(units);
-  for (auto index : units) write_back_all(registry_.units()[index]);  // what user code has written to resident values
-  const bool inner = has_secondary(units, way, full);
-  const bool scales = unequal_ ? take_turn(units, full) : !inner && needs_scales(units, full);
-  if (!unequal_ && !checked) check_order(units, way, full, inner);
-  const int64_t number = ++started_;
-  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);  // see [Note: modes of user code]
-  c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
-  at::NoGradGuard no_grad;
   std::vector<Pending> started;
+  bool expected = checked;  // the other ranks expect this gather
   try {
+    take_late(units);
+    for (auto index : units) write_back_all(registry_.units()[index]);  // what user code has written to resident values
+    const bool inner = has_secondary(units, way, full);
+    const bool scales = unequal_ ? take_turn(units, full) : !inner && needs_scales(units, full);
+    if (!unequal_ && !checked) check_order(units, way, full, inner);
+    expected = true;
+    const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);  // see [Note: modes of user code]
+    c10::InferenceMode normal_tensors(false);  // a validation step must not leave inference tensors behind
+    at::NoGradGuard no_grad;
     if (scales) agree_on_scales();
     for (auto index : units) {
       const auto& unit = registry_.units()[index];
@@ -259,14 +262,14 @@ void Gathers::launch(const Units& units, Way way, bool full, bool checked) {
     }
     start(units, inner, started);
   } catch (...) {
-    give_up(units, started);
+    if (expected) give_up(units, started);
     throw;
   }
-  torn_ = false;
+  started_ += 1;
   for (auto index : units) {
     auto& unit = units_[index];
     unit.gathering = started.front();
-    unit.gather_number = number;
+    unit.gather_number = started_;
     unit.stale = false;
     if (unit.resident) continue;
     unit.resident = true;
@@ -281,10 +284,15 @@ void Gathers::start(const Units& units, bool inner, std::vector<Pending>& starte
   RowsByDtype calls, unmoved;
   for (auto index : units) add_rows(registry_.units()[index], inner, calls, unmoved);
   for (const auto& [dtype, call] : unmoved) fill_rows(call);
-  if (!unequal_) sequence_.add_run(units.size());
   if (inner) move_inside(calls, launch);
   else move(calls, units.front(), launch);
   launch.finish();
+  if (!unequal_) sequence_.started(units.size());
+}
+
+// One of the gathers' collectives has started. Those of unequal work are no part of the sequence.
+void Gathers::started_one() {
+  if (!unequal_) sequence_.started_one();
 }
 
 // Starts the collectives, or the copies that stand for them. `unit`: the first that moves.
@@ -294,6 +302,7 @@ void Gathers::move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch) {
     if (peers_ != nullptr && (peers_->keeps(call) || peers_->holds(call))) {
       counts_.peer_gathers += 1;
       counts_.kept_casts += peers_->all_gather(call, unit);
+      started_one();
       continue;
     }
     fill_rows(call);
@@ -304,6 +313,7 @@ void Gathers::move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch) {
       inputs.push_back(std::move(rows.rows));
     }
     all_gather(*group_, launch, std::move(outputs), std::move(inputs), packing_);
+    started_one();
   }
 }
 
@@ -318,6 +328,7 @@ void Gathers::move_inside(RowsByDtype& calls, Lane::Launch& launch) {
       inputs.push_back(std::move(rows.rows));
     }
     all_gather(*inner_, launch, std::move(outputs), std::move(inputs), inner_packing_);
+    started_one();
   }
 }
 
@@ -325,6 +336,7 @@ void Gathers::move_inside(RowsByDtype& calls, Lane::Launch& launch) {
 // gather would find its memory, which could have another dtype than that gather asks for. A resident unit stays, and is
 // stale.
 void Gathers::give_up(const Units& units, const std::vector<Pending>& started) {
+  not_started_.note(text("the gather of unit `", registry_.names_of(units), "`, after ", so_far()));
   for (auto index : units) {
     auto& unit = units_[index];
     if (!started.empty()) unit.gathering = started.front();

@@ -41,25 +41,27 @@ std::vector<int64_t> GatherOrder::first_uses(int64_t units) const {
 }
 
 GatherSequence::Step GatherSequence::begin(const std::vector<int64_t>& units, Way way, int64_t count) {
-  const int64_t number = gathered_;
   uint64_t digest = 0;
-  for (auto unit : units) {
-    digest = digest * kPrime + static_cast<uint64_t>(unit) + 1;
-    add(static_cast<uint64_t>(unit) + 1);
-    ++gathered_;
-  }
+  for (auto unit : units) digest = digest * kPrime + static_cast<uint64_t>(unit) + 1;
   // one unit: its number; several: a number that is no unit's
   const bool one = units.size() == 1;
   const auto step = one ? static_cast<int64_t>(digest) - 1 : 4 * count + static_cast<int64_t>(digest >> 2);
   current_ = &followers_[{last_, way}];
-  last_ = {way, step};
-  return {number, current_->size() == 1 && current_->count(step) == 1};
+  next_ = {way, step};
+  return {gathered_, current_->size() == 1 && current_->count(step) == 1};
+}
+
+void GatherSequence::started(size_t units) {
+  gathered_ += static_cast<int64_t>(units);
+  add(static_cast<uint64_t>(next_.second));
+  add(units);
+  last_ = next_;
 }
 
 void GatherSequence::forget() {
   followers_.clear();
   current_ = nullptr;
-  last_ = {Way::Forth, -1};
+  last_ = next_ = {Way::Forth, -1};
 }
 
 }  // namespace zerocompile

@@ -64,6 +64,9 @@ class GatherOrder {
 // found at the start of the next step, where the ranks compare all that they have gathered (`course`). Units that the
 // runtime gathers together (an optimizer has written them, a window holds them) are one step of this way: their order
 // is the runtime's, and would otherwise show each unit with two followers, to be compared for ever.
+//
+// A gather counts once its collectives have started, and each collective counts. So ranks that compare equal have
+// started the same collectives, whatever has failed on them.
 class GatherSequence {
  public:
   struct Step {
@@ -71,16 +74,19 @@ class GatherSequence {
     bool known;      // it is all that ever followed the last one, on all ranks
   };
 
-  // Units are gathered together. `units`: their numbers, which are below `count`. A wide one, which is gathered in full
-  // precision although the ranks have agreed to move less, has its number plus `count`; one that is gathered from
+  // Units are to be gathered together. `units`: their numbers, which are below `count`. A wide one, which is gathered in
+  // full precision although the ranks have agreed to move less, has its number plus `count`; one that is gathered from
   // secondary shards has its number plus twice that; one before which the ranks agree on scales, plus three times.
   Step begin(const std::vector<int64_t>& units, Way way, int64_t count);
 
   // All ranks are known to have begun this step.
-  void agreed() { current_->insert(last_.second); }
+  void agreed() { current_->insert(next_.second); }
 
-  // So many units are gathered in one collective.
-  void add_run(size_t units) { add(units); }
+  // A collective of it has started.
+  void started_one() { add(1); }
+
+  // All collectives for so many of its units have started.
+  void started(size_t units);
 
   // It is not known any more what follows what.
   void forget();
@@ -95,7 +101,7 @@ class GatherSequence {
   static constexpr uint64_t kPrime = 1099511628211ULL;
   int64_t gathered_ = 0;
   uint64_t course_ = 0;
-  Token last_{Way::Forth, -1};
+  Token last_{Way::Forth, -1}, next_ = last_;  // the step that has started last; the one that has begun last
   std::map<std::pair<Token, Way>, std::set<int64_t>> followers_;  // the steps that followed one on all ranks
   std::set<int64_t>* current_ = nullptr;                          // those of the step before the last one
 };

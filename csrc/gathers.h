@@ -235,6 +235,7 @@ class Gathers {
   bool current(const Unit& unit, int64_t needed, bool full) const;
   void launch(const Units& units, Way way, bool full = false, bool checked = false);
   void start(const Units& units, bool inner, std::vector<Pending>& started);
+  void started_one();
   void move(RowsByDtype& calls, int64_t unit, Lane::Launch& launch);
   void move_inside(RowsByDtype& calls, Lane::Launch& launch);
   Tensor rows_of(const Parameter& p) const;
@@ -345,8 +346,8 @@ class Gathers {
   std::atomic<int64_t> started_ = 0;  // gathers
   bool trusted_ = false;  // the code that reads now is known not to write, see [Note: write back]
   bool held_ = false;     // all units stay gathered, see [Note: held units]
-  // See [Note: unequal work]. `torn_`: it is this rank's turn to gather something, and it has not done so.
-  bool unequal_ = false, torn_ = false;
+  bool unequal_ = false;  // see [Note: unequal work]
+  NotStarted not_started_;
 };
 
 }  // namespace zerocompile

@@ -64,7 +64,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              return std::pair(step.number, step.known);
            })
       .def("agreed", &GatherSequence::agreed)
-      .def("add_run", &GatherSequence::add_run)
+      .def("started_one", &GatherSequence::started_one)
+      .def("started", &GatherSequence::started)
       .def("forget", &GatherSequence::forget)
       .def("gathered", &GatherSequence::gathered)
       .def("course", &GatherSequence::course);

@@ -96,12 +96,6 @@ int64_t PeerMemory::half(at::ScalarType dtype) const {
   return turn_ % 2 * (half_bytes_ / static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
-int64_t PeerMemory::next_half(at::ScalarType dtype) {
-  const auto begin = half(dtype);
-  turn_ += 1;
-  return begin;
-}
-
 // Where each parameter's rows begin in the mapped memory.
 std::vector<int64_t> PeerMemory::starts_of(const std::vector<Rows>& parameters, int64_t start) const {
   std::vector<int64_t> starts;
@@ -181,15 +175,12 @@ int64_t PeerMemory::all_gather(std::vector<Rows>& parameters, int64_t unit) {
   const auto number = ++asked_;
   const auto& buffers = keeps ? kept_->as(dtype) : halves_.as(dtype);
   std::vector<int64_t> starts;
-  if (!keeps) starts = starts_of(parameters, next_half(dtype));
+  if (!keeps) starts = starts_of(parameters, half(dtype));
   for (size_t i = 0; keeps && i < parameters.size(); ++i) starts.push_back(parameters[i].kept->begin);
   std::vector<at::Tensor> staged;
   for (size_t i = 0; i < parameters.size(); ++i) {
     staged.push_back(view_of(buffers[rank_], parameters[i].rows.sizes(), starts[i]));
   }
-  stage(parameters, staged);
-  barrier(number, unit, /*after_pushes=*/takes_turns());
-  passed_ = mark(halves_.buffer().device());
   Copies copies;
   for (int64_t step = 1; step <= world_; ++step) {
     const auto peer = (rank_ + step) % world_;  // each rank reads from another one at a time
@@ -200,6 +191,10 @@ int64_t PeerMemory::all_gather(std::vector<Rows>& parameters, int64_t unit) {
       copies.add({p.full, peer * numel, buffers[peer], starts[i], numel});
     }
   }
+  stage(parameters, staged);
+  barrier(number, unit, /*after_pushes=*/takes_turns());
+  turn_ += !keeps;
+  passed_ = mark(halves_.buffer().device());
   copies.start(kernels_->driver());
   for (auto& p : parameters) {
     if (!keeps) break;
@@ -258,7 +253,7 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
 void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit) {
   const auto number = ++asked_;
   const auto& buffers = halves_.as(at::kBFloat16);
-  const auto half = next_half(at::kBFloat16), slot = slot_bytes() / static_cast<int64_t>(sizeof(at::BFloat16));
+  const auto half = this->half(at::kBFloat16), slot = slot_bytes() / static_cast<int64_t>(sizeof(at::BFloat16));
   std::vector<int64_t> places;
   int64_t place = 0;
   for (const auto& g : gradients) {
@@ -278,6 +273,7 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
   copies.start(kernels_->driver());
   if (takes_turns()) kernels_->set_pushing(false);
   barrier(number, unit, /*after_pushes=*/false);
+  turn_ += 1;
   std::vector<at::Tensor> received;
   for (int64_t step = 1; step < world_; ++step) {
     received.push_back(view_of(buffers[rank_], {slot}, half + (step - 1) * slot));

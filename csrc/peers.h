@@ -130,20 +130,19 @@ class PeerMemory {
   // Where the next `all_gather` takes these rows from: [n, ...], in the mapped memory. The current stream is ordered
   // after the last read of that memory. See [Note: one pass].
   std::vector<at::Tensor> places(const std::vector<Rows>& parameters);
-  int64_t turn() const { return turn_; }  // how many gathers or reductions there were
+  int64_t turn() const { return turn_; }  // how many gathers or reductions have come to their barrier
 
   // Sums over the ranks and divides, on the current stream. `unit`: of the first.
   void reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit);
 
  private:
-  int64_t next_half(at::ScalarType dtype);  // where it begins
-  int64_t slot_bytes() const;               // of a half: what one peer sends
+  int64_t slot_bytes() const;  // of a half: what one peer sends
   void barrier(int64_t number, int64_t unit, bool after_pushes);
   bool takes_turns() const { return world_ > 2; }  // see [Note: pulls after pushes]
   void stage(const std::vector<Rows>& parameters, const std::vector<at::Tensor>& staged);
   int64_t prepare_kept(std::vector<Rows>& parameters, int64_t unit);
   std::vector<int64_t> starts_of(const std::vector<Rows>& parameters, int64_t start) const;
-  int64_t half(at::ScalarType dtype) const;
+  int64_t half(at::ScalarType dtype) const;  // where the next one begins
 
   MappedMemory halves_;
   std::optional<MappedMemory> kept_;  // absent: no casts are kept

@@ -27,6 +27,10 @@ class Questions {
   // raise.
   std::function<void(std::string, std::string, int64_t)> waiting;
 
+  // Before what comes next in a stream, after a collective that this rank could not start, and which: it raises unless
+  // all ranks could not start that one.
+  std::function<void(std::string)> failed;
+
   // Turns, see [Note: turns] in ranks/turns.py. All three return which units this rank has to gather now, as
   // `Gathers::take_turn` writes them. `take` gets what this rank wants, and returns it if that is what is gathered.
   // `arrive` gets where all ranks meet, and returns "" when all are there. `fail` gets why this rank fails, and returns
@@ -52,11 +56,12 @@ class Questions {
   }
 
   void set(decltype(agree) new_agree, decltype(compare) new_compare, decltype(unite) new_unite,
-           decltype(waiting) new_waiting) {
+           decltype(waiting) new_waiting, decltype(failed) new_failed) {
     agree = flagged(std::move(new_agree));
     compare = flagged(std::move(new_compare));
     unite = flagged(std::move(new_unite));
     waiting = flagged(std::move(new_waiting));
+    failed = flagged(std::move(new_failed));
   }
 
   // On the CPU a rank that waits looks about once a second whether the others still come: one may have died, have
@@ -67,7 +72,7 @@ class Questions {
   }
 
   void clear() {
-    set(nullptr, nullptr, nullptr, nullptr);
+    set(nullptr, nullptr, nullptr, nullptr, nullptr);
     set_outside(nullptr);
     set_turns(nullptr, nullptr, nullptr);
   }
@@ -98,6 +103,33 @@ class Questions {
   }
 
   bool asking_ = false;
+};
+
+// [Note: collectives that could not be started] A rank that could not start a collective, such as for lack of memory, is
+// one behind the others. What it starts next would be answered by that one, with values of other units. So before that
+// the ranks meet. If all of them have failed in the same collective, after the same ones, they go on. Else this rank
+// raises, now and whenever it is asked for another collective of the stream. The others, which stand in the one that
+// is missing, hear that it waits for them, or that it has ended.
+class NotStarted {
+ public:
+  void note(std::string what) { what_ = std::move(what); }
+  void forget() { what_.clear(); }
+  bool any() const { return !what_.empty(); }
+
+  void meet(const Questions& questions, int64_t rank) {
+    if (!any()) return;
+    TORCH_CHECK(!asked_, text("zerocompile: rank ", rank, " could not start ", what_, ", where the other ranks did not ",
+                              "fail. Its collectives would not match theirs any more. Train on from the last ",
+                              "checkpoint (`ckpt_path=`)"));
+    asked_ = true;
+    if (questions.failed != nullptr) questions.failed(what_);
+    asked_ = false;
+    forget();
+  }
+
+ private:
+  std::string what_;    // "": nothing
+  bool asked_ = false;  // the ranks have met, and did not agree
 };
 
 }  // namespace zerocompile

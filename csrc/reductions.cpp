@@ -276,10 +276,11 @@ void Reductions::launch(const Units& units, const Ready& latest, bool early) {
                      registry_.global_rank(), " after the optimizer had updated it in this backward. Its gradient ",
                      "came in two parts, so use optimizer_in_backward=False"));
   }
+  not_started_.meet(questions_, registry_.global_rank());
   auto& reduction = in_flight_.emplace_back();
   reduction.units = units;
   reduction.early = early;
-  reduction.number = ++started_;
+  reduction.number = started_ + 1;
   if (units.size() == 1) reduction.ready = gradients_.ready_for(registry_.units()[units.front()], latest);
   for (auto index : units) {
     const auto& unit = registry_.units()[index];
@@ -294,8 +295,15 @@ void Reductions::launch(const Units& units, const Ready& latest, bool early) {
     gradients_.launched(unit);
     untaken_.push_back(index);
   }
-  if (!replicated.empty()) replicate_group(replicated, reduction);
-  for (auto& [dtypes, group] : groups) reduce_group(group, reduction);
+  try {
+    if (!replicated.empty()) replicate_group(replicated, reduction);
+    for (auto& [dtypes, group] : groups) reduce_group(group, reduction);
+  } catch (...) {
+    not_started_.note(text("the reduction of unit `", registry_.names_of(units), "`, after ", started_.load(),
+                           " reductions"));
+    throw;
+  }
+  started_ += 1;
   retire(2);
 }
 

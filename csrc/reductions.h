@@ -164,6 +164,7 @@ class Reductions {
   std::vector<Pending> last_retired_;  // the last reduction that is not in flight any more
   bool dropped_ = false;              // some are on their way for which nobody waits
   ReductionCounts counts_;
+  NotStarted not_started_;
   std::atomic<int64_t> started_ = 0;
   std::atomic<int64_t> begun_ = 0;  // units of the order, in the backward that runs: see [Note: begun reductions]
 };

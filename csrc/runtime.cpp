@@ -59,10 +59,11 @@ void Runtime::set_callbacks(std::function<void(std::vector<ReducedGrad>)> bind,
                             std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                             std::function<std::string(int64_t, std::string)> compare,
                             std::function<std::string(int64_t, std::string, bool)> unite,
-                            std::function<void(std::string, std::string, int64_t)> waiting) {
+                            std::function<void(std::string, std::string, int64_t)> waiting,
+                            std::function<void(std::string)> failed) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   gradients_.set_bind(std::move(bind));
-  questions_.set(std::move(agree), std::move(compare), std::move(unite), std::move(waiting));
+  questions_.set(std::move(agree), std::move(compare), std::move(unite), std::move(waiting), std::move(failed));
 }
 
 void Runtime::set_update(std::function<void(std::vector<int64_t>)> update) {

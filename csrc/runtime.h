@@ -71,7 +71,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                      std::function<std::vector<int64_t>(std::vector<int64_t>)> agree,
                      std::function<std::string(int64_t, std::string)> compare,
                      std::function<std::string(int64_t, std::string, bool)> unite,
-                     std::function<void(std::string, std::string, int64_t)> waiting);
+                     std::function<void(std::string, std::string, int64_t)> waiting,
+                     std::function<void(std::string)> failed);
   void set_update(std::function<void(std::vector<int64_t>)> update);
   void set_updates(bool updates);
   void set_outside(std::function<void(std::string)> outside);

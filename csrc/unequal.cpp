@@ -57,10 +57,10 @@ std::vector<Turn> units_of(const std::string& turn, size_t count) {
 // know, and what is not in use is dropped at both ends, after which all ranks go on from the same state.
 void Gathers::begin_unequal() {
   TORCH_CHECK(!unequal_, "zerocompile: unequal work has begun already");
+  not_started_.meet(questions_, registry_.global_rank());
   drop_unused(/*but=*/-1);
   order_.restart();
   unequal_ = true;
-  torn_ = false;
 }
 
 void Gathers::end_unequal(bool raised) {
@@ -75,9 +75,10 @@ void Gathers::end_unequal(bool raised) {
 // them agree on scales before.
 bool Gathers::take_turn(const Units& units, bool full) {
   if (registry_.world() == 1 || questions_.take == nullptr) return needs_scales(units, full);
-  TORCH_CHECK(!torn_, text("zerocompile: rank ", registry_.global_rank(), " has failed in a gather inside ",
-                           "`strategy.unequal()`, in which the other ranks wait for it, so it cannot gather more ",
-                           "there. Let the exception leave the context"));
+  TORCH_CHECK(!not_started_.any(),
+              text("zerocompile: rank ", registry_.global_rank(), " has failed in a gather inside ",
+                   "`strategy.unequal()`, in which the other ranks wait for it, so it cannot gather more ",
+                   "there. Let the exception leave the context"));
   while (true) {
     bool scales = false;
     std::string wanted;
@@ -89,7 +90,6 @@ bool Gathers::take_turn(const Units& units, bool full) {
       scales = scales || old;
     }
     const auto turn = questions_.take(wanted);
-    torn_ = true;  // until it is started
     if (turn == wanted) return scales;
     serve(turn);
   }
@@ -97,70 +97,69 @@ bool Gathers::take_turn(const Units& units, bool full) {
 
 // Takes part in a gather that this rank does not ask for.
 void Gathers::serve(const std::string& turn) {
-  torn_ = true;
   c10::InferenceMode normal_tensors(false);
   at::NoGradGuard no_grad;
-  const int64_t number = ++started_;
   std::vector<Pending> started;
   std::vector<std::pair<int64_t, GatheredValue>> served;  // parameters
   std::string names;
-  RowsByDtype calls;
-  const auto units = units_of(turn, units_.size());
-  bool agrees = false;
-  for (const auto& [index, wide, scales] : units) {
-    const auto& unit = registry_.units()[index];
-    take_late({index});
-    names += text(names.empty() ? "" : "`, `", unit.name);
-    if (const auto written = std::exchange(of(unit).written, {})) written->block(current_stream(registry_.device()));
-    write_back_all(unit);  // what user code has written counts
-    agrees = agrees || scales;
-  }
-  if (agrees) agree_on_scales();
-  for (const auto& [index, wide, scales] : units) {
-    for (auto i : registry_.units()[index].parameters) {
-      const auto& p = record(i);
-      if (p.replicated) continue;
-      GatheredValue v;
-      allocate(p, wide ? p.dtype : of(p).low.value_or(p.dtype), v);
-      if (v.full.numel() == 0) continue;
-      counts_.gather_bytes += static_cast<int64_t>(v.full.nbytes());
-      served.emplace_back(i, std::move(v));
-    }
-  }
   const auto keep = [&] {
     for (const auto& [i, v] : served) lane_.keep(v.full);
   };
   try {
+    const auto units = units_of(turn, units_.size());
+    bool agrees = false;
+    for (const auto& [index, wide, scales] : units) {
+      const auto& unit = registry_.units()[index];
+      take_late({index});
+      names += text(names.empty() ? "" : "`, `", unit.name);
+      if (const auto written = std::exchange(of(unit).written, {})) written->block(current_stream(registry_.device()));
+      write_back_all(unit);  // what user code has written counts
+      agrees = agrees || scales;
+    }
+    if (agrees) agree_on_scales();
+    for (const auto& [index, wide, scales] : units) {
+      for (auto i : registry_.units()[index].parameters) {
+        const auto& p = record(i);
+        if (p.replicated) continue;
+        GatheredValue v;
+        allocate(p, wide ? p.dtype : of(p).low.value_or(p.dtype), v);
+        if (v.full.numel() == 0) continue;
+        counts_.gather_bytes += static_cast<int64_t>(v.full.nbytes());
+        served.emplace_back(i, std::move(v));
+      }
+    }
     Lane::Launch launch(lane_, started);
+    RowsByDtype calls;
     for (const auto& [i, v] : served) {
       calls[v.full.scalar_type()].push_back(rows_to_move(record(i), v));
     }
     counts_.served += static_cast<int64_t>(calls.size());
     move(calls, units.front().unit, launch);
     launch.finish();
-  } catch (...) {  // see [Note: unfinished launches]
-    keep();
+  } catch (...) {
+    keep();  // see [Note: unfinished launches]
+    not_started_.note(text("the gather of unit `", names, "` for another rank"));
     throw;
   }
   keep();
-  torn_ = false;
+  started_ += 1;
   if (!registry_.device().is_cpu()) return;
   const auto what = text("the gather of unit `", names, "` for another rank");
   wait_for(started.front(), registry_.device(), what, registry_.global_rank(),
-           questions_.look(what, "gather", number));
+           questions_.look(what, "gather", started_));
 }
 
 // Returns when all ranks have come to `what`; until then this one serves them.
 void Gathers::meet_others(const std::string& what) {
   if (!unequal_ || registry_.world() == 1 || questions_.arrive == nullptr) return;
-  TORCH_CHECK(!torn_, text("zerocompile: rank ", registry_.global_rank(), " has failed in a gather inside ",
-                           "`strategy.unequal()`, so it cannot come to ", what));
+  TORCH_CHECK(!not_started_.any(), text("zerocompile: rank ", registry_.global_rank(), " has failed in a gather inside ",
+                                        "`strategy.unequal()`, so it cannot come to ", what));
   for (auto turn = questions_.arrive(what); !turn.empty(); turn = questions_.arrive(what)) serve(turn);
 }
 
 // An exception leaves: all ranks hear of it at their next turn.
 void Gathers::tell_failure(const std::string& why) {
-  if (!unequal_ || torn_ || registry_.world() == 1 || questions_.fail == nullptr) return;
+  if (!unequal_ || not_started_.any() || registry_.world() == 1 || questions_.fail == nullptr) return;
   for (auto turn = questions_.fail(why); !turn.empty(); turn = questions_.fail(why)) serve(turn);
 }
 

@@ -40,7 +40,8 @@ class Consistency:
         self._marks = 0  # how many marks this rank has passed
         self._used = 0  # how many exchanges of used flags there were
         self._begun = (-1, 0)  # an exchange of used flags, and how many units another rank reduces before it
-        self._compared = ""  # the last gather that was compared
+        self._compared = ("", 0)  # the last gather that was compared, and the failures before it
+        self._failures = 0  # how many collectives could not be started, on all ranks
         self._reads = 0  # how many reads were compared
         self._met: Counter[str] = Counter()  # how many meetings of each stream there were
         self._place = (-1, "")  # where the last gather outside of steps was: the marks before it, and the hook
@@ -71,10 +72,11 @@ class Consistency:
             CommunicationError: a rank has ended, or ranks wait for each other.
         """
         mine, topic = dist.get_rank(), f"gather/{sequence}"
-        heard = self._messages.exchange_numbered(topic, 0, unit, f"gather number {sequence}, of unit `{unit}`")
-        if self._compared:  # every rank that has come to this comparison has read the last one
-            self._messages.forget(self._compared, 0)
-        self._compared = topic
+        number = self._failures  # a gather that has failed on all ranks does not count, and the next has its number
+        heard = self._messages.exchange_numbered(topic, number, unit, f"gather number {sequence}, of unit `{unit}`")
+        if self._compared[0]:  # every rank that has come to this comparison has read the last one
+            self._messages.forget(*self._compared)
+        self._compared = topic, number
         for rank, theirs in heard.items():
             if theirs is None:
                 return (
@@ -90,6 +92,19 @@ class Consistency:
                     "name the modules in which they differ in `keep_gathered=[...]`, or use stage 1 or 2."
                 )
         return ""
+
+    def failed(self, what: str) -> None:
+        """Called before the next collective after one that this rank could not start, for lack of memory perhaps.
+
+        Args:
+            what: the one that it could not start, and after which others.
+
+        Raises:
+            CommunicationError: another rank could start it, and waits in it for this one, or has gone on; or it is
+                gone.
+        """
+        self.meet("failed", f"a meeting, since it could not start {what}", min(self._timeout, _ON_ITS_WAY))
+        self._failures += 1
 
     def mark(self, mine: str) -> None:
         """Passes a mark, a place to which all ranks must come after the same gathers.
@@ -213,8 +228,10 @@ class Consistency:
         elsewhere = place != [self._used, self._marks]
         return f"asks for {what}" + (", after other backwards or batches" if elsewhere else "")
 
-    def meet(self, stream: str, what: str) -> None:
+    def meet(self, stream: str, what: str, within: timedelta | None = None) -> None:
         """Waits until all ranks have come to ``what``, or raises. Used on devices, where a collective blocks in torch.
+
+        ``within``: how long; ``None``: the timeout.
 
         A rank that has ended a backward, passed a mark, or started a collective of the default process group to which
         this one has not come will not come to this meeting: it would have done so before. So no rank is mistaken for
@@ -225,6 +242,7 @@ class Consistency:
                 or has not come within the timeout.
         """
         self._met[stream] += 1
+        within = within or self._timeout
         number, start = self._met[stream], time.monotonic()
         looked, where = start, self._messages.where()
         self._messages.tell_numbered(stream, number, json.dumps([what, where]))
@@ -240,8 +258,9 @@ class Consistency:
             if not missing:
                 return
             now = time.monotonic()
-            if now - start >= self._timeout.total_seconds():
-                raise self._messages.silent(missing[0], f"has come to {what}{where}")
+            if now - start >= within.total_seconds():
+                late = {missing[0]: f"has not come there within {within}"}
+                raise self._apart(late | {dist.get_rank(): f"is in {what}{where}"})
             if now - looked >= 1:
                 looked = now
                 self._messages.look_for(missing, what)

@@ -222,6 +222,7 @@ class Runtime:
             self.comparisons.gather,
             self.comparisons.used_parameters,
             self.messages.look,
+            self.comparisons.failed,
         )
         if device.type != "cpu":
             self.core.set_outside(self.comparisons.outside)

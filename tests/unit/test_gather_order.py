@@ -124,10 +124,14 @@ def test_first_uses(order: GatherOrder) -> None:
 # ---- numbers of gathers ----
 
 
-def _gather(sequence: GatherSequence, *units: int, agreed: bool = True) -> tuple[int, bool]:
+def _gather(sequence: GatherSequence, *units: int, agreed: bool = True, runs: tuple[int, ...] = ()) -> tuple[int, bool]:
+    """In collectives of so many units each; by default in one."""
     step = sequence.begin(units, build.load().Way.FORTH, UNITS)
     if agreed:
         sequence.agreed()
+    for run in runs or (len(units),):
+        sequence.started_one()
+        sequence.started(run)
     return step
 
 
@@ -168,7 +172,6 @@ def test_the_course_tells_programs_apart() -> None:
         sequence = build.load().GatherSequence()
         for units in program:
             _gather(sequence, *units)
-            sequence.add_run(len(units))
         courses.append((sequence.gathered(), sequence.course()))
     assert courses[0] == courses[1]
     assert len(set(courses)) == 4
@@ -176,13 +179,29 @@ def test_the_course_tells_programs_apart() -> None:
 
 def test_one_collective_or_two_are_two_courses() -> None:
     courses = set()
-    for runs in ([2], [1, 1]):
+    for runs in ((2,), (1, 1)):
         sequence = build.load().GatherSequence()
-        _gather(sequence, 0, 1)
-        for run in runs:
-            sequence.add_run(run)
+        _gather(sequence, 0, 1, runs=runs)
         courses.add(sequence.course())
     assert len(courses) == 2
+
+
+def test_what_was_not_started_does_not_count(sequence: GatherSequence) -> None:
+    """A gather that failed is none; one of which a part was started is neither none nor a whole one."""
+    way = build.load().Way
+    for _ in range(2):
+        _gather(sequence, 0)
+        _gather(sequence, 1)
+    before = sequence.gathered(), sequence.course()
+    assert sequence.begin([0], way.FORTH, UNITS) == (4, True)
+    sequence.agreed()
+    assert (sequence.gathered(), sequence.course()) == before
+    assert sequence.begin([1], way.FORTH, UNITS) == (4, False)  # what follows 1 is 0
+    sequence.started_one()
+    partly = sequence.course()
+    assert sequence.gathered() == 4 and partly != before[1]
+    sequence.started(1)
+    assert sequence.gathered() == 5 and sequence.course() not in (partly, before[1])
 
 
 def test_a_forgotten_way_is_compared_again(sequence: GatherSequence) -> None:

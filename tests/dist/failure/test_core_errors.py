@@ -22,7 +22,7 @@ from lightning_zerocompile.engine import Engine
 from lightning_zerocompile.runtime import build
 from lightning_zerocompile.sharding.full_values import full_value
 from tests.support import engines, models
-from tests.support.harness import on_ranks
+from tests.support.harness import Ranks, on_ranks
 
 SIDE = 4
 MANY = 2**22  # rows: 64 MiB of float32
@@ -359,6 +359,87 @@ def test_rule_17_reductions_out_of_memory(stage: int) -> None:
         _trains(engine, model, x)
 
 
+def _one_cannot_gather(scope: Any, window: bool) -> list[str]:
+    """What a rank says, of which the first alone could not start a gather, and has caught that."""
+    model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Linear(SIDE, MANY, bias=False))
+    x = torch.randn(2, SIDE, generator=torch.Generator().manual_seed(0))
+    made = engines.make_engine(model, 3, compile=scope, unit_bytes=1)
+
+    def runs() -> None:
+        opened = made.windows.open("use", None, None) if window else contextlib.nullcontext()
+        with made.evaluation_step(), torch.no_grad(), opened:
+            model(x)
+
+    for _ in range(2):  # from here on what follows what is known
+        runs()
+    if models.rank() == 0:
+        with _short_of_memory():
+            runs()
+    said = [_message(runs) for _ in range(2 if window or models.rank() == 0 else 1)]
+    made.abandon()
+    return said
+
+
+@pytest.mark.parametrize("window", [False, True], ids=["plain", "window"])
+@pytest.mark.parametrize("scope", [False, "model"])
+def test_rule_17_one_rank_alone_cannot_gather(ranks: Ranks, scope: Any, window: bool) -> None:
+    """It is one gather behind: it raises at its next one, and so do the others. Nobody has another unit's values."""
+    if ranks.device != "cpu" or ranks.world != 2:
+        pytest.skip("the limit is on the process's memory")
+    try:
+        first, second = ranks.run(_one_cannot_gather, scope, window, timeout=60)
+    finally:
+        ranks.close(kill=True)
+    if window:
+        assert "rank 0 failed inside window" in second[0], second
+        assert "the next ones would not match" in first[0] and "the next ones would not match" in second[1]
+        return
+    for text in (first[0], second[0]):
+        assert "rank 0 waits in a meeting, since it could not start the gather of unit `1.weight`" in text, text
+        assert "rank 1 waits in the gather of unit `1.weight`" in text, text
+    assert "could not start the gather of unit `1.weight`" in first[1] and "`ckpt_path=`" in first[1], first[1]
+
+
+def _one_cannot_reduce(stage: int) -> list[str]:
+    """What a rank says, of which the first alone could not start a reduction, and has caught that."""
+    model = nn.Sequential(nn.Embedding(MANY + 1, SIDE), nn.Linear(SIDE, SIDE))
+    x = torch.arange(3)
+    made = engines.make_engine(model, stage, compile=False, unit_bytes=1, defer_grad_sync=True)
+    optimizer = engines.sgd(made, model)
+
+    def steps() -> None:
+        with made.accumulation(), made.training_step():
+            engines.backward(made, model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if models.rank() == 0:
+        with made.accumulation(), made.training_step():
+            engines.backward(made, model(x).square().mean())
+        with _short_of_memory():
+            optimizer.step()
+        optimizer.zero_grad()
+    said = [_message(steps)]
+    made.abandon()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rule_17_one_rank_alone_cannot_reduce(ranks: Ranks, stage: int) -> None:
+    """Its next reduction would be summed with the one that the others stand in."""
+    if ranks.device != "cpu" or ranks.world != 2:
+        pytest.skip("the limit is on the process's memory")
+    try:
+        said = ranks.run(_one_cannot_reduce, stage, timeout=60)
+    finally:
+        ranks.close(kill=True)
+    for (text,) in said:
+        assert "rank 1 waits in the reduction of unit `0.weight`" in text, text
+        assert stage == 3 or "rank 0 waits in a meeting, since it could not start the reduction of unit `0" in text, (
+            text
+        )
+
+
 # ---- signal handlers and threads ----
 
 
@@ -397,7 +478,9 @@ def test_signal_handler_inside_a_gather() -> None:
             return comparisons.gather(sequence, unit)
 
         look = engine.runtime.messages.look
-        core.set_callbacks(lambda reduced: None, comparisons.order, compare, comparisons.used_parameters, look)
+        core.set_callbacks(
+            lambda reduced: None, comparisons.order, compare, comparisons.used_parameters, look, comparisons.failed
+        )
         before = signal.signal(signal.SIGUSR2, handler)
         try:
             _trains(engine, model, x)
