@@ -186,7 +186,7 @@ int64_t PeerMemory::all_gather(std::vector<Rows>& parameters, int64_t unit) {
     const auto peer = (rank_ + step) % world_;  // each rank reads from another one at a time
     for (size_t i = 0; i < parameters.size(); ++i) {
       const auto& p = parameters[i];
-      if (peer == rank_ && (p.placed.own || !p.placed.staged)) continue;  // `stage` has filled them
+      if (peer == rank_ && (p.placed.own || !p.placed.staged)) continue;  // `stage` fills them
       const auto numel = p.rows.numel();
       copies.add({p.full, peer * numel, buffers[peer], starts[i], numel});
     }
