@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -196,6 +197,8 @@ class Regions:
         self.fallbacks: list[Fallback] = []  # one for each kind of equal modules
         self._runtime, self._config = runtime, config
         self._graphs = _graphs_of(runtime, config)
+        if config.compile:  # after a compilation Python shows again, at each loader, how Lightning uses torch
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", append=True)
         self._warned: set[tuple[Any, ...]] = set()
 
     def add(self, name: str, module: nn.Module, units: list[int]) -> None:

@@ -10,6 +10,7 @@ import typing
 from datetime import timedelta
 from typing import Any
 
+import jsonargparse
 import pytest
 import torch
 
@@ -176,6 +177,32 @@ def test_every_argument_is_typed_for_the_command_line() -> None:
     for name, parameter in inspect.signature(ZeroCompileStrategy.__init__).parameters.items():
         assert parameter.kind is not inspect.Parameter.VAR_KEYWORD
         assert name == "self" or name in hints
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("stage=auto", "auto"),
+        ("keep_gathered=20GiB", 20 * 2**30),
+        ("keep_gathered=auto", "auto"),
+        ("keep_gathered=[layers.0]", ("layers.0",)),
+        ("timeout=60", timedelta(minutes=1)),
+        ("device_mesh=nodes", "nodes"),
+        ("device_mesh=[2, 4]", (2, 4)),
+        ("recompute=blocks", "blocks"),
+        ("recompute=0.5", 0.5),
+        ("compile_options={mode: reduce-overhead, dynamic: false}", {"mode": "reduce-overhead", "dynamic": False}),
+        ("compile_options.backend=aot_eager", {"backend": "aot_eager"}),
+        ("fp32_modules=[norms]", ("norms",)),
+        ("unequal_work=evaluation", "evaluation"),
+        ("param_dtype=bf16", torch.bfloat16),
+    ],
+)
+def test_options_on_the_command_line(written: str, value: Any) -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ZeroCompileStrategy, "strategy")
+    made = parser.instantiate_classes(parser.parse_args([f"--strategy.{written}"])).strategy
+    assert getattr(made.config, re.split(r"[.=]", written)[0]) == value
 
 
 def test_strategy_can_be_pickled_before_launch() -> None:

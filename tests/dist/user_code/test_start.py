@@ -214,3 +214,18 @@ def test_lightnings_own_figures_are_of_the_whole_model(stage: int) -> None:
         assert size == plain.model_size and rows["Type"] == plain.layer_types
     if models.device() == "cpu":
         assert any("DeviceStatsMonitor" in name for name in logger.metrics) or models.rank() > 0
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_warning_of_lightnings_is_not_repeated() -> None:
+    """After each compilation Python shows again what it has shown; under DDP, which compiles nothing, it comes once."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        strategy, module = ZeroCompileStrategy(3, **AOT), models.Evaluated()
+        trainer = models.make_trainer(strategy, max_steps=2)
+        trainer.fit(module, models.Batches(0), models.Batches(0))
+        assert strategy.compile_stats.dynamo_graphs > 0
+        trainer.validate(module, models.Batches(0), verbose=False)
+        trainer.test(module, models.Batches(0), verbose=False)
+    assert len([one for one in caught if "treespec, LeafSpec" in str(one.message)]) <= 1
