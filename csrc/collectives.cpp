@@ -92,11 +92,9 @@ void reduce_scatter_packed(c10d::ProcessGroup& group, Lane::Launch& launch, cons
 // [Note: gloo reduce-scatters] Gloo's reduce-scatter is an all-reduce of a copy of each input, whose work ignores the
 // timeout of a wait: a rank could not look meanwhile whether the others still come. So the all-reduces are done here.
 void all_reduce_each(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
-                     std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& inputs,
-                     const c10d::ReduceOp& op) {
-  const bool average = op == c10d::ReduceOp::AVG;
+                     std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& inputs) {
   const auto all = group.getSize();
-  const bool divides_first = average && inputs.front().scalar_type() == at::kHalf;  // whose sum overflows early
+  const bool divides_first = inputs.front().scalar_type() == at::kHalf;  // whose sum overflows early
   std::vector<at::Tensor> sums;
   for (const auto& input : inputs) {
     sums.push_back(divides_first ? input.div(all) : input.clone());
@@ -107,7 +105,7 @@ void all_reduce_each(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lan
     for (size_t k = 0; k < outputs.size(); ++k) {
       const auto rows = sums[k].size(0) / world;
       outputs[k].copy_(sums[k].narrow(0, rank * rows, rows));
-      if (average && !divides_first) outputs[k].div_(all);
+      if (!divides_first) outputs[k].div_(all);
     }
   });
 }
@@ -132,15 +130,14 @@ void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at:
 }
 
 void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
-                    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op,
-                    Packing packing) {
+                    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, Packing packing) {
   if (outputs.front().device().is_cpu()) {
-    return all_reduce_each(group, rank, world, launch, std::move(outputs), inputs, op);
+    return all_reduce_each(group, rank, world, launch, std::move(outputs), inputs);
   }
   TORCH_CHECK(group.getSize() == world && group.getRank() == rank,
               "zerocompile: on devices a reduce-scatter is of the shard group alone");
   c10d::ReduceScatterOptions options;
-  options.reduceOp = op;
+  options.reduceOp = c10d::ReduceOp::AVG;
   options.asyncOp = false;
   if (packing == Packing::Flat && outputs.size() > 1) {
     return reduce_scatter_packed(group, launch, outputs, inputs, options);

@@ -32,11 +32,10 @@ void all_gather(c10d::ProcessGroup& group, Lane::Launch& launch, std::vector<at:
                 std::vector<at::Tensor> inputs, Packing packing);
 
 // outputs[i]: [n_i, ...], inputs[i]: [world * n_i, ...], all of one dtype. An output gets the rows of `rank`, one of
-// `world`. On devices these are the group's own rank and size. On the CPU the group may have more ranks: all of them
-// add.
+// `world`. On devices these are the group's own rank and size. On the CPU the group may have more ranks: it is
+// the mean over all of them.
 void reduce_scatter(c10d::ProcessGroup& group, int64_t rank, int64_t world, Lane::Launch& launch,
-                    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, const c10d::ReduceOp& op,
-                    Packing packing);
+                    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, Packing packing);
 
 // In place. On the CPU it is started; on a device it runs in the order of the current stream.
 void all_reduce(c10d::ProcessGroup& group, Lane::Launch& launch, const at::Tensor& tensor, const c10d::ReduceOp& op);

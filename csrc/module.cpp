@@ -237,7 +237,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("begun", &Runtime::begun)
       .def("eager_reads_of", &Runtime::eager_reads_of, Release())
       .def("gathers_of", &Runtime::gathers_of, Release())
-      .def("set_gradient_divisor", changes("set_gradient_divisor", &Runtime::set_gradient_divisor), Release())
       .def("set_prefetch", changes("set_prefetch", &Runtime::set_prefetch), Release())
       .def("set_spans_hosts", changes("set_spans_hosts", &Runtime::set_spans_hosts), Release())
       .def("set_merge_bytes", changes("set_merge_bytes", &Runtime::set_merge_bytes), Release())

@@ -250,7 +250,7 @@ void PeerMemory::stage(const std::vector<Rows>& parameters, const std::vector<at
   if (!float8_casts.empty()) kernels_->cast(float8_casts);
 }
 
-void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit) {
+void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, int64_t unit) {
   const auto number = ++asked_;
   const auto& buffers = halves_.as(at::kBFloat16);
   const auto half = this->half(at::kBFloat16), slot = slot_bytes() / static_cast<int64_t>(sizeof(at::BFloat16));
@@ -290,11 +290,11 @@ void PeerMemory::reduce_scatter(const std::vector<Gradient>& gradients, double d
     }
     auto total = sum.own.to(at::kFloat);
     for (const auto& sent : received) total.add_(view_of(sent, {numel}, places[i]));
-    total = total.div_(divisor).view(mean.sizes());
+    total = total.div_(world_).view(mean.sizes());
     if (adds) mean.add_(total);
     else mean.copy_(total);
   }
-  if (!sums.empty()) kernels_->sum(sums, received, divisor);
+  if (!sums.empty()) kernels_->sum(sums, received, static_cast<double>(world_));
 }
 
 }  // namespace zerocompile

@@ -133,7 +133,7 @@ class PeerMemory {
   int64_t turn() const { return turn_; }  // how many gathers or reductions have come to their barrier
 
   // Sums over the ranks and divides, on the current stream. `unit`: of the first.
-  void reduce_scatter(const std::vector<Gradient>& gradients, double divisor, int64_t unit);
+  void reduce_scatter(const std::vector<Gradient>& gradients, int64_t unit);
 
  private:
   int64_t slot_bytes() const;  // of a half: what one peer sends

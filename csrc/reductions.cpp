@@ -63,8 +63,7 @@ Reductions::Reductions(const Registry& registry, Questions& questions, const Gat
       group_(std::move(group)),
       replicas_(std::move(replicas)),
       lane_(registry.device()),
-      replica_lane_(registry.device()),
-      divisor_(static_cast<double>(registry.all_ranks())) {
+      replica_lane_(registry.device()) {
   const int64_t reduced = group_->getSize() * (replicas_ ? replicas_->getSize() : 1);
   TORCH_CHECK(reduced == registry_.all_ranks(),
               text("zerocompile: the process groups of reductions have ", reduced, " ranks, not all ",
@@ -362,7 +361,7 @@ void Reductions::reduce_group(const std::vector<int64_t>& group, Reduction& redu
   const bool by_kernel = communicated == at::kBFloat16 && kept == at::kFloat && !gradients.empty() && fits;
   if (by_kernel && peers_ != nullptr && peers_->holds(gradients)) {
     counts_.peer_reductions += 1;
-    peers_->reduce_scatter(gradients, divisor_, record(group.front()).unit);
+    peers_->reduce_scatter(gradients, record(group.front()).unit);
     launch.finish();
   } else {
     reduce_by_collective(launch, reduction, group, shards, gradients, partition, total, communicated);
@@ -387,17 +386,11 @@ void Reductions::reduce_by_collective(Lane::Launch& launch, Reduction& reduction
     inputs.push_back(on_the_wire(gradients[shards[k].gradient].full));
     outputs.push_back(on_the_wire(view_of(result, size, shards[k].offset)));
   }
-  const bool average = divisor_ == static_cast<double>(registry_.all_ranks());
-  const c10d::ReduceOp op = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
   if (!inputs.empty() && group_->getSize() == 1) {
     at::_foreach_copy_(outputs, inputs);
   } else if (!inputs.empty()) {
-    reduce_scatter(*group_, registry_.rank(), registry_.world(), launch, outputs, inputs, op, packing_);
+    reduce_scatter(*group_, registry_.rank(), registry_.world(), launch, outputs, inputs, packing_);
   }
-  const auto divide = [=, divisor = average ? 1.0 : divisor_] {
-    at::NoGradGuard no_grad;
-    if (divisor != 1.0) result.div_(divisor);
-  };
   const auto place = [=] {
     at::NoGradGuard no_grad;
     if (!direct && !adds) at::_foreach_copy_({partition}, {result});  // its kernel casts faster than that of copy_
@@ -406,7 +399,6 @@ void Reductions::reduce_by_collective(Lane::Launch& launch, Reduction& reduction
       else shards[k].own.copy_(reduced[k]);
     }
   };
-  launch.then(divide);
   if (inputs.empty() || replicas_ == nullptr || reduction.early) {
     launch.then(place);
     launch.finish();
@@ -420,7 +412,7 @@ void Reductions::reduce_by_collective(Lane::Launch& launch, Reduction& reduction
   launch.finish();
   Lane::Launch second(replica_lane_, reduction.done, scattered);
   replica_lane_.keep(result);  // it is the first lane's memory
-  all_reduce(*replicas_, second, on_the_wire(result), op);
+  all_reduce(*replicas_, second, on_the_wire(result), c10d::ReduceOp::AVG);
   second.then(place);
   second.finish();
 }
@@ -447,7 +439,7 @@ void Reductions::replicate_group(const std::vector<int64_t>& group, Reduction& r
     const auto part = reduction.early ? Tensor() : gradients_.take_part(p);
     if (part.defined()) reduction.inputs.push_back(part);
     auto sum = raw.to(communicated, /*non_blocking=*/false, /*copy=*/true).reshape({1});
-    sum.div_(divisor_);  // before it is summed: a half overflows early
+    sum.div_(registry_.all_ranks());  // before it is summed: a half overflows early
     counts_.reductions += 1;
     counts_.reduce_bytes += static_cast<int64_t>(sum.nbytes());
     const auto add_up = [&](const Group& ranks) {

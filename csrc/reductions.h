@@ -56,7 +56,6 @@ class Reductions {
     launched_.resize(registry_.units().size());
     taken_.resize(registry_.units().size());
   }
-  void set_divisor(double divisor) { divisor_ = divisor; }
   void set_merge_bytes(int64_t bytes) { merge_bytes_ = bytes; }
   void set_packing(Packing packing) { packing_ = packing; }
   int64_t peer_bytes() const;
@@ -147,7 +146,6 @@ class Reductions {
   // The second lane is for the sums over replicas: that of one unit goes beside the reduce-scatter of the next.
   Lane lane_, replica_lane_;
   Packing packing_ = Packing::Each;
-  double divisor_;
   int64_t merge_bytes_ = 0;  // see [Note: merged reductions]
 
   Units order_;              // agreed by all ranks before the first reduction

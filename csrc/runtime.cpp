@@ -145,11 +145,6 @@ void Runtime::set_summing_peers(const Tensor& buffer, std::shared_ptr<DeviceBarr
   reductions_.set_peers(std::make_unique<PeerMemory>(buffer, std::move(barriers), group_name_, kernels_, timeout_ms));
 }
 
-void Runtime::set_gradient_divisor(double divisor) {
-  std::lock_guard<std::recursive_mutex> lock(mutex_);
-  reductions_.set_divisor(divisor);
-}
-
 // Whether the shard group, and the inner group, have ranks on several hosts: see [Note: flat collectives].
 void Runtime::set_spans_hosts(bool shards, bool inner) {
   const std::lock_guard lock(mutex_);

@@ -181,7 +181,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<std::string> resident_units() const;
   int64_t eager_reads_of(int64_t unit) const;
   std::pair<int64_t, int64_t> gathers_of(int64_t unit) const;
-  void set_gradient_divisor(double divisor);
   void set_prefetch(int64_t distance);
   void set_spans_hosts(bool shards, bool inner);
   void set_merge_bytes(int64_t bytes);

@@ -365,10 +365,7 @@ class Mutation(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         runtime = trainer.strategy.engine.runtime  # type: ignore[attr-defined]
-        if self.kind == "divisor":
-            runtime.core.set_gradient_divisor(1.0)
-            self.hits = 1
-        elif self.kind == "unit":
+        if self.kind == "unit":
             self.dropped = [
                 sharded for sharded in runtime.sharded_parameters if sharded.name.startswith("model.layers.1.")
             ]
@@ -381,7 +378,9 @@ class Mutation(L.Callback):
     def on_before_backward(self, trainer: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
         if self.kind == "rank" and models.rank() == 1:
             loss.register_hook(torch.zeros_like)
-        self.hits += self.kind == "rank"
+        elif self.kind == "divisor":
+            loss.register_hook(lambda grad: models.world() * grad)  # the sum, and not the mean
+        self.hits += self.kind in ("rank", "divisor")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
