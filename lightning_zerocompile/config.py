@@ -1,17 +1,29 @@
 """What the user chose: each option once, with its type, its default, its help and the message for a wrong value."""
 
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_zerocompile.option_types import (
+    DTYPE,
+    FLAG,
+    Check,
+    as_bytes,
+    as_compile_options,
+    as_modules,
+    as_names_or_bytes,
+    as_time,
+    fits,
+    names_of,
+)
 
 
 class Lifetime(Enum):
@@ -51,97 +63,6 @@ _COMPILE_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-# ---- what an option may be ----
-
-
-@dataclass(frozen=True)
-class Check:
-    """What an option's type does not say. It stands in the option's annotation.
-
-    Attributes:
-        otherwise: the message for a wrong value; it follows the option's name and value.
-        accepts: the type of the argument, if the argument may be more than the option's own type.
-        convert: makes the option's value of an argument; an argument that it cannot convert is left as it is.
-        holds: what must be true of a value of the right type.
-    """
-
-    otherwise: str
-    accepts: Any = None
-    convert: Callable[[Any], Any] = lambda value: value
-    holds: Callable[[Any], bool] = lambda value: True
-
-
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_BYTES = re.compile(r"(\d+(?:\.\d+)?) *([KMGT])(i?)B")
-
-
-def _as_dtype(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    name = value.removeprefix("torch.")
-    return getattr(torch, _SHORT.get(name, name), value)
-
-
-def _as_bytes(value: Any) -> Any:
-    """The number of bytes of ``"80GiB"`` or ``"500MB"``."""
-    found = _BYTES.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        return value
-    number, unit, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** (" KMGT".index(unit)))
-
-
-def _as_kept(value: Any) -> Any:
-    value = _as_bytes(value)
-    return value if value == "auto" or isinstance(value, int) else _as_names(value)
-
-
-def _as_time(value: Any) -> Any:
-    return timedelta(seconds=value) if type(value) in (int, float) else value
-
-
-def _as_names(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, Iterable) else value
-
-
-def _as_modules(value: Any) -> Any:
-    return (value,) if isinstance(value, type) else _as_names(value)
-
-
-def _as_compile_options(given: Any) -> Any:
-    """A copy, also of Inductor's options inside it."""
-    if not isinstance(given, Mapping):
-        return {} if given is None else given
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in given.items()}
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether ``value`` is of the type ``hint``; a bool is no int, and literals are equal in type, too."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in inner)
-    if origin is tuple:  # tuple[X, ...] or tuple[X, X]
-        if not isinstance(value, tuple) or not (inner[-1] is Ellipsis or len(value) == len(inner)):
-            return False
-        return all(_fits(one, inner[0]) for one in value)
-    if origin is type:
-        return isinstance(value, type) and issubclass(value, inner[0])
-    if origin is not None and origin is not dict:  # a union
-        return any(_fits(value, one) for one in inner)
-    return isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool))
-
-
-_DTYPE = Check(
-    "is not a floating-point dtype; use for example torch.bfloat16, 'bf16' or None.",
-    accepts=torch.dtype | str | None,
-    convert=_as_dtype,
-    holds=lambda dtype: dtype is None or dtype.is_floating_point,
-)
-_FLAG = Check("is not understood; choose True or False.")
-
-
 # The dimensions of a device mesh: `REPLICATE` need not be there.
 REPLICATE, SHARD = "replicate", "shard"
 
@@ -153,21 +74,16 @@ def _is_mesh(mesh: Any) -> bool:
     return SHARD in names and len(set(names)) == len(names) and set(names) <= {REPLICATE, SHARD}
 
 
-def _names(what: str) -> Check:
-    return Check(f"must be names of {what}", Sequence[str], _as_names, lambda names: "" not in names)
-
-
 @dataclass(frozen=True)
 class Config:
     """How a model is sharded, compiled and trained.
 
     Args:
         stage: 1 shards optimizer states, 2 gradients too, 3 parameters too. ``"auto"``: the fastest of them that fits,
-            by the plan, in what is free then, alike on all ranks; chosen at the first set-up and said in one line.
+            by the plan, in what is free at the first set-up.
         compile: ``"blocks"`` (or ``True``): each repeated block of the model is compiled, all equal ones with one
             compilation (a model without any as with ``"model"``); ``"model"``: each top-level child as one graph (of
-            one that only holds others, such as a ``ModuleList``, each of these); ``False``: nothing is compiled,
-            everything runs eagerly.
+            one that only holds others, such as a ``ModuleList``, each of these); ``False``: everything runs eagerly.
         compile_options: torch.compile's own arguments, by name: ``backend``, ``"inductor"`` (default) or
             ``"aot_eager"`` (the same graphs and passes without code generation); ``mode``, of which
             ``"reduce-overhead"`` and ``"max-autotune"`` replay CUDA graphs; ``dynamic``; ``options``, Inductor's:
@@ -196,10 +112,9 @@ class Config:
         keep_gathered: at stage 3, what stays gathered from one optimizer step to the next, as at stage 2. Names of
             modules (or parameters): those that only some ranks use in a step, and small ones that are used often. Or
             memory for fewer bytes moved: a number of bytes on each device, or ``"auto"``, three quarters of what is
-            free at the peak of the first two steps. It buys, once, after these two steps: where gathers are copies
-            between GPUs, each rank's rows in bfloat16 or float16, which are then cast once in a step and not in each
-            gather (2 bytes for each parameter, divided by the number of ranks); and with what is left whole units,
-            those that save most communication, with one recompilation.
+            free at the peak of the first two steps. After these it buys, once: where gathers are copies between GPUs,
+            each rank's rows in half precision, which are then cast once in a step (2 bytes for each parameter, divided
+            by the number of ranks); and with what is left units, those that save most, with one recompilation.
         unequal_work: at stage 3, whether ranks serve each other's gathers in all evaluations: ``"evaluation"``, so that
             they may use different modules, generate texts of different lengths, or take batches from datasets without
             a length. ``False``: only where their numbers of batches differ. In training (and with Fabric) write
@@ -246,8 +161,7 @@ class Config:
             ``"nodes"``, one on each host; ``(R, W)``, R replicas that are each sharded over W ranks; or a
             ``DeviceMesh`` of all ranks with dimensions ``"replicate"`` and ``"shard"``, in either order, or with
             ``"shard"`` alone. The ranks of a replica are consecutive, unless a ``DeviceMesh`` says otherwise; the
-            process groups are the strategy's own. Parameters are gathered inside a replica, and gradients are averaged
-            over all ranks. A rank needs the memory that it would need if its replica were all ranks.
+            process groups are the strategy's own. A rank needs the memory that it would need if its replica were all.
         reshard_after_forward: at stage 3, what a rank keeps of a value when the forward has used it (FSDP2's option of
             that name, ZeRO++'s hpZ). ``True``: its shard only, and the backward gathers over all ranks again. A number
             of ranks: each such part of the shard group (consecutive ranks, those of a host) keeps one more copy of the
@@ -263,8 +177,7 @@ class Config:
     stage: Annotated[
         Literal[1, 2, 3, "auto"],
         Check(
-            "is not a ZeRO stage; choose 1 (optimizer states sharded), 2 (and gradients), 3 (and parameters) or 'auto' "
-            "(the fastest that fits)."
+            "is not a ZeRO stage; choose 1 (optimizer states sharded), 2 (and gradients), 3 (and parameters) or 'auto'."
         ),
     ] = 3
     compile: Annotated[
@@ -282,41 +195,40 @@ class Config:
             "must be a dictionary of torch.compile's `backend`, `mode`, `dynamic` and `options`, for example "
             "{'mode': 'reduce-overhead'}.",
             accepts=dict[str, Any] | None,
-            convert=_as_compile_options,
+            convert=as_compile_options,
             holds=lambda options: set(options) <= set(_COMPILE_OPTIONS),
         ),
     ] = field(default_factory=dict)
     recompute: Annotated[
         float | Literal["blocks"] | None,
         Check(
-            "is not understood; choose a number from 0 (compiled modules save what torch.compile saves) to 1 (they "
-            "compute again all that they can), 'blocks' (each repeated block runs again in the backward) or None "
-            "(torch's own setting).",
+            "is not understood; choose a number from 0 (nothing is computed again) to 1 (all that can be), 'blocks' "
+            "(each repeated block runs again in the backward) or None (torch's own setting).",
             accepts=float | int | Literal["blocks"] | None,
             convert=lambda value: float(value) if type(value) is int else value,
             holds=lambda share: not isinstance(share, float) or 0 <= share <= 1,
         ),
     ] = None
-    activation_offload: Annotated[bool, _FLAG] = False
-    param_dtype: Annotated[torch.dtype | None, _DTYPE] = None
+    activation_offload: Annotated[bool, FLAG] = False
+    param_dtype: Annotated[torch.dtype | None, DTYPE] = None
     fp32_modules: Annotated[
         tuple[str | type[nn.Module], ...],
         Check(
             "must be 'norms', classes of modules, names of classes, or names of modules, for example ['norms', "
-            "'*.router']. A module that is called so is '*norm'.",
+            "'*.router'] (and '*norm' for a module of that name).",
             accepts=Sequence[str | type[nn.Module]],
-            convert=_as_modules,
+            convert=as_modules,
             holds=lambda modules: {"", "norm", "Norm", "Norms"}.isdisjoint(modules),
         ),
     ] = ()
-    reduce_dtype: Annotated[torch.dtype | None, _DTYPE] = None
-    master_dtype: Annotated[torch.dtype | None, _DTYPE] = torch.float32
+    reduce_dtype: Annotated[torch.dtype | None, DTYPE] = None
+    master_dtype: Annotated[torch.dtype | None, DTYPE] = torch.float32
     unit_bytes: Annotated[
         int,
         Check(
             "must be a positive number of bytes, for example 2**26 or '64MiB'.",
             accepts=int | str,
-            convert=_as_bytes,
+            convert=as_bytes,
             holds=lambda size: size > 0,
         ),
     ] = 64 * 2**20
@@ -327,54 +239,45 @@ class Config:
             "must be names of modules, for example ['vision'], or a number of bytes on each device, '20GiB', or 'auto' "
             "(three quarters of what is free at the peak of the first two steps).",
             accepts=Sequence[str] | int | str,
-            convert=_as_kept,
+            convert=as_names_or_bytes,
             holds=lambda kept: kept == "auto" or (kept >= 0 if isinstance(kept, int) else "" not in kept),
         ),
     ] = ()
     unequal_work: Annotated[
         Literal["evaluation", False],
         Check(
-            "is not understood; choose 'evaluation' (ranks may do anything unequally in evaluations) or False (they "
-            "may have different numbers of batches there). In training write `with strategy.unequal():` around unequal "
-            "work, on all ranks."
+            "is not understood; choose 'evaluation' (all of it may be unequal) or False (ranks may have different "
+            "numbers of batches there). In training write `with strategy.unequal():` around unequal work."
         ),
     ] = False
     copy_engine: Annotated[
         bool | Literal["auto"],
-        Check(
-            "is not understood; choose 'auto' (where all ranks' GPUs are in one host and reach each other's memory), "
-            "True (or raise) or False."
-        ),
+        Check("is not understood; choose 'auto' (where GPUs reach each other's memory), True (or raise) or False."),
     ] = "auto"
-    defer_grad_sync: Annotated[bool, _FLAG] = False
-    keep_gradients: Annotated[bool, _FLAG] = False
-    unshard_after_fit: Annotated[bool, _FLAG] = True
+    defer_grad_sync: Annotated[bool, FLAG] = False
+    keep_gradients: Annotated[bool, FLAG] = False
+    unshard_after_fit: Annotated[bool, FLAG] = True
     state_dict_type: Annotated[
         Literal["full", "sharded"],
-        Check(
-            "is not understood; choose 'full' (one file with full tensors) or 'sharded' (a directory to which every "
-            "rank writes its shards)."
-        ),
+        Check("is not understood; choose 'full' (one file) or 'sharded' (a directory to which every rank writes)."),
     ] = "full"
     offload: Annotated[
         Literal["optimizer", False],
         Check("is not understood; choose 'optimizer' (its states and masters are kept in host memory) or False."),
     ] = False
-    optimizer_in_backward: Annotated[bool, _FLAG] = False
-    full_param_optimizers: Annotated[tuple[str, ...], _names("optimizer classes, for example ['Shampoo'].")] = ()
+    optimizer_in_backward: Annotated[bool, FLAG] = False
+    full_param_optimizers: Annotated[tuple[str, ...], names_of("optimizer classes, for example ['Shampoo'].")] = ()
     process_group_backend: Annotated[str | None, Check("must be the name of a backend of torch.distributed.")] = None
     start_method: Annotated[
         Literal["auto", "popen", "fork"],
-        Check(
-            "is not understood; choose 'auto' (in notebooks 'fork'), 'popen' (the script is started again) or 'fork'."
-        ),
+        Check("is not understood; choose 'auto' (in notebooks 'fork'), 'popen' (the script starts again) or 'fork'."),
     ] = "auto"
     timeout: Annotated[
         timedelta,
         Check(
             "must be a positive number of seconds, or a positive datetime.timedelta.",
             accepts=timedelta | int | float,
-            convert=_as_time,
+            convert=as_time,
             holds=lambda time: time > timedelta(0),
         ),
     ] = timedelta(minutes=30)
@@ -401,7 +304,7 @@ class Config:
         for name, (hint, check) in checks().items():
             given = getattr(self, name)
             value = check.convert(given)
-            if not (_fits(value, hint) and check.holds(value)):
+            if not (fits(value, hint) and check.holds(value)):
                 raise ValueError(f"`{name}={given!r}` {check.otherwise}")
             object.__setattr__(self, name, value)  # a frozen dataclass has no other way
         self._check_compile_options()
@@ -417,18 +320,13 @@ class Config:
             f"backward; got stage={self.stage!r}.",
         )
         yield (
-            self.offload and self.full_param_optimizers,
-            "offload='optimizer' updates shards, and `full_param_optimizers` need whole parameters; drop one of them.",
+            self.full_param_optimizers and (self.offload or self.optimizer_in_backward),
+            "`full_param_optimizers` need whole parameters, and offload='optimizer' and optimizer_in_backward=True "
+            "update a unit's own shards; drop it, or them.",
         )
         yield (
             self.optimizer_in_backward and self.keep_gradients,
-            "`keep_gradients` keeps gradients, and a backward that updates frees them; drop it, or "
-            "optimizer_in_backward=True.",
-        )
-        yield (
-            self.optimizer_in_backward and self.full_param_optimizers,
-            "`full_param_optimizers` need whole parameters, and a backward has a unit's own shards; drop it, or "
-            "optimizer_in_backward=True.",
+            "`keep_gradients` keeps what optimizer_in_backward=True frees; drop one of them.",
         )
         yield (
             self.activation_budget is not None and self.compile is False,
@@ -436,18 +334,13 @@ class Config:
         )
         yield (
             self.checkpointed and self.compile == "model",
-            "recompute='blocks' needs blocks that run on their own; with compile='model' use a number, recompute=1 "
-            "for all.",
-        )
-        moves = "`activation_offload` takes what a block saves to host memory while the next one runs, and with "
-        yield (
-            self.activation_offload and self.compile == "model",
-            f"{moves}compile='model' one graph saves all at its end; drop one of the two.",
+            "recompute='blocks' needs blocks that run on their own; with compile='model' use a number, recompute=1.",
         )
         yield (
-            self.activation_offload and self.cuda_graphs,
-            f"{moves}CUDA graphs, which compile_options={self.compile_options!r} asks for, it stays where it is; drop "
-            "one of the two.",
+            self.activation_offload and (self.compile == "model" or self.cuda_graphs),
+            "`activation_offload` takes what a block saves to host memory while the next one runs. With "
+            "compile='model' one graph saves all at its end, and CUDA graphs "
+            f"(compile_options={self.compile_options!r}) keep it where it is; drop one of the two.",
         )
 
     def _check_compile_options(self) -> None:
@@ -468,10 +361,7 @@ class Config:
                 "CUDA graphs without `triton.cudagraph_trees` overwrite what other blocks still need; drop the option."
             )
         if self.cuda_graphs and self.options.get("cpp_wrapper"):
-            raise ValueError(
-                "Inductor records no CUDA graphs with `cpp_wrapper`; drop it, or choose "
-                "'mode': 'max-autotune-no-cudagraphs' or None."
-            )
+            raise ValueError("Inductor records no CUDA graphs with `cpp_wrapper`; drop it, or choose another 'mode'.")
         if self.compile is False and (self.mode is not None or self.options):
             warnings.warn("`compile_options` have no effect with compile=False.", stacklevel=5)
 
@@ -482,18 +372,15 @@ class Config:
 
     @property
     def mode(self) -> str | None:
-        mode: str | None = self.compile_options.get("mode")
-        return mode
+        return cast("str | None", self.compile_options.get("mode"))
 
     @property
     def dynamic(self) -> bool | None:
-        dynamic: bool | None = self.compile_options.get("dynamic")
-        return dynamic
+        return cast("bool | None", self.compile_options.get("dynamic"))
 
     @property
     def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = self.compile_options.get("options", {})
-        return options
+        return cast("dict[str, Any]", self.compile_options.get("options", {}))
 
     @property
     def kept_names(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ ROOMS = (
     "ranks",
     "arguments",
     "config",
+    "option_types",
 )
 
 
