@@ -53,7 +53,8 @@ void Gathers::fix_places(const std::vector<Units>& parameters, int64_t count) {
       const auto& p = registry_.parameter(here[j]);
       const auto& other = registry_.parameter(there[j]);
       TORCH_CHECK(p.unit == unit.index, text("zerocompile: `", p.name, "` is not in unit `", unit.name, "`"));
-      TORCH_CHECK(p.size == other.size && p.dtype == other.dtype && p.replicated == other.replicated,
+      TORCH_CHECK(p.size == other.size && p.stride == other.stride && p.dtype == other.dtype &&
+                      p.replicated == other.replicated,
                   text("zerocompile: `", p.name, "` and `", other.name, "` are not laid out alike"));
       if (k >= share) {
         of(p).fixed = of(other).fixed;

@@ -119,7 +119,7 @@ Phase phase() {
 void Gathers::allocate(const Parameter& p, at::ScalarType dtype, GatheredValue& v, bool fixed) const {
   const auto world = registry_.world();
   if (fixed && v.fixed.has_value() && dtype == p.dtype) v.full = v.fixed->full;
-  else v.full = at::empty(registry_.padded_size(p), p.local.options().dtype(dtype).requires_grad(false));
+  else v.full = registry_.empty_full(p, dtype);
   v.value = v.rows_here = v.own = v.full;
   if (p.replicated) {
     v.value = v.own = v.full.squeeze(0);
@@ -127,9 +127,9 @@ void Gathers::allocate(const Parameter& p, at::ScalarType dtype, GatheredValue& 
     auto rows = v.full.sizes().vec();
     const auto begin = v.full.numel() / world * registry_.rank();
     rows[0] = p.rows;
-    if (p.size[0] < v.full.size(0)) v.value = view_of(v.full, p.size, 0);
-    if (world > 1) v.rows_here = view_of(v.full, rows, begin);
-    v.own = p.local.size(0) < p.rows ? view_of(v.full, p.local.sizes(), begin) : v.rows_here;
+    if (p.size[0] < v.full.size(0)) v.value = p.rows_in(v.full, p.size, 0);
+    if (world > 1) v.rows_here = p.rows_in(v.full, rows, begin);
+    v.own = p.local.size(0) < p.rows ? p.rows_in(v.full, p.local.sizes(), begin) : v.rows_here;
   }
   v.value = v.value.variable_data();  // with versions of its own: those of `full` change as the collective writes
 }
@@ -381,7 +381,8 @@ void Gathers::masters_written(const Units& units) {
 
 // A parameter's part of a collective, which casts its rows to the dtype of `v`.
 PeerMemory::Rows Gathers::rows_to_move(const Parameter& p, const FullValue& v) {
-  PeerMemory::Rows rows{on_the_wire(v.full), on_the_wire(v.rows_here), on_the_wire(v.own), on_the_wire(rows_of(p))};
+  const auto moved = [&p](const Tensor& rows) { return on_the_wire(p.in_order(rows)); };
+  PeerMemory::Rows rows{moved(v.full), moved(v.rows_here), moved(v.own), moved(rows_of(p))};
   rows.version = p.version();
   if (auto& kept = of(p).kept) rows.kept = &*kept;
   const auto& float8 = of(p).float8;
@@ -406,7 +407,7 @@ void Gathers::add_rows(const Unit& unit, bool inner, RowsByDtype& calls, RowsByD
     const auto dtype = v.full.scalar_type();
     const auto placed = placed_.find(i);
     if (moves && inner) {
-      calls[dtype].push_back({on_the_wire(v.full), on_the_wire(v.secondary), {}, {}});
+      calls[dtype].push_back({on_the_wire(p.in_order(v.full)), on_the_wire(v.secondary), {}, {}});
     } else {
       auto rows = rows_to_move(p, v);
       if (placed != placed_.end()) rows.placed = placed->second;
@@ -635,7 +636,7 @@ void Gathers::offer_kept(const Units& units, CastPlaces& places) {
       if (!peers_->may_write(*kept)) continue;
       kept->version = -1;  // it may be written in part
       kept->dtype = dtype;
-      places[i].staged = peers_->kept_rows(*kept, dtype, p.local.sizes());
+      places[i].staged = p.rows_in(peers_->kept_rows(*kept, dtype, {p.local.numel()}), p.local.sizes(), 0);
       offered_[i].kept = true;
     }
   }
@@ -648,9 +649,10 @@ void Gathers::offer_staged(const Units& resident, CastPlaces& places) {
   const auto runs = registry_.runs_of(resident, merge_bytes_, /*padded=*/true);
   for (auto index : runs.front()) {
     for (auto i : registry_.units()[index].parameters) {
+      const auto& p = record(i);
       auto& v = values_[i];
-      if (record(i).replicated || v.full.numel() == 0) continue;
-      PeerMemory::Rows rows{on_the_wire(v.full), on_the_wire(v.rows_here), {}, {}};
+      if (p.replicated || v.full.numel() == 0) continue;
+      PeerMemory::Rows rows{on_the_wire(p.in_order(v.full)), on_the_wire(p.in_order(v.rows_here)), {}, {}};
       if (v.kept.has_value()) rows.kept = &*v.kept;
       calls[v.full.scalar_type()].push_back(std::move(rows));
       moved.push_back(i);
@@ -661,7 +663,8 @@ void Gathers::offer_staged(const Units& resident, CastPlaces& places) {
   for (size_t k = 0; k < moved.size(); ++k) {
     const auto found = places.find(moved[k]);
     if (found == places.end()) continue;
-    found->second.staged = view_of(staged[k], record(moved[k]).local.sizes(), 0);
+    const auto& p = record(moved[k]);
+    found->second.staged = p.rows_in(staged[k], p.local.sizes(), 0);
     offered_[moved[k]].placed.staged = true;
   }
   offered_turn_ = peers_->turn();

@@ -129,10 +129,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                          Place{all_ranks, global_rank}, c10::Device(device));
       }))
       .def("add_parameter",
-           [](Runtime& self, std::string name, std::vector<int64_t> size, at::ScalarType dtype,
-              std::optional<at::ScalarType> grad_dtype, std::optional<at::ScalarType> reduce_dtype,
+           [](Runtime& self, std::string name, std::vector<int64_t> size, std::vector<int64_t> stride,
+              at::ScalarType dtype, std::optional<at::ScalarType> grad_dtype, std::optional<at::ScalarType> reduce_dtype,
               std::optional<at::ScalarType> bound_dtype, Tensor master, Tensor local, Tensor handle) {
-             ParameterSpec spec{std::move(name), std::move(size), dtype, grad_dtype.has_value(),
+             ParameterSpec spec{std::move(name), std::move(size), std::move(stride), dtype, grad_dtype.has_value(),
                                 grad_dtype.value_or(dtype), reduce_dtype, bound_dtype};
              return self.add_parameter(std::move(spec), std::move(master), std::move(local), std::move(handle));
            },

@@ -333,16 +333,18 @@ void Reductions::reduce_group(const std::vector<int64_t>& group, Reduction& redu
   for (size_t k = 0; k < group.size(); ++k) {
     const auto& p = record(group[k]);
     auto& shard = shards[k];
-    if (!shard.existing.defined()) shard.own = view_of(partition, p.local.sizes(), shard.offset);
+    if (!shard.existing.defined()) shard.own = p.rows_in(partition, p.local.sizes(), shard.offset);
     reduced_.emplace_back(group[k], shard.own);
     reduction.in_graph = reduction.in_graph || gradients_.of(p).memory == GradMemory::Graph;
     auto raw = gradients_.give_away(p);
     if (!raw.defined()) raw = at::zeros(p.size, options.dtype(communicated));
     reduction.inputs.push_back(raw);
     // what moves is memory, of which torch's bits of a lazy conjugation and negation are no part
-    auto grad = raw.to(communicated).contiguous().resolve_conj().resolve_neg();
+    auto grad = p.in_order(raw.to(communicated)).contiguous().resolve_conj().resolve_neg();
     if (p.rows * registry_.world() != p.size[0]) {
-      auto padded = at::zeros(registry_.padded_size(p), grad.options());
+      auto size = grad.sizes().vec();
+      size[0] = p.rows * registry_.world();
+      auto padded = at::zeros(size, grad.options());
       padded.narrow(0, 0, p.size[0]).copy_(grad);
       grad = std::move(padded);
       counts_.padded_copies += 1;
@@ -351,7 +353,7 @@ void Reductions::reduce_group(const std::vector<int64_t>& group, Reduction& redu
     counts_.reduce_bytes += static_cast<int64_t>(grad.nbytes());
     reduction.inputs.push_back(grad);
     const bool adds = shard.existing.defined();
-    gradients.push_back({std::move(grad), adds ? shard.existing : shard.own, adds});
+    gradients.push_back({std::move(grad), p.in_order(adds ? shard.existing : shard.own), adds});
     shard.gradient = static_cast<int64_t>(gradients.size()) - 1;
   }
   if (!gradients.empty()) counts_.reductions += 1;
@@ -379,11 +381,12 @@ void Reductions::reduce_by_collective(Lane::Launch& launch, Reduction& reduction
   std::vector<Tensor> inputs, outputs, reduced;  // the last: [<=rows, ...], by parameter
   for (size_t k = 0; k < group.size(); ++k) {
     const auto& p = record(group[k]);
-    if (adds) reduced.push_back(view_of(result, p.local.sizes(), shards[k].offset));
+    if (adds) reduced.push_back(p.rows_in(result, p.local.sizes(), shards[k].offset));
     if (shards[k].gradient < 0) continue;
-    auto size = p.size;
+    const auto& full = gradients[shards[k].gradient].full;
+    auto size = full.sizes().vec();
     size[0] = p.rows;
-    inputs.push_back(on_the_wire(gradients[shards[k].gradient].full));
+    inputs.push_back(on_the_wire(full));
     outputs.push_back(on_the_wire(view_of(result, size, shards[k].offset)));
   }
   if (!inputs.empty() && group_->getSize() == 1) {
@@ -406,7 +409,8 @@ void Reductions::reduce_by_collective(Lane::Launch& launch, Reduction& reduction
   }
   for (size_t k = 0; k < group.size(); ++k) {
     if (!shards[k].part.defined()) continue;
-    view_of(result, record(group[k]).local.sizes(), shards[k].offset).add_(shards[k].part);
+    const auto& p = record(group[k]);
+    p.rows_in(result, p.local.sizes(), shards[k].offset).add_(shards[k].part);
   }
   const auto scattered = mark(registry_.device());  // on the lane; only devices have replicas: [Note: replicas]
   launch.finish();

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <mutex>
+#include <numeric>
 
 #include "text.h"
+#include "views.h"
 
 namespace zerocompile {
 
@@ -103,6 +105,14 @@ int64_t Registry::add_parameter(const std::weak_ptr<Runtime>& runtime, Parameter
   TORCH_CHECK(p.replicated || (local.dim() > 0 && local.size(0) == expected),
               text("zerocompile: the shard of `", p.name,
                    "` must hold ", expected, " rows on rank ", all_.rank, ", got a tensor of sizes ", local.sizes()));
+  if (!p.stride.empty()) {
+    TORCH_CHECK(p.stride.size() == p.size.size() && !p.replicated,
+                text("zerocompile: parameter `", p.name, "` has ", p.size.size(), " dimensions and ", p.stride.size(),
+                     " strides"));
+    p.order.resize(p.size.size());
+    std::iota(p.order.begin(), p.order.end(), 0);
+    std::stable_sort(p.order.begin() + 1, p.order.end(), [&](auto a, auto b) { return p.stride[a] > p.stride[b]; });
+  }
   p.master = std::move(master);
   p.local = std::move(local);
   p.identity = new_identity(runtime, p.index);
@@ -197,6 +207,17 @@ std::string Registry::names_of(const std::vector<int64_t>& units) const {
   auto names = unit(units.front()).name;
   for (size_t k = 1; k < units.size(); ++k) names += text("`, `", unit(units[k]).name);
   return names;
+}
+
+Tensor Parameter::rows_in(const Tensor& memory, at::IntArrayRef sizes, int64_t begin) const {
+  if (stride.empty()) return view_of(memory, sizes, begin);
+  return view_of(memory, memory.scalar_type(), sizes, stride, memory.storage_offset() + begin);
+}
+
+Tensor Registry::empty_full(const Parameter& p, at::ScalarType dtype) const {
+  const auto options = p.local.options().dtype(dtype).requires_grad(false);
+  if (p.stride.empty()) return at::empty(padded_size(p), options);
+  return at::empty_strided(padded_size(p), p.stride, options);
 }
 
 std::vector<int64_t> Registry::padded_size(const Parameter& p) const {

@@ -33,6 +33,7 @@ enum class Lifetime : int64_t { Use = 0, Step = 1 };
 struct ParameterSpec {
   std::string name;            // fully qualified
   std::vector<int64_t> size;   // of the full parameter; empty for a 0-dim one, which is replicated
+  std::vector<int64_t> stride; // of its elements; empty: contiguous, see [Note: memory formats]
   at::ScalarType dtype;        // of the gathered value: what the model computes with
   bool cast_grad;              // false: grad_dtype=None, see [Note: agreed dtype]
   at::ScalarType grad_dtype;   // the master's; the raw gradient is cast to it before anything else
@@ -41,6 +42,11 @@ struct ParameterSpec {
 };
 
 // Identity and layout.
+//
+// [Note: memory formats] A weight of a convolution may be `channels_last`, and one that was transposed may keep the
+// order that it had. Each of its rows is contiguous in memory, in another order of dimensions. So rows of it are moved
+// as those of any parameter, without a copy. Masters, gathered values and reduced gradients have its sizes and strides,
+// and what moves, or goes to a kernel, is a view with the dimensions in the order of memory (`in_order`).
 struct Parameter : ParameterSpec {
   int64_t index = 0;    // in the registry
   int64_t identity = 0;
@@ -51,7 +57,12 @@ struct Parameter : ParameterSpec {
   Tensor local;         // its local part, [<=rows, ...]; what gathers read
   Tensor host;          // the local part, if it is in host memory: see [Note: masters in host memory]
   Tensor handle;        // [1] float64: its value is the identity
+  std::vector<int64_t> order;  // of the dimensions in memory; empty: as they are
 
+  // Rows of it, of these sizes, in flat memory, from this element on.
+  Tensor rows_in(const Tensor& memory, at::IntArrayRef sizes, int64_t begin) const;
+  // Rows of it with the dimensions in the order of memory: contiguous, if they are laid out as the parameter is.
+  Tensor in_order(const Tensor& rows) const { return order.empty() ? rows : rows.permute(order); }
   int64_t version() const { return master._version() + (host.defined() ? host : local)._version(); }
 };
 
@@ -108,6 +119,7 @@ class Registry {
   int64_t global_rank() const { return all_.rank; }
   int64_t usual_bytes() const { return usual_bytes_; }  // `sent` of the most frequent unit: the repeated block
   std::vector<int64_t> padded_size(const Parameter& p) const;
+  Tensor empty_full(const Parameter& p, at::ScalarType dtype) const;  // memory for its value, padded
   int64_t sent_bytes(const Parameter& p, at::ScalarType dtype) const;
   // Runs of units that follow each other, each of up to `limit` bytes of full values (`padded`: with what pads them for
   // the gather). A larger unit is a run of its own; with a negative limit each unit is.

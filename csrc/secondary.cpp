@@ -50,7 +50,7 @@ void Gathers::allocate_secondary(const Parameter& p) {
   const bool wanted = inner_ != nullptr && questions_.in_step && !questions_.evaluates && !unequal_ && !held_;
   if (!wanted || unit.lifetime == Lifetime::Step || p.replicated || v.full.numel() == 0) return;
   if (v.secondary.defined() && v.secondary.scalar_type() == v.full.scalar_type()) return;
-  auto size = v.full.sizes().vec();
+  auto size = p.in_order(v.full).sizes().vec();
   size[0] /= inner_->getSize();
   auto secondary = at::empty(size, v.full.options());
   if (v.secondary.defined()) {  // of another dtype

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_zerocompile.optim.supported import masters_of
 from lightning_zerocompile.sharding.full_values import full_value
-from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
+from lightning_zerocompile.sharding.layout import over_local, rows_like, shard_like
 from lightning_zerocompile.sharding.moved import Moved
 from lightning_zerocompile.sharding.sharded import STATES_ON_HOST, sharded_as
 from lightning_zerocompile.sharding.unsharded import master_of
@@ -135,7 +135,7 @@ def _sharded_state(name: str, value: Any, parameter: Tensor, moment: bool, whole
         return value if on_host else sharded_as(value, parameter)
     if value.shape == parameter.shape and (moment or parameter.dim() > 0):
         if on_host:
-            return over_local(local_part(value, parameter.device_mesh).cpu(), parameter)
+            return over_local(rows_like(value, parameter).cpu(), parameter)
         return sharded_as(shard_like(value, parameter, dtype=value.dtype), parameter)
     if value.numel() == 1 or whole:  # `step` may be a number of the host: see torch.optim.Optimizer.load_state_dict
         return value if name == "step" or on_host else value.to(parameter.device)

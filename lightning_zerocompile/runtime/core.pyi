@@ -158,6 +158,7 @@ class Runtime:
         self,
         name: str,
         size: Sequence[int],
+        stride: Sequence[int],
         dtype: torch.dtype,
         grad_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,

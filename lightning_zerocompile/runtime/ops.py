@@ -23,18 +23,28 @@ def unflatten(numbers: Sequence[int]) -> list[list[int]]:
     return sizes
 
 
+def empty_value(source: Tensor, size: Sequence[int]) -> Tensor:
+    """A value of this size with the dtype and device of ``source``; and with its strides, if it has them for one.
+
+    See [Note: memory formats] in csrc/registry.h.
+    """
+    if source.dim() == len(size) > 2:
+        return source.new_empty_strided(size, source.stride())
+    return source.new_empty(size)
+
+
 def register() -> None:
     """Registers the fake kernels with the loaded extension; once per process, a second call does nothing."""
     if torch._C._dispatch_has_kernel_for_dispatch_key("zerocompile::gather", "Meta"):
         return
 
     def gather(source: Tensor, handle: Tensor, size: Sequence[int], grad_dtype: torch.dtype | None = None) -> Tensor:
-        return source.new_empty(size)
+        return empty_value(source, size)
 
     def gather_cast(
         source: Tensor, handle: Tensor, size: Sequence[int], grad_dtype: torch.dtype | None = None
     ) -> Tensor:
-        return source.new_empty(size)
+        return empty_value(source, size)
 
     def float8_scale(full: Tensor, handle: Tensor) -> Tensor:
         return torch.empty((), dtype=torch.float32, device=full.device)
@@ -45,10 +55,10 @@ def register() -> None:
     def gather_unit(
         sources: Sequence[Tensor], handles: Sequence[Tensor], sizes: Sequence[int], expects_grad: bool
     ) -> list[Tensor]:
-        return [s.new_empty(size) for s, size in zip(sources, unflatten(sizes), strict=True)]
+        return [empty_value(s, size) for s, size in zip(sources, unflatten(sizes), strict=True)]
 
     def gather_one(source: Tensor, handle: Tensor, size: Sequence[int], expects_grad: bool) -> Tensor:
-        return source.new_empty(size)
+        return empty_value(source, size)
 
     for fake in (gather, gather_cast, float8_scale, reduce_grad, gather_unit):
         torch.library.register_fake(f"zerocompile::{fake.__name__}", fake)

@@ -36,7 +36,7 @@ from lightning_zerocompile.runtime.peer_memory import (
 from lightning_zerocompile.sharding.autocast import Casts, forward_of
 from lightning_zerocompile.sharding.checks import check_equal_replicas
 from lightning_zerocompile.sharding.islands import NONE, Islands, gathered_dtype, in_fp32
-from lightning_zerocompile.sharding.layout import make_master, over_local, trained_dtype
+from lightning_zerocompile.sharding.layout import make_master, over_local, stride_of, trained_dtype
 from lightning_zerocompile.sharding.master import (
     adopt_master,
     as_plain_tensors,
@@ -203,7 +203,7 @@ class Runtime:
         self._masters: list[list[nn.Parameter]] = []  # by unit
         self._kept: list[int] = []  # units that stay gathered from one optimizer step to the next
         self.kept = Kept()
-        self._anchors: dict[torch.dtype, Tensor] = {}
+        self._anchors: dict[tuple[object, ...], Tensor] = {}
         this = weakref.ref(self)  # the C++ object must not keep this one alive
 
         def bind(reduced: list[tuple[int, Tensor | None]]) -> None:
@@ -437,6 +437,7 @@ class Runtime:
         config = self.config
         floating = parameter.is_floating_point()
         refuse_hooks(name, parameter)
+        stride = stride_of(parameter)
         master = make_master(parameter, self.mesh, self.device, config.master_dtype, rows)
         grad_dtype, explicit = _grad_dtype(parameter, dtype)
         if explicit:
@@ -447,6 +448,7 @@ class Runtime:
         index = self.core.add_parameter(
             name,
             list(parameter.shape),
+            list(stride or ()),
             dtype,
             grad_dtype,
             config.reduce_dtype if floating else None,
@@ -460,7 +462,7 @@ class Runtime:
             index=index,
             size=tuple(parameter.shape),
             master=master,
-            source=self._anchor(dtype),
+            source=self._anchor(dtype, parameter, stride),
             handle=handle.detach().requires_grad_(floating or parameter.is_complex()),
             frozen_handle=handle.detach(),
             use_grad_dtype=grad_dtype,
@@ -481,10 +483,12 @@ class Runtime:
         self.sharded_parameters.append(sharded)
         return sharded
 
-    def _anchor(self, dtype: torch.dtype) -> Tensor:
-        if dtype not in self._anchors:
-            self._anchors[dtype] = torch.empty(0, dtype=dtype, device=self.device)
-        return self._anchors[dtype]
+    def _anchor(self, dtype: torch.dtype, parameter: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+        """No rows of a value like this. It has the value's strides, if these are not the usual ones."""
+        size, steps = ((0,), (1,)) if stride is None else ((0, *parameter.shape[1:]), stride)
+        if (dtype, size, steps) not in self._anchors:
+            self._anchors[dtype, size, steps] = torch.empty_strided(size, steps, dtype=dtype, device=self.device)
+        return self._anchors[dtype, size, steps]
 
     def unit_of_parameter(self, sharded: ShardedParameter) -> int:
         """The unit that the parameter is gathered and reduced with."""

@@ -114,7 +114,7 @@ class Casts:
 
     def __init__(self, classes: ClassCache, core: Core, messages: Messages, dtype: torch.dtype | None) -> None:
         self._classes, self._core, self._messages, self._dtype = classes, core, messages, dtype
-        self._sources: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._sources: dict[tuple[Any, ...], Tensor] = {}
         self._places: dict[int, tuple[nn.Module, str, torch.dtype]] = {}  # and the dtype of the cast
         self._steps = 0
         self.low: list[int] = []
@@ -154,9 +154,10 @@ class Casts:
         dtype: torch.dtype,
         forward: Callable[..., Any],
     ) -> None:
-        key = sharded.source.device, dtype
+        like = sharded.source
+        key = like.device, dtype, like.shape, like.stride()
         if key not in self._sources:
-            self._sources[key] = torch.empty(0, dtype=dtype, device=key[0])
+            self._sources[key] = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
         module.__dict__[CAST + name] = self._sources[key]
         self._places[sharded.index] = (module, name, dtype)
         self._classes.swap(module, frozenset(module.__dict__[PARAMETERS]), forward)
@@ -185,5 +186,5 @@ class Casts:
         heard = self._messages.hear_all("casts", self._core.asked(), f"has begun training step number {self._steps}")
         asked = zip(*heard.values(), strict=True)
         self.low = [index for index, letters in enumerate(asked) if "c" in letters and "f" not in letters]
-        for dtype in dict.fromkeys(dtype for _, dtype in self._sources):
+        for dtype in dict.fromkeys(source.dtype for source in self._sources.values()):
             self._core.gather_low([index for index in self.low if self._places[index][2] is dtype], dtype)

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined, unused-ignore]
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.ranks.consistency import differences_between, first_difference
 from lightning_zerocompile.ranks.messages import Messages
+from lightning_zerocompile.sharding.layout import stride_of
 from lightning_zerocompile.sharding.parameter import FUNCTORCH
 from lightning_zerocompile.sharding.pretrained import SOURCES, source_of
 from lightning_zerocompile.sharding.sharded import refuse_left
@@ -58,6 +59,11 @@ def trainer_settings(trainer: pl.Trainer) -> dict[str, str]:
     return {f"`Trainer({name}=)`": repr(getattr(trainer, name, None)) for name in names}
 
 
+def _kind(parameter: Tensor) -> str:
+    stride = stride_of(parameter)
+    return f"{parameter.dtype}" if stride is None else f"{parameter.dtype} with strides {stride}"
+
+
 def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> None:
     """Raises on every rank if the ranks hold different models, or were set up differently. All ranks must call.
 
@@ -77,7 +83,7 @@ def check_equal_on_all_ranks(model: nn.Module, settings: Mapping[str, str]) -> N
         for name, source in inner.__dict__.get(SOURCES, {}).items()
         if source_of(inner, name) is not None
     }
-    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad, loaded.get(n)) for n, p in model.named_parameters()]
+    mine = [(n, tuple(p.shape), _kind(p), p.requires_grad, loaded.get(n)) for n, p in model.named_parameters()]
     buffers = [(n, tuple(b.shape), str(b.dtype), False, None) for n, b in model.named_buffers()]
     said = (dict(settings), mine + buffers)
     digest = hashlib.sha256(repr(said).encode()).hexdigest()

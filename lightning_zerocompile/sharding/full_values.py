@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from lightning_zerocompile.sharding.layout import on_the_wire
+from lightning_zerocompile.sharding.layout import on_the_wire, stride_of, with_stride
 
 ON_HOST = "_zerocompile_on_host"  # attribute of a DTensor of a device's mesh whose rows are kept in host memory
 
@@ -51,7 +51,8 @@ def full_value(value: DTensor, dtype: torch.dtype | None = None) -> Tensor:
         whole = torch.cat(
             [part.narrow(dim, 0, b - a) for part, (a, b) in zip(parts, pairwise(starts), strict=True)], dim
         )
-    return whole.view(local.dtype).to(place)
+    stride = stride_of(torch.empty_strided(value.shape, value.stride(), device="meta"))
+    return with_stride(whole.view(local.dtype).to(place), stride)
 
 
 def in_own_dtypes(like: Tensor) -> torch.autocast:

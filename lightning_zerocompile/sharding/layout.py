@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,26 @@ def placements_of(size: tuple[int, ...]) -> tuple[Placement]:
     return (Shard(0),) if size else (Replicate(),)
 
 
+def stride_of(value: Tensor) -> tuple[int, ...] | None:
+    """The strides to keep of a full value, see [Note: memory formats] in csrc/registry.h; None: it is contiguous here.
+
+    Only a value whose rows are contiguous in memory keeps another order of their dimensions.
+    """
+    if value.layout is not torch.strided or value.is_contiguous() or value.dim() < 3:
+        return None
+    stride = (math.prod(value.shape[1:]), *value.stride()[1:])
+    order = [0, *sorted(range(1, value.dim()), key=lambda dim: -stride[dim])]
+    ordered = torch.empty_strided(value.shape, stride, device="meta").permute(order)
+    return stride if ordered.is_contiguous() and value.stride()[0] == stride[0] else None
+
+
+def with_stride(value: Tensor, stride: Sequence[int] | None) -> Tensor:
+    """``value`` in memory with these strides; None: as it is."""
+    if stride is None or value.stride() == tuple(stride):
+        return value
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
 def local_part(full: Tensor, mesh: DeviceMesh) -> Tensor:
     """A copy of this rank's rows of ``full``, contiguous; the last ranks may have none. A 0-dim ``full`` is copied."""
     if full.dim() == 0:
@@ -31,10 +53,16 @@ def rows_of(full: Tensor, ranks: int, rank: int) -> Tensor:
     return full.narrow(0, first, rows)
 
 
-def as_dtensor(local: Tensor, size: torch.Size | tuple[int, ...], mesh: DeviceMesh) -> DTensor:
-    """The DTensor of global shape ``size`` whose local part is ``local``; no communication."""
+def as_dtensor(
+    local: Tensor, size: torch.Size | tuple[int, ...], mesh: DeviceMesh, stride: tuple[int, ...] | None = None
+) -> DTensor:
+    """The DTensor of global shape ``size`` whose local part is ``local``; no communication.
+
+    ``stride``: of both; None: they are contiguous.
+    """
     shape = torch.Size(size)
-    stride = torch.empty(shape, device="meta").stride()
+    if stride is None:
+        stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements_of(tuple(size)), run_check=False, shape=shape, stride=stride)
 
 
@@ -64,8 +92,13 @@ def shard_like(full: Tensor, master: Tensor, dtype: torch.dtype | None = None) -
     if not isinstance(master, DTensor):
         raise TypeError("shard_like needs a sharded master")
     local = master.to_local()
-    part = local_part(full, master.device_mesh).to(device=local.device, dtype=dtype or local.dtype)
-    return as_dtensor(part, tuple(master.shape), master.device_mesh)
+    part = rows_like(full, master).to(device=local.device, dtype=dtype or local.dtype)
+    return as_dtensor(part, tuple(master.shape), master.device_mesh, master.stride())
+
+
+def rows_like(full: Tensor, master: DTensor) -> Tensor:
+    """A copy of this rank's rows of ``full``, with the strides of ``master``."""
+    return with_stride(local_part(full, master.device_mesh), master.stride())
 
 
 def sharded_if_full(value: Any, master: Tensor) -> Any:
@@ -114,6 +147,7 @@ def make_master(
     Returns:
         A parameter over a DTensor. The caller makes it a ``Master``.
     """
+    stride = stride_of(parameter)
     if rows is None:
         full = parameter.detach().to(device, copy=True).contiguous()
         if dist.get_world_size() > 1:
@@ -121,8 +155,9 @@ def make_master(
         local = local_part(full, mesh)
     else:
         local = rows.to(device, parameter.dtype).contiguous()
-    local = local.to(shard_dtype(parameter, master_dtype))
-    master = nn.Parameter(as_dtensor(local, tuple(parameter.shape), mesh), requires_grad=parameter.requires_grad)
+    local = with_stride(local.to(shard_dtype(parameter, master_dtype)), stride)
+    sharded = as_dtensor(local, tuple(parameter.shape), mesh, stride)
+    master = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     # the class is not `Master` yet: nn.Parameter would insist that `detach` returns that class, too
     master.__dict__.update(parameter.__dict__)
     return master

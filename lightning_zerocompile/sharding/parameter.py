@@ -20,7 +20,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
 
 from lightning_zerocompile.ranks.consistency import Reads
-from lightning_zerocompile.sharding.layout import local_part, over_local, shard_like
+from lightning_zerocompile.sharding.layout import over_local, rows_like, shard_like
 from lightning_zerocompile.sharding.master import (
     as_plain_tensors,
     bind_gradient,
@@ -344,7 +344,7 @@ class ShardedParameter:
             if value.placements == master.placements:
                 return value
             full = full.detach().full_tensor()
-        return self._over(local_part(full, master.device_mesh))
+        return self._over(rows_like(full, master))
 
     def _over(self, local: Tensor) -> DTensor:
         """A gradient of the master over the memory of ``local``, this rank's rows.

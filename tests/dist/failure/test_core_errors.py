@@ -52,7 +52,7 @@ def _unplanned() -> dict[str, str]:
     local = torch.randn(rows, SIDE, device=engines.place(), requires_grad=True)
     gradient = torch.ones(SIDE, SIDE, device=engines.place())
     size = [SIDE, SIDE]
-    core.add_parameter("one.weight", size, torch.float32, torch.float32, None, torch.float32, local, local, handle)
+    core.add_parameter("one.weight", size, [], torch.float32, torch.float32, None, torch.float32, local, local, handle)
     ops = torch.ops.zerocompile
     anchor = torch.empty(0, device=engines.place())
     calls = {
