@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
+from lightning_zerocompile.compile.passes.inline_regions import inline_regions
 from lightning_zerocompile.compile.passes.place_communication import PlaceCommunication
 from lightning_zerocompile.compile.passes.recompute import PrepareJointGraph, SaveRandom, save_random, saves_a_tuple
 from lightning_zerocompile.compile.passes.reject_writes import Handed, handed_on, reject_writes, takes_weights
@@ -135,6 +136,7 @@ def make_backend(
         settings["activation_memory_budget"] = max(float(config.activation_budget), 1e-6)
 
     def zerocompile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        inline_regions(module)
         reject_writes(module)
         unify_casts(module)
         count(module)
