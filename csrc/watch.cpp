@@ -128,6 +128,7 @@ void Watch::close() {
   notify(comes_);
   notify(wakes_);
   if (ends.joinable()) ends.join();
+  close_file(wakes_);
 }
 
 void Watch::close_copies() {
@@ -156,7 +157,10 @@ std::optional<std::vector<std::pair<int64_t, std::string>>> Watch::take() {
   clear(comes_);
   listening_ = true;
   python_came_ = Clock::now();
-  if (closing_) return std::nullopt;
+  if (closing_) {
+    close_file(comes_);  // the reader does it, which may be waiting for this file until here
+    return std::nullopt;
+  }
   std::vector<std::pair<int64_t, std::string>> taken(inbox_.begin(), inbox_.end());
   inbox_.clear();
   return taken;

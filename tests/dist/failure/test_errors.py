@@ -87,30 +87,11 @@ class StepInside(models.Module):
         self.manual_backward(second)
 
 
-def _compiled_head() -> models.Module:
-    module = models.Module()
-    module.model.head = torch.compile(module.model.head, backend="eager")  # type: ignore[assignment]
-    return module
-
-
-def _compiled_in_place(part: Callable[[Any], nn.Module]) -> models.Module:
-    module = models.Module()
-    part(module).compile(backend="eager")
-    return module
-
-
-HEAD = ("torch.compile(self.model.head, backend='eager')", "ZeroCompileStrategy(compile=")
 BAD: dict[str, tuple[Callable[[], L.LightningModule], dict[str, Any], tuple[str, ...]]] = {
     "lbfgs": (partial(Stepper, torch.optim.LBFGS), {}, ("LBFGS", "strategy='ddp'")),
     "adam for sparse": (partial(Stepper, torch.optim.SparseAdam), {}, ("SparseAdam", "strategy='ddp'")),
     "empty": (Empty, {}, ("has no parameters", "configure_model")),
     "foreign tensor": (Foreign, {}, ("holds 1 parameters", "(2, 5)")),
-    "compiled submodule": (_compiled_head, {}, HEAD),
-    "compiled submodule in place": (partial(_compiled_in_place, lambda module: module.model.head), {}, HEAD),
-    "compiled in place": (
-        partial(_compiled_in_place, lambda module: module), {},
-        ("torch.compile(self, backend='eager')", "ZeroCompileStrategy(compile="),
-    ),
 } | {
     f"sparse {stage}": (Sparse, {"stage": stage}, ("model.embedding.weight", "sparse=False")) for stage in (1, 3)
 } | {
