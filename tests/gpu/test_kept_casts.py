@@ -65,7 +65,7 @@ def _evaluates(engine: Engine, model: Any) -> None:
 def _bytes_of_casts(model: nn.Module) -> int:
     """On each of two ranks, with what their places are rounded up by; no unit is so small that it fits the rest."""
     rows = [p.view(1) if p.ndim == 0 else p for p in model.parameters()]
-    return sum(-(-len(p) // 2) * (p.numel() // len(p)) * 2 + 32 for p in rows)
+    return sum(-(-len(p) // 2) * (p.numel() // len(p)) * 2 + 512 for p in rows)
 
 
 def _trained(
