@@ -130,10 +130,10 @@ class Config:
         keep_gradients: leave ``p.grad`` after ``optimizer.step()``; by default its memory is released there.
         unshard_after_fit: make the module an ordinary one with full parameters, on the CPU, when ``fit`` has succeeded;
             one parameter at a time, so that a device never holds more than one whole. ``False``: it stays sharded, and
-            the next run takes it over. After an exception the module is made whole, too, if all ranks end their run
-            within five seconds (at most a tenth of ``timeout``), on several GPUs within fifteen (at most half of it).
-            Otherwise it stays sharded: it then raises when it is called, when its ``state_dict`` is asked for and in a
-            further fit.
+            the next run takes it over. After an exception the module is made whole, too, if there is one rank, or if
+            all ranks say within five seconds (at most a tenth of ``timeout``) that they have ended at one place of the
+            training. Otherwise it stays sharded: it then raises when it is called, when its ``state_dict`` is asked for
+            and in a further fit.
         state_dict_type: ``"full"``: one file with full tensors, as DDP's. ``"sharded"``: a directory to which all ranks
             write their shards. Either loads at any stage, world size and with either setting, and is written in the
             background with Lightning's ``AsyncCheckpointIO()``.
