@@ -21,13 +21,11 @@ class Closure(models.Module):
         super().__init__()
         self.automatic_optimization = False
         self.alpha = nn.Parameter(torch.linspace(1, 2, 8))
-        self.how, self.kept = how, [self.alpha]
+        self.how = how
 
     def penalty(self) -> Any:
         if self.how == "attribute":
             return self.alpha.pow(2).sum()
-        if self.how == "list":
-            return self.kept[0].pow(2).sum()
         return sum(p.pow(2).sum() for p in self.parameters())
 
     def training_step(self, batch: Tensor, index: int) -> None:
@@ -42,7 +40,7 @@ class Closure(models.Module):
         optimizer.step(closure=closure)
 
 
-@pytest.mark.parametrize("how", ["attribute", "list", "parameters"])
+@pytest.mark.parametrize("how", ["attribute", "parameters"])
 @pytest.mark.parametrize(
     ("stage", "options"),
     [

@@ -172,7 +172,7 @@ def test_what_does_not_work_says_what_to_do() -> None:
 
 
 @on_ranks()
-def test_a_part_that_the_user_compiled_is_compiled_by_the_strategy() -> None:
+def test_a_part_that_the_user_compiled_is_taken_as_the_plain_one() -> None:
     ours, theirs = models.pair(models.ByteModel)
     ddp = models.make_fabric("ddp")
     _loop(ddp, *ddp.setup(theirs, _sgd(theirs)))
@@ -180,7 +180,7 @@ def test_a_part_that_the_user_compiled_is_compiled_by_the_strategy() -> None:
     ours.head = head
     fabric = models.make_fabric(ZeroCompileFabricStrategy(3, **AOT))
     _loop(fabric, *fabric.setup(ours, _sgd(ours)))
-    assert fabric.strategy.compile_stats.forward >= 2  # type: ignore[attr-defined]
+    assert fabric.strategy.compile_stats.forward == 1  # type: ignore[attr-defined] # the blocks', not the head's
     fabric.strategy.unshard()  # type: ignore[attr-defined]
     assert ours.head is head and hasattr(vars(head)["forward"], "_torchdynamo_orig_callable")
     ours.head = head._orig_mod
