@@ -33,6 +33,7 @@ from torch.testing._internal.distributed import fake_pg  # registers the backend
 
 from lightning_zerocompile.ranks.consistency import Consistency, first_difference
 from lightning_zerocompile.ranks.messages import SERIES, Messages
+from lightning_zerocompile.runtime import build
 
 __all__ = ["fake_pg", "main"]
 _TIMEOUT = timedelta(minutes=5)
@@ -71,7 +72,8 @@ def _rank(rank: int, world: int, steps: int, started: Any, turn: Any, pipe: Any)
     with turn:  # torch's store loses connections of hundreds of processes that begin at one moment on one machine
         store = dist.TCPStore("127.0.0.1", port, world, False, _TIMEOUT, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=rank, world_size=world)
-    messages = Counting("cpu", "many", _TIMEOUT)
+    watch = build.load().Watch(world, rank, _TIMEOUT.total_seconds())
+    messages = Counting("cpu", "many", _TIMEOUT, watch)
     messages.requests = Counter()
     comparisons = Consistency(messages, _TIMEOUT)
     late = partial(messages.silent, doing="has come")
