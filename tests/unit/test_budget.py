@@ -20,7 +20,7 @@ LINES = {
     "plugins": 1150,
     "checkpoint": 1720,
     "optim": 4050,
-    "compile": 1520,
+    "compile": 1560,
     "runtime": 2700,
     "sharding": 4900,
     "ranks": 2700,
