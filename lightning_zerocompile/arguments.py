@@ -78,7 +78,7 @@ _ELSEWHERE = {
 }
 
 
-def _explain(name: str, known: list[str]) -> str:
+def explain(name: str, known: list[str]) -> str:
     """What to write in the place of an argument that there is not."""
     if name in _RENAMED:
         return f"has no argument `{name}` any more; {_RENAMED[name]}."
@@ -114,7 +114,7 @@ def takes_options(init: Callable[..., None]) -> Callable[..., None]:
     def initialise(*args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in known:
-                raise TypeError(f"{type(args[0]).__name__} {_explain(name, known)}")
+                raise TypeError(f"{type(args[0]).__name__} {explain(name, known)}")
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from lightning_zerocompile.arguments import explain
 from lightning_zerocompile.config import Config
 from lightning_zerocompile.plan.machine import Machine
 from lightning_zerocompile.plan.picture import svg
@@ -249,10 +250,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
         batch = _made_by(options.batch)
     precision = options.precision or found["precision"]
     config: Config = found["config"]
-    try:
-        config = dataclasses.replace(config, **options.options)
-    except TypeError as error:
-        raise PlanError(f"`--options`: {error}.") from error
+    known = [option.name for option in dataclasses.fields(Config)]
+    for name in options.options:
+        if name not in known:
+            raise PlanError(f"The strategy {explain(name, known)}")
+    config = dataclasses.replace(config, **options.options)
     return make_plan(
         module,
         batch,
